@@ -159,6 +159,11 @@ def _check_virtual_mesh(c: Any) -> None:
             f"{sizes}, whose mp is not divisible by cores_per_replica {c.cores_per_replica}; "
             "change one of them"
         )
+    if c.shard_activations and c.seq % c.shards:
+        raise InputError(
+            f"{sizes}, whose mp does not divide seq {c.seq}; change one of them, or set "
+            "shard_activations to false"
+        )
     if c.partitioning != "shard_map":
         raise InputError(f"{sizes}, but partitioning is {c.partitioning}; set it to shard_map")
     if c.optimizer not in ELEMENTWISE:

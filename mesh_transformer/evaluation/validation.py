@@ -100,9 +100,9 @@ def open_set(network: TrainableNetwork, source: Any) -> TFRecordNewInputs | InOr
 
 def batch_size(network: TrainableNetwork) -> int:
     """Return the number of sequences per validation batch, a multiple of the number of replicas."""
-    config = network.config
-    rows = max(1, int(config.per_replica_batch * config.val_batch_multiplier))
-    return config.replicas(network.dp) * rows
+    replicas = network.config.replicas(network.dp)
+    rows = network.batch_size // replicas
+    return replicas * max(1, int(rows * network.config.val_batch_multiplier))
 
 
 def _pad_batch(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:

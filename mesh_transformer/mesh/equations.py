@@ -66,7 +66,7 @@ def axis_names(value: Any) -> tuple[str, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _is_local(jaxpr: Jaxpr) -> bool:
     return all(map(is_local, jaxpr.eqns))
 
@@ -87,7 +87,7 @@ def is_local(eqn: JaxprEqn) -> bool:
     return all(map(_is_local, inner(eqn)))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _indices(jaxpr: Jaxpr) -> frozenset[str]:
     return frozenset().union(*map(indices, jaxpr.eqns))
 

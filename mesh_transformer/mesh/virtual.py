@@ -90,7 +90,11 @@ def on_every_device(function: Callable[[Array], Any], mesh: Mesh) -> Callable[[A
     def whole(x: Array) -> Any:
         # The compiler must not compute only the part of an array that a device keeps.
         runs = lax.optimization_barrier(jnp.bool(True))
-        return jax.tree.map(lambda x: lax.cond(runs, lambda x: x, jnp.zeros_like, x), function(x))
+
+        def kept(leaf: Array) -> Array:
+            return lax.cond(runs, lambda x: x, jnp.zeros_like, leaf)
+
+        return jax.tree.map(kept, function(x))
 
     return jax.shard_map(whole, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 

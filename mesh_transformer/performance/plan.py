@@ -276,7 +276,7 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
     The shape is [A, B, T]: A microbatches, B batch rows of all replicas together, T tokens.
     """
-    rows = config.per_replica_batch * mesh.shape["dp"]
+    rows = config.per_replica_batch * config.replicas(mesh.shape["dp"])
     shape = (config.gradient_accumulation_steps, rows, config.seq)
     tokens = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=NamedSharding(mesh, P(None, "dp")))
     return {"obs": tokens, "target": tokens}

@@ -193,6 +193,7 @@ def test_step_can_be_added_to_an_existing_model_folder(formats, config, tmp_path
         convert(kind, folder, "hf", tmp_path / f"hf_{kind}", "--step", 3, "--config", config[0])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("step", [False, True])
 def test_load_accepts_every_format(formats, config, kind, step):

@@ -30,6 +30,7 @@ def bits_in(folder):
     }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
 def test_logits_match_torchs_both_ways(tmp_path, family, layers, heads, head, rotary, vocab):
@@ -50,6 +51,7 @@ def test_logits_match_torchs_both_ways(tmp_path, family, layers, heads, head, ro
         assert torch.equal(loaded(torch.tensor(tokens)).logits, torch.tensor(expected))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_conversions_to_native_and_back_keep_every_bit(tmp_path, family, dtype):

@@ -39,6 +39,7 @@ def metadata_of(step: Path) -> list[str]:
     return [str(p) for p in files if p.name not in excluded and p.parent.name != "d"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True])
 def test_native_load_reads_each_metadata_file_once(small, tmp_path, opened, adapters):
     folders = [tmp_path / "base", *([tmp_path / "adapters"] if adapters else [])]

@@ -479,6 +479,7 @@ def untrained(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     return folder, values
 
 
+@pytest.mark.slow
 def test_sampling_gives_the_same_text_from_stdin_and_from_a_flag(untrained, compiled, tmp_path):
     folder, values = untrained
     eight_devices = write_config(tmp_path / "eight.json", values)

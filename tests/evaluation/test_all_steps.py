@@ -70,6 +70,7 @@ def rows_in(folder: Path) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_every_step_gets_a_row_and_none_is_evaluated_twice(folder, evaluate, monkeypatch):
     first = evaluate()
     assert re.findall(r"\S+", first[0])[:2] == ["step", "val/loss_made"]

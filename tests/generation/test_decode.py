@@ -393,6 +393,7 @@ def test_decode_refuses_an_invalid_number_of_tokens(steps):
         batch.decode(steps)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("pe", get_args(get_args(Config.__annotations__["pe"])[0]))
 def test_an_answer_may_use_every_position_of_the_window(pe):
     """The last token of the answer follows the last position, and needs none of its own."""

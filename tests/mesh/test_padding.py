@@ -25,8 +25,8 @@ MESHES = [
     ("shard_map", 2, 4, 1, None),
     ("shard_map", 4, 2, 3, "gpt2"),
     ("jit", 1, 8, 0, None),
-    ("jit", 4, 2, 1, "geglu"),
-    ("jit", 2, 4, 3, "neox"),
+    ("jit", 4, 2, 1, None),
+    ("jit", 2, 4, 3, None),
 ]
 BLOCKS = ("gptj", "geglu", "gpt2", "neox")
 

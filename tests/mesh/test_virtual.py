@@ -119,6 +119,7 @@ def networks(meshes: list[tuple[int, int]], **changes: Any) -> list[CausalTransf
     ]
 
 
+@pytest.mark.slow
 def test_evaluation_logits_and_answers_on_a_mesh_are_those_of_one_device():
     """Also for 5 heads and 131 tokens, which the virtual mesh pads and one device need not."""
     one, mesh = networks([(1, 1), (2, 2)], block="gpt2", n_heads=5, d_model=80, n_vocab=131)
@@ -192,6 +193,7 @@ def test_a_step_without_functions_of_their_own_is_noticed(monkeypatch):
         ({"virtual_mesh": [3, 4]}, "expected [dp, mp], two powers of two"),
         ({"virtual_mesh": [4]}, "expected [dp, mp], two powers of two"),
         ({"cores_per_replica": 8}, "mp is not divisible by cores_per_replica 8"),
+        ({"shard_activations": True, "seq": 6}, "mp does not divide seq 6"),
         ({"partitioning": "jit"}, "set it to shard_map"),
         ({"optimizer": "muon"}, "is not elementwise; set it to one of adam, lion, sgd"),
     ],

@@ -34,6 +34,7 @@ ODD = {"n_heads": 5, "d_model": 40, "head_size": 7, "shard_activations": True}
 LONG = {"attention": "blocks", "seq": 136, "loss_chunk": 64}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("block", "partitioning", "dp", "mp", "changes"),
     [
@@ -92,6 +93,7 @@ def test_heads_and_queries_have_masks_of_their_own():
     np.testing.assert_array_equal(part, whole[:, :, 32:48, 8:32])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "block", ["gpt2", *(pytest.param(b, marks=pytest.mark.slow) for b in ("gptj", "geglu", "neox"))]
 )
@@ -112,6 +114,7 @@ def test_the_expected_loss_of_small_rates_is_that_without_dropout(block):
     assert abs(drawn.mean() - plain) < 5 * drawn.std() / np.sqrt(400) + 1e-4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_masks_of_the_uninterrupted_one(tmp_path):
     config = config_of()
     batches = [random_batch(config, 2, 4, seed=seed) for seed in range(4)]

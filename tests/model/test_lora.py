@@ -184,6 +184,7 @@ def logits(network: CausalTransformer) -> np.ndarray:
     return np.asarray(network.logits(tokens))
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_without_the_base_and_resume_bit_identically(runs, tmp_path):
     folder, config = runs
     before = bytes_of(folder / "base")

@@ -83,6 +83,7 @@ def test_masked_losses_match_numpy():
         assert actual[name] == pytest.approx(value, rel=1e-6), name
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("partitioning", "dp", "mp", "zero"),
     [

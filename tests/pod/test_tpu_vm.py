@@ -550,6 +550,7 @@ def wait_for_call(api, name):
     wait_until(lambda: name in api.calls, f"the call {name}")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("number", "moment", "status"),
     [

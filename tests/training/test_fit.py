@@ -167,6 +167,7 @@ def test_targets_below_0_do_not_count():
     np.testing.assert_allclose(first["train/loss"], np.mean(losses[0, 9:]), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_record_set_gives_the_losses_of_training_on_it(tmp_path):
     rows = [row.astype(np.int64) for row in windows(30)]
     _, index, _ = write_set(tmp_path, "text", rows)
@@ -178,6 +179,7 @@ def test_a_record_set_gives_the_losses_of_training_on_it(tmp_path):
     assert "val/loss_val" in from_records[3]
 
 
+@pytest.mark.slow
 def test_what_fit_cannot_use_is_refused_before_it_trains():
     with pytest.raises(InputError, match="config: total_steps is not set, on which"):
         mesh_transformer.fit(network_with(total_steps=None), windows())

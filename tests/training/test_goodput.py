@@ -76,6 +76,7 @@ def test_metrics_without_seconds_are_resumed(clock):
     assert sum(ledger.seconds.values()) == 0
 
 
+@pytest.mark.slow
 def test_the_seconds_of_a_run_add_up_to_its_duration(tmp_path, capsys):
     config = Config(**run_values(tmp_path, ckpt_every=4))
     began = time.monotonic()

@@ -295,6 +295,7 @@ def children(pid):
     return pids
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("victim", ["all of it", "its service"])
 def test_wandb_is_restarted_if_it_dies_and_loses_no_later_rows(wandb_folder, monkeypatch, victim):
     monkeypatch.setenv("WANDB_MODE", "offline")

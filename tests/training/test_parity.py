@@ -23,6 +23,7 @@ def network_at_step_0(variant: str, **changes) -> CausalTransformer:
     return network
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("variant", ["f32/mp4_ga1", "f32/t5_mp4"])
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_evaluation_matches_the_original(variant, partitioning):

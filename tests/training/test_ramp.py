@@ -114,6 +114,7 @@ def test_metrics_count_the_sequences_of_each_update(tmp_path, monkeypatch):
     assert seen == [4 * size for size in sizes]
 
 
+@pytest.mark.slow
 def test_resuming_within_the_ramp_is_bit_identical(tmp_path):
     """The schedule is in tokens, and its decay ends with the run."""
     tokens = {"warmup_steps": 0, "anneal_steps": None, "warmup_tokens": 500, "anneal_tokens": 800}

@@ -179,7 +179,7 @@ def test_a_resumed_run_skips_the_same_spikes(tmp_path, config):
     assert actual == expected
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 def test_spikes_can_be_skipped_from_any_step_on(tmp_path, config):
     train(tmp_path, config, set(), 6)
     rows = train(tmp_path, config.replace(skip_spikes=1.02, max_skipped=24), set(), 24)

@@ -153,6 +153,7 @@ def check_agreement(config: Config, expected: Run, dp: int, mp: int) -> None:
     assert max(differences.values()) < 1e-5, differences
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("block", "partitioning", "dp", "mp", "zero"),
     [
@@ -204,6 +205,7 @@ def test_every_norm_trains_on_2x4_like_on_one_device(norm, partitioning):
     check_agreement(on_mesh(config, partitioning, 4, 0), one_device(config), 2, 4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 @pytest.mark.parametrize("pe", ["fixed", "t5"])
 def test_every_position_encoding_trains_on_2x4_like_on_one_device(pe, partitioning):
@@ -218,6 +220,7 @@ def test_every_block_uses_the_norm_of_each_shard(block):
     check_agreement(on_mesh(config, "shard_map", 4, 1), one_device(config), 2, 4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "changes",
     [
