@@ -8,9 +8,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
@@ -154,10 +156,17 @@ def _evaluate_one(eqn: JaxprEqn, args: list[Any], index: Index) -> Sequence[Any]
     if name == "div" and jnp.issubdtype(jnp.result_type(args[1]), jnp.floating):
         # The compiler rewrites some divisions like this, depending on what is around them.
         return [lax.mul(args[0], lax.div(lax.full_like(args[1], 1), args[1]))]
-    # A layout that names the traced mesh says nothing: within a device, nothing is split.
-    layouts = dict.fromkeys(key for key, x in params.items() if isinstance(x, NamedSharding))
-    results = eqn.primitive.bind(*args, **params | layouts)
+    results = eqn.primitive.bind(*args, **{key: _on_this_mesh(x) for key, x in params.items()})
     return results if eqn.primitive.multiple_results else [results]
+
+
+def _on_this_mesh(x: Any) -> Any:
+    """Return an equation's parameter without what it says about the traced mesh."""
+    if isinstance(x, NamedSharding):  # a layout; within a device, nothing is split
+        return None
+    if isinstance(x, ShapedArray):  # the type of a kernel's result
+        return jax.make_jaxpr(lambda: lax.full(x.shape, 0, x.dtype))().out_avals[0]
+    return tuple(map(_on_this_mesh, x)) if type(x) is tuple else x
 
 
 def _evaluate_scan(params: dict[str, Any], args: list[Any], index: Index) -> list[Any]:

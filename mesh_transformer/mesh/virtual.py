@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -87,16 +88,23 @@ def virtual(
 def on_every_device(function: Callable[[Array], Any], mesh: Mesh) -> Callable[[Array], Any]:
     """Return `function` with the same bits on every mesh: each device computes whole arrays."""
 
-    def whole(x: Array) -> Any:
-        # The compiler must not compute only the part of an array that a device keeps.
-        runs = lax.optimization_barrier(jnp.bool(True))
+    # Kept apart, so that the compiler does not compute only the part that a device keeps.
+    return jax.shard_map(
+        _kept_apart(function), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
 
-        def kept(leaf: Array) -> Array:
-            return lax.cond(runs, lambda x: x, jnp.zeros_like, leaf)
 
-        return jax.tree.map(kept, function(x))
+def _kept_apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` such that the compiler neither merges it with its callers nor changes it.
 
-    return jax.shard_map(whole, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    XLA compiles it as a function of its own, in the same way wherever it is called.
+    """
+
+    def inside(*args: Any) -> Any:
+        with set_xla_metadata(inlineable=None):  # not for the functions that it calls
+            return function(*args)
+
+    return set_xla_metadata(inlineable="false")(jax.jit(inside))
 
 
 class _Program(Blocks):
@@ -196,10 +204,7 @@ class _Program(Blocks):
         }
         sizes = [self.blocks[axis] for axis in axes]
         shapes: list[Any] = [var.aval for var in outputs]
-        # The compiler must know neither this nor the number of iterations below.  Otherwise it
-        # would merge the function with what is around it, and differently on each mesh.
-        runs = lax.optimization_barrier(jnp.bool(True))
-
+        @_kept_apart
         def function(taken: list[Any], index: Index) -> list[Array]:
             values = dict(zip(inputs, taken, strict=True))
             evaluate(eqns, values, index)
@@ -207,14 +212,10 @@ class _Program(Blocks):
                 _stored(values[var], aval.dtype) for var, aval in zip(outputs, shapes, strict=True)
             ]
 
-        def zeros(*blocks: int) -> list[Array]:
-            return [_zeros((*blocks, *aval.shape), aval.dtype) for aval in shapes]
-
         def on_one(own: dict[str, Array]) -> list[Array]:
             taken = [_taken(value, own) for value in inputs.values()]
             index = {axis: lax.axis_index(axis) * self.blocks[axis] + own[axis] for axis in axes}
-            ends = lax.cond(runs, function, lambda *_: zeros(), taken, index)
-            return [jnp.expand_dims(x, range(len(axes))) for x in ends]
+            return [jnp.expand_dims(x, range(len(axes))) for x in function(taken, index)]
 
         def body(number: Array, buffers: list[Array]) -> list[Array]:
             own = dict(zip(axes, jnp.unravel_index(number, sizes), strict=True))
@@ -226,8 +227,8 @@ class _Program(Blocks):
         if math.prod(sizes) == 1:
             arrays = on_one({axis: jnp.int32(0) for axis in axes})
         else:
-            trips = lax.optimization_barrier(jnp.int32(math.prod(sizes)))
-            arrays = lax.fori_loop(0, trips, body, zeros(*sizes))
+            buffers = [_zeros((*sizes, *aval.shape), aval.dtype) for aval in shapes]
+            arrays = lax.fori_loop(0, math.prod(sizes), body, buffers)
         return [
             Value(_restored(x, aval.dtype), axes) for x, aval in zip(arrays, shapes, strict=True)
         ]
