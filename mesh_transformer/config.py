@@ -254,6 +254,10 @@ class Config:
         """Return the number of replicas on a mesh with `dp`: that of `virtual_mesh`, or `dp`."""
         return dp if self.virtual_mesh is None else self.virtual_mesh[0]
 
+    def virtual_replicas(self, dp: int) -> int:
+        """Return the number of virtual replicas per replica of a mesh with `dp`."""
+        return self.replicas(dp) // dp
+
     @property
     def drops(self) -> bool:
         """Whether training uses dropout."""

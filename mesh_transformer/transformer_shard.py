@@ -73,7 +73,7 @@ class CausalTransformer:
         self.mesh = make_mesh(self.config, devices)
         steps.check_zero(self.config, self.mesh)
         # Of `train`, and of all other methods.
-        self._rows = self._eval_rows = Rows(self.mesh, self.config.replicas(self.dp) // self.dp)
+        self._rows = self._eval_rows = Rows(self.mesh, self.config.virtual_replicas(self.dp))
         self._generator = Generator(self.config, self.mesh, self._eval_rows)
         self._checkpoints: Checkpoints | None = None
         self._folder: str | None = None  # the folder of `_checkpoints`, as the caller passed it

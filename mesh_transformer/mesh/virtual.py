@@ -179,7 +179,9 @@ class _Program(Blocks):
         while waiting:
             first = waiting[0]
             if not is_local(first):
-                ends = self._run_collective(first, [value(atom) for atom in first.invars])
+                # The names of the trace, from which `plan` knows the backward pass.
+                with jax.named_scope(str(first.source_info.name_stack) or "virtual"):
+                    ends = self._run_collective(first, [value(atom) for atom in first.invars])
                 known.update(zip(first.outvars, ends, strict=True))
                 waiting = waiting[1:]
                 continue
@@ -204,6 +206,7 @@ class _Program(Blocks):
         }
         sizes = [self.blocks[axis] for axis in axes]
         shapes: list[Any] = [var.aval for var in outputs]
+
         @_kept_apart
         def function(taken: list[Any], index: Index) -> list[Array]:
             values = dict(zip(inputs, taken, strict=True))

@@ -144,7 +144,7 @@ def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.nda
     The dict's arrays `obs` and `target` have shape [A, B, T]: A microbatches, B rows of this
     process, T tokens.  Processes that share a replica get the same tokens.
     """
-    count = config.per_replica_batch * config.replicas(rows.dp) // rows.dp * len(rows.replicas)
+    count = config.per_replica_batch * config.virtual_replicas(rows.dp) * len(rows.replicas)
     shape = (config.gradient_accumulation_steps, count, config.seq + 1)
     rng = np.random.default_rng((seed, rows.replicas[0]))
     tokens = rng.integers(0, config.n_vocab, shape).astype(np.uint32)

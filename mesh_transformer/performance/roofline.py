@@ -167,7 +167,8 @@ class Traffic:
     """Collectives of one training or decode step.
 
     Attributes:
-      layer_forward: number of all-reduces of activations per layer in the forward pass.
+      layer_forward: number of all-reduces of activations per layer in the forward pass.  With a
+        `virtual_mesh`, each of them consists of an all-to-all and an all-gather.
       layer_backward: number of all-reduces of activations per layer in the backward pass; 0 in a
         decode step.
       bytes_by_kind: for each kind of collective, the size in bytes of its results on one device,
@@ -183,8 +184,9 @@ class Traffic:
 
     def lines(self) -> list[str]:
         """Format the collectives as lines of readable text."""
+        parts = " (all-to-all and all-gather)" if "all-to-all" in self.bytes_by_kind else ""
         return [
-            f"activation all-reduces per layer: {self.layer_forward} forward, "
+            f"activation all-reduces{parts} per layer: {self.layer_forward} forward, "
             f"{self.layer_backward} backward",
             *(
                 f"  {exchange.place}: {exchange.count} x {exchange.kind} over {exchange.axis}, "
@@ -200,7 +202,8 @@ def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
     A collective that combines several arrays counts once per array.
     """
     program = hlo.parse(text)
-    size = config.per_replica_batch * config.seq * config.d_model
+    rows = config.per_replica_batch * config.virtual_replicas(mesh.shape["dp"])
+    size = rows * config.seq * config.d_model
     # The program itself is also a `Loop`, with one iteration.  It is left out, because it would be
     # taken for the loop over layers if the model has only one layer.
     inner = [loop for outer in program.loops for loop in outer.all()]
@@ -230,8 +233,11 @@ def decode_traffic(text: str, config: Config, mesh: Mesh) -> Traffic:
 
 
 def _is_all_reduce_of(collective: hlo.Collective, size: int) -> bool:
-    """Whether a collective all-reduces an array of `size` elements between several devices."""
-    if collective.kind != "all-reduce" or collective.is_alone:
+    """Whether a collective all-reduces an array of `size` elements between several devices.
+
+    An all-to-all is the first part of an all-reduce of a `virtual_mesh`.
+    """
+    if collective.kind not in ("all-reduce", "all-to-all") or collective.is_alone:
         return False
     return math.prod(collective.shape) == size
 

@@ -68,7 +68,7 @@ class EveryHost(CausalTransformer):
     def __init__(self, config: Config, lockstep: Lockstep):
         super().__init__(config, init=False)
         self.lockstep = lockstep
-        self._eval_rows = AllRows(self.mesh, self.config.replicas(self.dp) // self.dp)
+        self._eval_rows = AllRows(self.mesh, self.config.virtual_replicas(self.dp))
         self._generator = Generator(self.config, self.mesh, self._eval_rows)
 
     def _call(self) -> contextlib.AbstractContextManager[None]:

@@ -263,7 +263,10 @@ def test_every_mesh_trains_like_one_device(name, lora_rank):
     state = jax.device_get(step.init_state(config, jax.random.key(0)))
     expected = train_steps(config.replace(partitioning="jit", zero=0), 1, 1, state)
     assert expected[-1] < expected[0]
-    for partitioning, dp, mp, zero in MESHES:
+    # An elementwise rule works on a part of an array as on the whole; see also
+    # `test_sharded_updates_match_one_device`.
+    every = name in ("adafactor", "muon") and not lora_rank
+    for partitioning, dp, mp, zero in MESHES if every else MESHES[::3]:
         actual = train_steps(on_mesh(config, partitioning, mp, zero), dp, mp, state)
         # f32 sums in another order, which Newton-Schulz steps enlarge up to 500 times in the
         # updates, which are a hundredth of the weights.  Where a gradient is only rounding error,
@@ -272,7 +275,7 @@ def test_every_mesh_trains_like_one_device(name, lora_rank):
 
 
 @pytest.mark.slow
-@every_optimizer
+@pytest.mark.parametrize("name", ["adafactor", "lion", "muon"])
 def test_resumed_runs_write_the_same_metrics(tmp_path, name):
     values = run_values(tmp_path, total_steps=9, **OPTIMIZERS[name], lr=RATE, d_model=128)
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
