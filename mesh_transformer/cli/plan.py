@@ -112,7 +112,7 @@ def main() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
     from mesh_transformer.performance import scaling
-    from mesh_transformer.performance.plan import decode_plan, plan
+    from mesh_transformer.performance.plan import decode_plan, priced_plan
     from mesh_transformer.performance.search import search
     from mesh_transformer.performance.topology import slice_named, topology
 
@@ -132,7 +132,7 @@ def main() -> None:
     if args.search:
         result = search(config, slice_, fixed=changes, limit=args.limit, in_full=not args.fast)
     else:
-        make_plan = decode_plan if args.decode else plan
+        make_plan = decode_plan if args.decode else priced_plan
         changed = config.replace(**changes, tpu_size=slice_.devices)
         result = make_plan(changed, slice_, fast=args.fast)
     print(json.dumps(dataclasses.asdict(result)) if args.json else result.table())

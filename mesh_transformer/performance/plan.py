@@ -75,6 +75,7 @@ class Plan:
         compiler rejected the program because it needs too much memory.
       fast: whether the step was compiled with reduced optimisation (`FAST_OPTIONS`), which makes
         the peak and the estimate less exact.
+      plain: the plan without `virtual_mesh`, if `priced_plan` made this one for a config with it.
     """
 
     topology: str
@@ -99,6 +100,7 @@ class Plan:
     estimate: Estimate | None
     compile_seconds: float
     fast: bool
+    plain: "Plan | None" = None
 
     @property
     def setting(self) -> str:
@@ -122,8 +124,26 @@ class Plan:
             lines += self.collectives.lines()
         if self.estimate is not None:
             lines += self.estimate.lines()
+        if self.plain is not None:
+            lines.append(self._price(self.plain))
         effort = " (--fast)" if self.fast else ""
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s{effort}"])
+
+    def _price(self, plain: "Plan") -> str:
+        """Compare this plan with that of the step without `virtual_mesh`, as a line of text."""
+        if self.estimate is None or plain.estimate is None:
+            return f"without virtual_mesh: peak {plain.peak_bytes / GIB:.2f} GiB"
+        here, there = self.estimate, plain.estimate
+        seconds = [f"{seconds:.4g}" for seconds in there.step_seconds]
+        ratios = [a / b for a, b in zip(here.step_seconds, there.step_seconds, strict=True)]
+        sent = f", {there.link_bytes / 1e9:.2f} GB sent per device" if there.link_bytes else ""
+        more = f", {here.link_bytes / there.link_bytes:.2f} of the bytes" if sent else ""
+        return (
+            f"without virtual_mesh: peak {plain.peak_bytes / GIB:.2f} GiB{sent}, step "
+            f"{seconds[0]} to {seconds[1]} s; virtual_mesh takes "
+            f"{self.peak_bytes / plain.peak_bytes:.2f} of the memory{more}, and "
+            f"{min(ratios):.2f} to {max(ratios):.2f} of the time"
+        )
 
 
 def format_memory(state: int, peak: int, limit: int, *, fits: bool) -> str:
@@ -212,6 +232,19 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
         compile_seconds=memory.seconds,
         fast=memory.fast,
     )
+
+
+def priced_plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
+    """Return the result of `plan`, compared with the plain step if the config sets `virtual_mesh`.
+
+    The plain step trains on the same sequences.  See `plan` for the arguments and errors.
+    """
+    result = plan(config, topology, fast=fast)
+    if config.virtual_mesh is None:
+        return result
+    rows = config.per_replica_batch * config.virtual_replicas(result.dp)
+    plain = config.replace(virtual_mesh=None, per_replica_batch=rows)
+    return dataclasses.replace(result, plain=plan(plain, topology, fast=fast))
 
 
 def _traffic_and_speed(

@@ -208,14 +208,12 @@ def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
     # taken for the loop over layers if the model has only one layer.
     inner = [loop for outer in program.loops for loop in outer.all()]
     layers = [loop for loop in inner if _is_over_layers(loop, config)]
-    is_backward = [
-        "transpose" in collective.where
-        for loop in layers
-        for collective in loop.collectives
-        if _is_all_reduce_of(collective, size)
-    ]
+    reduced = {False: 0, True: 0}  # elements, in the forward and the backward pass
+    for loop in layers:
+        for collective in loop.collectives:
+            reduced["transpose" in collective.where] += _all_reduced(collective, size, mesh)
     exchanges = _exchanges(program, config, mesh)
-    forward, backward = is_backward.count(False), is_backward.count(True)
+    forward, backward = (elements // size for elements in reduced.values())
     return Traffic(forward, backward, _by_kind(exchanges), exchanges)
 
 
@@ -228,18 +226,21 @@ def decode_traffic(text: str, config: Config, mesh: Mesh) -> Traffic:
     program = hlo.parse(text)
     exchanges = _exchanges(program, config, mesh)
     size = config.per_replica_batch * config.d_model
-    count = sum(_is_all_reduce_of(collective, size) for collective, _ in program.runs())
+    count = sum(_all_reduced(collective, size, mesh) for collective, _ in program.runs()) // size
     return Traffic(count // config.layers, 0, _by_kind(exchanges), exchanges)
 
 
-def _is_all_reduce_of(collective: hlo.Collective, size: int) -> bool:
-    """Whether a collective all-reduces an array of `size` elements between several devices.
+def _all_reduced(collective: hlo.Collective, size: int, mesh: Mesh) -> int:
+    """Return the number of elements of an array with `size` that a collective all-reduces.
 
-    An all-to-all is the first part of an all-reduce of a `virtual_mesh`.
+    This is 0 if it does something else, or works on another array.
     """
-    if collective.kind not in ("all-reduce", "all-to-all") or collective.is_alone:
-        return False
-    return math.prod(collective.shape) == size
+    elements = math.prod(collective.shape)
+    # An all-reduce of a virtual mesh begins with an all-to-all.  For CPUs, this has one array per
+    # device.
+    sizes = {"all-reduce": (size,), "all-to-all": (size, size // mesh.shape["mp"])}
+    matches = elements in sizes.get(collective.kind, ()) and not collective.is_alone
+    return elements if matches else 0
 
 
 def _by_kind(exchanges: list[Exchange]) -> dict[str, int]:

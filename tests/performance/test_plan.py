@@ -166,6 +166,23 @@ def test_a_plan_for_virtual_devices():
         assert word in text
 
 
+def test_a_plan_compares_a_virtual_mesh_with_the_plain_step():
+    config = small(cores_per_replica=4, virtual_mesh=[2, 4])
+    result = plan.priced_plan(config, slice_named("cpu-8"))
+    here, there = result.collectives, result.plain and result.plain.collectives
+    assert here is not None
+    assert there is not None
+    for traffic in (here, there):
+        assert (traffic.layer_forward, traffic.layer_backward) == (1, 1)
+    # Only arrays with fewer entries than devices, such as the loss, are gathered whole.
+    sent = [sum(exchange.sent for exchange in traffic.exchanges) for traffic in (here, there)]
+    assert sent[0] <= 1.05 * sent[1]
+    assert "all-to-all" in here.bytes_by_kind
+    assert "all-to-all" not in there.bytes_by_kind
+    assert "virtual_mesh takes" in result.table()
+    json.dumps(dataclasses.asdict(result))
+
+
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_a_plan_for_generation(partitioning):
     config = small(cores_per_replica=2, per_replica_batch=3, partitioning=partitioning)
