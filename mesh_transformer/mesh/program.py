@@ -107,11 +107,16 @@ def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
     if device.platform != "tpu":
         return None
     options: dict[str, Any] = {}
+    passes = []  # to disable
+    if config.virtual_mesh is not None:  # this one moves code into functions to be kept apart
+        passes.append("conditional-code-motion")
     if config.zero == 3:
         # This pass moves all-reduces over replicas out of the loop over microbatches.  ZeRO 3 has
         # none to move, because it reduce-scatters gradients in the loop over layers.  On a
         # prototype of ZeRO 3 the pass crashed the compiler (libtpu 0.0.42), except on small models.
-        options["xla_disable_hlo_passes"] = "while-loop-all-reduce-code-motion"
+        passes.append("while-loop-all-reduce-code-motion")
+    if passes:
+        options["xla_disable_hlo_passes"] = ",".join(passes)
     if any(kind in device.device_kind for kind in ASYNC_KINDS):
         # These options are off by default.  They let the backward pass all-reduce the activations'
         # gradients while it computes the weights' gradients, which do not depend on the all-reduce.

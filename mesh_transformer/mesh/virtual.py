@@ -12,6 +12,7 @@ the real mesh.  A real device then runs the program of each of its virtual devic
 Layers, model and steps see only a `Manual` whose mesh is the virtual one.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,7 +70,7 @@ def virtual(
         before, after = call.params["in_specs"], call.params["out_specs"]
 
         def local(*arrays: Array) -> list[Array]:
-            own = _Program(blocks, dict(mesh.shape))
+            own = _Program(blocks, mesh)
             values = [own.split(x, spec) for x, spec in zip(arrays, before, strict=True)]
             ends = own.run(*opened(call.params["jaxpr"]), values)
             return [own.join(value, spec) for value, spec in zip(ends, after, strict=True)]
@@ -90,25 +91,39 @@ def on_every_device(function: Callable[[Array], Any], mesh: Mesh) -> Callable[[A
 
     # Kept apart, so that the compiler does not compute only the part that a device keeps.
     return jax.shard_map(
-        _kept_apart(function), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+        _kept_apart(function, mesh), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
 
 
-def _kept_apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` such that the compiler neither merges it with its callers nor changes it.
+def _kept_apart(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Return `function` such that the compiler does not merge it with what calls it.
 
     XLA compiles it as a function of its own, in the same way wherever it is called.
     """
+    if mesh.devices.flat[0].platform == "cpu":
 
-    def inside(*args: Any) -> Any:
-        with set_xla_metadata(inlineable=None):  # not for the functions that it calls
-            return function(*args)
+        def segment(*args: Any) -> Any:
+            with set_xla_metadata(inlineable=None):  # not for the functions that it calls
+                return function(*args)
 
-    return set_xla_metadata(inlineable="false")(jax.jit(inside))
+        return set_xla_metadata(inlineable="false")(jax.jit(segment))
+
+    # The compiler for TPUs inlines all calls, but not a branch that it cannot predict.
+    def branch(*args: Any) -> Any:
+        runs = lax.optimization_barrier(jnp.bool(True))
+        shapes = jax.eval_shape(function, *args)
+        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return lax.cond(runs, function, lambda *_: zeros(), *args)
+
+    return branch
 
 
 class _Program(Blocks):
-    """The program of one real device."""
+    """The program of one real device; see `Blocks` for `blocks`."""
+
+    def __init__(self, blocks: dict[str, int], mesh: Mesh):
+        super().__init__(blocks, dict(mesh.shape))
+        self._mesh = mesh
 
     # Along which axes the virtual devices differ.
 
@@ -207,7 +222,6 @@ class _Program(Blocks):
         sizes = [self.blocks[axis] for axis in axes]
         shapes: list[Any] = [var.aval for var in outputs]
 
-        @_kept_apart
         def function(taken: list[Any], index: Index) -> list[Array]:
             values = dict(zip(inputs, taken, strict=True))
             evaluate(eqns, values, index)
@@ -215,10 +229,12 @@ class _Program(Blocks):
                 _stored(values[var], aval.dtype) for var, aval in zip(outputs, shapes, strict=True)
             ]
 
+        kept_apart = _kept_apart(function, self._mesh)
+
         def on_one(own: dict[str, Array]) -> list[Array]:
             taken = [_taken(value, own) for value in inputs.values()]
             index = {axis: lax.axis_index(axis) * self.blocks[axis] + own[axis] for axis in axes}
-            return [jnp.expand_dims(x, range(len(axes))) for x in function(taken, index)]
+            return [jnp.expand_dims(x, range(len(axes))) for x in kept_apart(taken, index)]
 
         def body(number: Array, buffers: list[Array]) -> list[Array]:
             own = dict(zip(axes, jnp.unravel_index(number, sizes), strict=True))

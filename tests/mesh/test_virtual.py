@@ -171,7 +171,7 @@ def test_a_batch_in_one_matmul_is_noticed():
 def test_a_step_without_functions_of_their_own_is_noticed(monkeypatch):
     """The compiler then merges the iterations' code with what is around it."""
     expected = on_one_device()
-    monkeypatch.setattr(virtual, "_kept_apart", lambda function: function)
+    monkeypatch.setattr(virtual, "_kept_apart", lambda function, mesh: function)
     assert differing(trained(2, 4, {}), expected)
 
 
