@@ -101,7 +101,7 @@ def test_stopped_or_killed_drivers_leave_no_processes_and_the_run_resumes(uninte
                 os.killpg(run.process.pid, number)  # as a terminal sends Ctrl-C
             else:
                 run.process.send_signal(number)
-            status = run.process.wait(60)
+            status = run.process.wait(SECONDS)
             run.assert_nothing_is_left()
             if number != signal.SIGKILL:
                 assert status == 0
@@ -216,7 +216,7 @@ def test_a_tpu_is_created_taken_over_preempted_recreated_and_deleted(uninterrupt
         wait_until(lambda: "restarting all hosts" in run.log.read_text(), "the failure is noticed")
         wait_for_progress(model)
         run.process.send_signal(signal.SIGTERM)
-        assert run.process.wait(60) == 0
+        assert run.process.wait(SECONDS) == 0
         run.assert_nothing_is_left()
     output, saved = run.log.read_text(), last_step(model)
     assert f"SIGTERM: stopped and saved at step {saved}" in output
@@ -237,7 +237,7 @@ def test_ctrl_c_while_the_tpu_is_created_deletes_it(uninterrupted, tmp_path, pod
     with training(tmp_path / "model", *on_tpu(uninterrupted[0], tmp_path / "model", pod)) as run:
         wait_until(lambda: pod.api.nodes, "the TPU")
         os.killpg(run.process.pid, signal.SIGINT)
-        assert run.process.wait(60) == 130
+        assert run.process.wait(SECONDS) == 130
         run.assert_nothing_is_left()
     assert not pod.api.nodes
     assert "Traceback" not in run.log.read_text()
@@ -276,7 +276,7 @@ def test_a_second_ctrl_c_deletes_the_tpu_without_waiting_for_a_save(uninterrupte
             run.process.wait(3)
         assert pod.api.nodes
         os.killpg(run.process.pid, signal.SIGINT)
-        assert run.process.wait(30) == 130
+        assert run.process.wait(SECONDS) == 130
         run.assert_nothing_is_left()
     assert not pod.api.nodes
     assert "Traceback" not in run.log.read_text()

@@ -14,7 +14,7 @@ from mesh_transformer.cli import pod
 from mesh_transformer.cli.arguments import run_arguments, tpu_arguments
 from tests.long.interruptions import last_step, training
 from tests.support.pages import ROOT, blocks, reader, runnable
-from tests.support.waiting import wait_until
+from tests.support.waiting import SECONDS, wait_until
 
 PAGE = "docs/pods.md"
 # The fastest possible steps with the vocabulary of the records.
@@ -49,7 +49,7 @@ def test_the_rehearsal_runs_as_described(tmp_path, monkeypatch, capsys):
             reached = last_step(model)
             wait_until(lambda: last_step(model) > reached, "training continues")
             os.killpg(driver.process.pid, signal.SIGINT)
-            assert driver.process.wait(60) == 0
+            assert driver.process.wait(SECONDS) == 0
             driver.assert_nothing_is_left()
             stop_message = output_on_the_page("SIGINT")
             assert re.search(stop_message, driver.log.read_text()), driver.log.read_text()

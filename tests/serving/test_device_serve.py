@@ -25,10 +25,9 @@ from mesh_transformer.util import InputError
 from tests.conftest import QUICK_COMPILATION
 from tests.long.interruptions import members, sessions_of
 from tests.support.small_run import write_config
-from tests.support.waiting import wait_until
+from tests.support.waiting import SECONDS, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,7 @@ def test_hosts_answer_like_one_process_and_are_restarted(model, start, tmp_path)
     )
     url = url_of(process)
     request, text = request_and_answer(network)
-    with httpx.Client(base_url=url, timeout=4 * SECONDS) as client:  # enough for new hosts to start
+    with httpx.Client(base_url=url, timeout=4 * SECONDS) as client:  # new hosts start
 
         def answer() -> str:
             response = client.post("/v1/completions", json=request | {"ignore_eos": True})

@@ -18,8 +18,7 @@ from mesh_transformer.serving.requests import Keys
 from mesh_transformer.serving.server import listen, make_server
 from mesh_transformer.serving.service import Service
 from tests.support.fake_network import FakeNetwork
-
-SECONDS = 30
+from tests.support.waiting import SECONDS
 
 
 class Live:
