@@ -1,6 +1,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -q -n 3 --dist worksteal
+# Where this is set, as in many containers, every process would compile TensorFlow and JAX from
+# their sources again: 15 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help quickstart test test-all venv libtpu lint docs lock
 
