@@ -85,6 +85,7 @@ def test_in_memory_reads_all_lazy_leaves_of_a_state():
     assert in_memory(loaded) is loaded
 
 
+@pytest.mark.slow
 def test_conversion_holds_one_layer_in_memory_at_a_time(tmp_path):
     """The peak memory of original -> native -> hf -> original is below a tenth of the weights."""
     sizes = {"layers": 24, "d_model": 256, "n_heads": 4, "n_vocab": 256}

@@ -1004,6 +1004,7 @@ def failing_of_two(folder, rank, port):
             np.testing.assert_array_equal(actual.data, expected.data)
 
 
+@pytest.mark.slow
 def test_failure_of_one_process_fails_the_save_on_all_at_once(tmp_path):
     assert two_processes("failing_of_two", tmp_path)
     with Checkpoints(str(tmp_path), read_only=True) as checkpoints:

@@ -43,7 +43,7 @@ def test_the_quantization_error_is_bounded_by_the_column_maximum(declared, axis)
     assert spec.scale[axis] is None
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["f32/mp4_ga1", "f32/t5_mp4"])
 def test_logits_of_the_original_models_change_little(variant):
     """At step 0, the RMS error is less than 2 % of the logprobs' standard deviation."""

@@ -96,7 +96,7 @@ def test_training_matches_one_device_and_padding_stays_zero(block, partitioning,
 @pytest.mark.parametrize(
     ("block", "partitioning", "mp"),
     [
-        case(block, partitioning, mp, quick=(block, mp) in {("gpt2", 8), ("geglu", 4)})
+        case(block, partitioning, mp, quick=(block, mp) == ("gpt2", 8))
         for block in BLOCKS
         for partitioning, mp in (("shard_map", 8), ("jit", 4))
     ],
@@ -126,7 +126,7 @@ SPLITS = (("shard_map", 8), ("jit", 4))
 @pytest.mark.parametrize(
     ("block", "partitioning", "mp", "changes"),
     [  # each pair of a block, a mesh and changes
-        case(block, *SPLITS[(row + column) % 2], changes, quick=(row, column) in {(0, 0), (2, 2)})
+        case(block, *SPLITS[(row + column) % 2], changes, quick=(row, column) == (2, 0))
         for row, block in enumerate(BLOCKS)
         for column, changes in enumerate(CHANGES)
     ],

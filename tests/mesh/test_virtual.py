@@ -1,6 +1,6 @@
 """Virtual meshes: the bits of a training run do not depend on the mesh that runs it.
 
-The programs are compiled as users compile them.  Without the compiler's optimisations, hardly any
+Most programs are compiled as users compile them.  Without the compiler's optimisations, hardly any
 operations would be merged, and the tests could hardly fail.
 """
 
@@ -37,8 +37,13 @@ def mesh_of(dp: int, mp: int) -> Mesh:
     return Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
 
 
-def trained(dp: int, mp: int, changes: dict[str, Any], masked: bool = False) -> dict[str, bytes]:
-    """Train a few steps on a mesh; return the bits of the state and of each step's metrics."""
+def trained(
+    dp: int, mp: int, changes: dict[str, Any], masked: bool = False, quick: bool = False
+) -> dict[str, bytes]:
+    """Train a few steps on a mesh; return the bits of the state and of each step's metrics.
+
+    With `quick`, the step is compiled as in other tests.
+    """
     config, mesh = Config(**(SMALL | TRAINING | changes)), mesh_of(dp, mp)
     state = steps.compile_init(config, mesh)(jax.random.key(0))
     train, result = None, {}
@@ -54,7 +59,7 @@ def trained(dp: int, mp: int, changes: dict[str, Any], masked: bool = False) -> 
         arguments = (Rows(mesh).place(batch, P(None, "dp")), *count)
         if train is None:
             lowered = steps.compile_train(config, mesh).lower(state, *arguments)
-            train = lowered.compile(compiler_options=AS_USERS_COMPILE)
+            train = lowered.compile(compiler_options={} if quick else AS_USERS_COMPILE)
         state, metrics = train(state, *arguments)
         result |= {f"{name} {number}": np.asarray(x).tobytes() for name, x in metrics.items()}
     for path, leaf in jax.tree_util.tree_leaves_with_path(steps.unpadded(state, config, mesh)):
@@ -73,7 +78,14 @@ def on_one_device() -> dict[str, bytes]:
     return trained(1, 1, {})
 
 
-@pytest.mark.parametrize("mesh", [(2, 4), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_bits_of_a_quickly_compiled_step_do_not_depend_on_the_mesh():
+    changes = {"virtual_mesh": [2, 2], "layers": 1}
+    here, there = (trained(*mesh, changes, quick=True) for mesh in ((1, 2), (1, 1)))
+    assert differing(here, there) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 4), (2, 2)])
 def test_bits_do_not_depend_on_the_mesh(mesh):
     assert differing(trained(*mesh, {}), on_one_device()) == []
 

@@ -93,7 +93,7 @@ def test_heads_and_queries_have_masks_of_their_own():
     np.testing.assert_array_equal(part, whole[:, :, 32:48, 8:32])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", ["gpt2", *(pytest.param(b, marks=pytest.mark.slow) for b in ("gptj", "geglu", "neox"))]
 )

@@ -180,6 +180,7 @@ def assert_same(actual: Any, expected: Any) -> None:
             np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_engine_over_hosts_matches_a_single_process(cluster, single):
     cluster.init()
     single.init()

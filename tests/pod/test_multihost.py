@@ -49,6 +49,7 @@ def one_process(
     return network, steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [next(iter(RUNS)), *(pytest.param(n, marks=pytest.mark.slow) for n in list(RUNS)[1:])]
 )

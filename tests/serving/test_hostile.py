@@ -4,12 +4,15 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.support.hostile_requests import Hostile
 from tests.support.live_server import SECONDS, wait_for
 
 pytest_plugins = ["tests.support.live_fixtures"]
 
 
+@pytest.mark.slow
 def test_two_thousand_hostile_requests_do_not_affect_good_ones(serve, tmp_path):
     (tmp_path / "keys").write_text("right\n")
     live = serve(keys=str(tmp_path / "keys"), rows=4)

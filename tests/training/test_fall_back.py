@@ -20,6 +20,7 @@ def train(config: Config, folder, steps: int, **options) -> None:
     loop.train(CausalTransformer(config, init=False), folder, max_steps=steps, **options)
 
 
+@pytest.mark.slow
 def test_training_falls_back_to_the_newest_intact_step(tmp_path, capsys):
     config = Config(**run_values(tmp_path, tpu_size=1, cores_per_replica=1, ckpt_every=2))
     train(config, tmp_path / "whole", 10)

@@ -52,7 +52,7 @@ def test_fit_is_the_train_steps_on_its_batches():
     assert_same_state(fitted, stepped)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["epochs", "text"])
 def test_several_calls_are_one_run(capsys, kind):
     data = windows() if kind == "epochs" else windows().ravel()

@@ -256,7 +256,7 @@ def test_a_sharded_residual_stream_trains_like_one_device(partitioning, zero, ch
     check_agreement(split, one_device(config.replace(remat="full")), 2, 4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "partitioning", "dp", "mp", "zero"),
     [
