@@ -12,7 +12,6 @@ the real mesh.  A real device then runs the program of each of its virtual devic
 Layers, model and steps see only a `Manual` whose mesh is the virtual one.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,8 +111,11 @@ def _kept_apart(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     def branch(*args: Any) -> Any:
         runs = lax.optimization_barrier(jnp.bool(True))
         shapes = jax.eval_shape(function, *args)
-        zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return lax.cond(runs, function, lambda *_: zeros(), *args)
+
+        def zeros(*_: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        return lax.cond(runs, function, zeros, *args)
 
     return branch
 
