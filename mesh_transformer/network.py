@@ -80,8 +80,8 @@ class TrainableNetwork(Network, Protocol):
 
     Attributes:
       step: number of completed optimizer updates.
-      notice: the event that announces the shutdown of a host's machine, such as "host 1 received
-        SIGTERM"; "" if there is none.
+      notice: why the run should save and restart, for example because a host received SIGTERM; ""
+        if there is no reason.
     """
 
     step: int

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def machines_of(
-    args: argparse.Namespace, config: Config
+    args: argparse.Namespace, config: Config, wait: float | None = None
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
     """Return a context manager that provides the hosts chosen by the command's flags.
 
@@ -30,11 +30,12 @@ def machines_of(
 
     Args:
       args: the values of the flags added by `add_host_arguments`.
+      wait: see `local_machines`.
     """
     if args.tpu is not None:
         return tpu_machines(config, *tpu_arguments(args, config))
     refuse_tpu_arguments(args)
-    return local_machines(config, args.local_hosts)
+    return local_machines(config, args.local_hosts, wait)
 
 
 @contextlib.contextmanager

@@ -8,14 +8,17 @@ import argparse
 from mesh_transformer.cli.arguments import (
     TRAIN_MODES,
     add_host_arguments,
+    positive,
     run_arguments,
     run_parser,
 )
 from mesh_transformer.cli.machines import machines_of
 from mesh_transformer.evaluation import harness
 from mesh_transformer.pod import restarts
-from mesh_transformer.pod.launch import build_model, new_copies
+from mesh_transformer.pod.elastic import build_elastic
+from mesh_transformer.pod.launch import LocalNodes, build_model, new_copies
 from mesh_transformer.training.goodput import Ledger, process_seconds
+from mesh_transformer.util import InputError
 
 
 def parse_args() -> argparse.Namespace:
@@ -25,7 +28,17 @@ def parse_args() -> argparse.Namespace:
         "--new", action="store_true", help="delete the existing run in the model folder first"
     )
     parser.add_argument("--yes", action="store_true", help="delete with --new without asking")
-    return parser.parse_args()
+    parser.add_argument(
+        "--wait",
+        type=positive,
+        metavar="S",
+        help="with --local-hosts: continue with fewer hosts if a lost one has not returned after S "
+        "seconds, and with all once it has (default: wait for all)",
+    )
+    args = parser.parse_args()
+    if args.wait and (args.local_hosts is None or args.mode not in TRAIN_MODES):
+        raise InputError("--wait requires --local-hosts and training; remove --wait")
+    return args
 
 
 def main() -> None:
@@ -37,16 +50,17 @@ def main() -> None:
         restarts.check_records(config, validate=options["validate"])
     if args.mode != "train":
         harness.load_harness(config)  # fails before a TPU is created if tasks are not available
-    machines = machines_of(args, config)
+    machines = machines_of(args, config, args.wait)
     if args.new:
         restarts.delete_run(folder, yes=args.yes)
     with machines as hosts:
         copies = new_copies(config) if args.mode in TRAIN_MODES else None
 
         def make():
-            return build_model(
-                config, hosts(), heartbeat=args.heartbeat, patience=args.patience, copies=copies
-            )
+            options = {"heartbeat": args.heartbeat, "patience": args.patience, "copies": copies}
+            if isinstance(hosts, LocalNodes):
+                return build_elastic(config, hosts, **options)
+            return build_model(config, hosts(), **options)
 
         if args.mode == "eval":
             restarts.validate(make, args.tune_model_path or folder)

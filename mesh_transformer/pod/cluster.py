@@ -95,6 +95,8 @@ class TPUCluster:
       heartbeat: declare a host dead after this many silent seconds.
       patience: maximum seconds for one call to the hosts, including compilation.
       copies: the `HostCopies` that hold the copies made by `keep`; None disables `keep`.
+      larger: called at each save.  If it returns a reason to restart on a larger mesh, `notice` is
+        set to this reason.
 
     Raises:
       HostError: from every method, if a host dies, hangs or fails.  All hosts are then shut down.
@@ -108,6 +110,7 @@ class TPUCluster:
         heartbeat: int = 10,
         patience: float = 3600.0,
         copies: HostCopies | None = None,
+        larger: Callable[[], str] | None = None,
     ):
         self.config = config
         self.hosts = list(hosts)
@@ -117,7 +120,8 @@ class TPUCluster:
         self.save_failed = False  # whether a host has reported that the last save failed
         self.copies = copies
         self._keeping: list[Any] | None = None  # Ray references to the last `keep` calls
-        self.notice = ""  # names the host that received SIGTERM, if one did
+        self.notice = ""  # why the run should save and restart, if it should
+        self._larger = larger or (lambda: "")
         self._unread: deque[DispatchedStep] = deque()
         self._pids: list[int] = []
         self._actors: list[Any] = []
@@ -224,7 +228,9 @@ class TPUCluster:
             self.save_failed = self.save_failed or any(host.save_failed for host in measured)
             noticed = [rank for rank, host in enumerate(measured) if host.notice]
             if noticed:
-                self.notice = f"host {noticed[0]} received SIGTERM"
+                self.notice = (
+                    f"host {noticed[0]} received SIGTERM, so its machine is about to shut down"
+                )
             for later in itertools.islice(self._unread, min(host.ended for host in measured)):
                 later.ended = True
         return reading.values
@@ -309,6 +315,7 @@ class TPUCluster:
         The checkpoint is committed only if every host has saved its part.
         """
         self._call_together("save", *[(local_path(folder), aux)] * len(self.hosts))
+        self.notice = self.notice or self._larger()
 
     def wait(self) -> None:
         """Wait until the last save has finished; raises InputError if the save has failed."""

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +15,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
+from mesh_transformer.pod.ray_head import RESOURCE
 from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.util import HostError
 
-RESOURCE = "tpu"  # the Ray resource that scripts/init_ray.sh declares on each host
 SECONDS_TO_END = 1.5  # for Ray to end a process before it is sent SIGKILL
 SECONDS_TO_KILL = 10.0  # for the other machines to kill their processes
 
@@ -48,15 +49,20 @@ def local_hosts(config: Config, count: int) -> list[Host]:
     return [Host(this_node, "127.0.0.1", config.tpu_size // count)] * count
 
 
-def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]:
+def joined_hosts(
+    addresses: Sequence[str], seconds: float = 300.0, fewest: int | None = None
+) -> list[Host]:
     """Wait until the machines at `addresses` have joined this Ray cluster; return them as `Host`s.
 
     The result is in the order of `addresses`.  If a machine was replaced by another one with the
     same address, Ray lists both for some seconds.  This function then waits until Ray lists only
     the new machine.
 
+    Args:
+      fewest: number of machines that suffice once `seconds` have passed (default: all).
+
     Raises:
-      HostError: if the machines have not all joined within `seconds`.
+      HostError: if the machines, or the `fewest`, have not joined within `seconds`.
     """
     deadline = time.monotonic() + seconds
     with tqdm(total=len(addresses), desc="hosts joined", unit="host") as bar:
@@ -64,9 +70,11 @@ def joined_hosts(addresses: Sequence[str], seconds: float = 300.0) -> list[Host]
             nodes = _nodes_at(addresses)
             missing = [address for address in addresses if len(nodes[address]) != 1]
             bar.update(len(addresses) - len(missing) - bar.n)
-            if not missing:
-                return [Host(nodes[address][0], address) for address in addresses]
-            if time.monotonic() > deadline:
+            late = time.monotonic() > deadline
+            if not missing or (late and len(addresses) - len(missing) >= (fewest or sys.maxsize)):
+                there = (address for address in addresses if address not in missing)
+                return [Host(nodes[address][0], address) for address in there]
+            if late:
                 raise HostError(
                     f"host {missing[0]} has not joined the Ray cluster within {seconds:.0f} s; "
                     "check that the host can reach this machine's ports and runs the same version "

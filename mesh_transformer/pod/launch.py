@@ -1,6 +1,7 @@
 """Start a `TPUCluster` for a Config, on local processes or on the hosts of a TPU."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -62,13 +63,18 @@ def new_copies(config: Config) -> "HostCopies | None":
 
 
 def local_machines(
-    config: Config, count: int
+    config: Config, count: int, wait: float | None = None
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
     """Return a context manager that starts Ray and provides `count` hosts on this machine.
 
     The context manager yields a function that returns the hosts.  Call the function before each
     attempt to create a `TPUCluster`; the function restarts Ray if necessary.  Ray and the hosts'
     processes are killed when the `with` block ends, or when this process ends.
+
+    Args:
+      wait: if given, each host is a Ray node of its own, with the address 127.0.0.2 or one of the
+        following.  The function is then an `elastic.ElasticHosts`, which waits this many seconds
+        for missing hosts.
 
     Raises:
       InputError: immediately, before the `with` block, if `count` does not divide the config's
@@ -80,7 +86,7 @@ def local_machines(
             f"--local-hosts is {count}, which does not divide the config's tpu_size "
             f"{config.tpu_size}; give a divisor of {config.tpu_size}"
         )
-    return _local_machines(config, count)
+    return _local_machines(config, count) if wait is None else _local_nodes(config, count, wait)
 
 
 @contextlib.contextmanager
@@ -93,6 +99,40 @@ def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[H
             return local_hosts(config, count)
 
         yield hosts
+
+
+@contextlib.contextmanager
+def _local_nodes(config: Config, count: int, wait: float) -> "Iterator[LocalNodes]":
+    addresses = [f"127.0.0.{2 + number}" for number in range(count)]
+    with RayHead(_object_store(config), addresses) as head:
+        assert config.tpu_size is not None
+        yield LocalNodes(head, addresses, config.tpu_size // count, wait)
+
+
+class LocalNodes:
+    """Ray nodes that stand for machines; an `elastic.ElasticHosts`.
+
+    Args:
+      devices: number of virtual CPU devices per host.
+      wait: seconds to wait for missing hosts.
+    """
+
+    def __init__(self, head: RayHead, addresses: list[str], devices: int, wait: float):
+        self.total = len(addresses)
+        self._head, self._addresses = head, addresses
+        self._devices, self._wait = devices, wait
+
+    def __call__(self) -> "list[Host]":
+        from mesh_transformer.pod.hosts import joined_hosts
+
+        self._head.revive()
+        joined = joined_hosts(self._addresses, self._wait, fewest=1)
+        return [dataclasses.replace(host, devices=self._devices) for host in joined]
+
+    def present(self) -> int:
+        from mesh_transformer.pod.hosts import missing_hosts
+
+        return self.total - len(missing_hosts(self._addresses))
 
 
 def tpu_machines(

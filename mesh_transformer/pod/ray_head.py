@@ -1,7 +1,8 @@
 """A Ray head process that exits when its driver exits, and then kills all of Ray's processes.
 
-`python -m mesh_transformer.pod.ray_head BYTES` starts a head with an object store of BYTES bytes
-and prints `address: HOST:PORT`.  The head ends when its standard input is closed, or when one of
+`python -m mesh_transformer.pod.ray_head BYTES ADDRESS...` starts a head with an object store of
+BYTES bytes, and for each loopback address a Ray node that stands for another machine, and prints
+`address: HOST:PORT`.  The head ends when its standard input is closed, or when one of
 Ray's own servers dies.  The head's standard input is a pipe from the driver.  This pipe is closed
 whenever the driver ends, even if SIGKILL kills the driver.
 
@@ -20,13 +21,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mesh_transformer.util import StoppedError
 
 OBJECT_STORE = 256 << 20  # default size in bytes; it holds only a few batches of token ids
 SECONDS_TO_START = 120.0  # for the head to print its address
 SECONDS_TO_END = 20.0  # for the head to exit after its standard input is closed
+RESOURCE = "tpu"  # the Ray resource that scripts/init_ray.sh declares on each host
 SERVERS = ("gcs_server", "raylet")  # Ray's processes without which the cluster cannot run
 HEAD_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -57,6 +61,7 @@ class RayHead:
 
     Args:
       object_store: size of Ray's object store on this machine, in bytes.
+      machines: loopback addresses of nodes that stand for other machines.
 
     Attributes:
       address: "HOST:PORT" of the head.
@@ -65,9 +70,9 @@ class RayHead:
       StoppedError: if Ray cannot start.
     """
 
-    def __init__(self, object_store: int = OBJECT_STORE):
+    def __init__(self, object_store: int = OBJECT_STORE, machines: Sequence[str] = ()):
         _require_token()
-        self._object_store = object_store
+        self._arguments = [str(object_store), *machines]
         self._start()
 
     def _start(self) -> None:
@@ -77,7 +82,7 @@ class RayHead:
             self._start_once()
 
     def _start_once(self) -> None:
-        command = [sys.executable, "-m", "mesh_transformer.pod.ray_head", str(self._object_store)]
+        command = [sys.executable, "-m", "mesh_transformer.pod.ray_head", *self._arguments]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
@@ -178,18 +183,23 @@ def main() -> None:
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    parameters = RayParams(
-        num_cpus=0,
-        num_gpus=0,
-        include_dashboard=False,
-        include_log_monitor=False,  # type: ignore[arg-type]
-        no_monitor=True,
-        object_store_memory=int(sys.argv[1]),
-    )
+    size, *machines = sys.argv[1:]
+    common: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "object_store_memory": int(size)}
+    common["include_log_monitor"] = False
+    parameters = RayParams(**common, include_dashboard=False, no_monitor=True)
     node = Node(parameters, head=True, shutdown_at_exit=False, ray_init_cluster=True)
+    servers = _servers()
+    for address in machines:
+        parameters = RayParams(
+            **common,
+            gcs_address=node.gcs_address,
+            node_ip_address=address,
+            resources={RESOURCE: 1},
+        )
+        Node(parameters, head=False, shutdown_at_exit=False)
     try:
         print(f"address: {node.gcs_address}", flush=True)
-        _watch(_servers())
+        _watch(servers)
     finally:  # also if printing failed because the driver has ended
         _kill_session(os.getsid(0))
 

@@ -227,7 +227,7 @@ def _run_with_retries(
             wait = min(2.0 ** (failures - 1), LONGEST_WAIT)
             print(
                 f"{error}\nrestarting all hosts in {wait:.0f} s from the newest saved state "
-                f"(failure {failures} of {retries} before step {furthest + 1})",
+                f"(restart {failures} of {retries} before step {furthest + 1})",
                 file=sys.stderr,
                 flush=True,
             )

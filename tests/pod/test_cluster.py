@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -45,6 +43,7 @@ from tests.long.interruptions import (
 )
 from tests.serving.test_engine import Client, random_clients
 from tests.support import made_tasks
+from tests.support.ray_nodes import other_node, vanish
 from tests.support.small_run import (
     VALUES,
     VOCAB,
@@ -361,31 +360,6 @@ def test_host_that_hangs_at_startup_is_named_and_ends(machines, monkeypatch):
     )
 
 
-@contextlib.contextmanager
-def other_node(address: str) -> Iterator[int]:
-    """Run another Ray node, as if on a second machine; yields its session, which then ends."""
-    import ray  # imported only after RayHead has set how Ray authenticates
-
-    head = ray.get_runtime_context().gcs_address
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus", "0"]
-    command += ["--address", head, "--node-ip-address", address, "--resources", '{"tpu": 1}']
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        yield process.pid
-    finally:
-        kill(process.pid)
-        process.wait()
-
-
-def kill(session: int) -> None:
-    while pids := members(session):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
 @pytest.mark.slow
 def test_a_cluster_falls_back_to_the_newest_intact_step(machines, tmp_path, capsys):
     config = Config(**run_values(tmp_path, ckpt_every=2, val_batches=0))
@@ -424,12 +398,12 @@ def test_vanished_machine_is_named_and_replaced(machines):
 
     batch, losses = random_batch(CONFIG, 2, 4), []
     for _ in range(2):
-        with other_node("127.0.0.2") as session:
+        with other_node("127.0.0.2"):
             cluster = make()
             cluster.init()
             local_pid = cluster._pids[0]
             losses.append(float(cluster.train(batch)["loss"]))
-            kill(session)
+            vanish("127.0.0.2")
             began = time.monotonic()
             with pytest.raises(HostError, match=r"host 1 (died|does not answer)") as caught:
                 float(cluster.train(batch)["loss"])
