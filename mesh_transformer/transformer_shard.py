@@ -319,6 +319,10 @@ class CausalTransformer:
         """Return what every save adds to `aux`: the config and a record of the LoRA base model."""
         return {"config": self.config.as_dict()} | adapters.aux_entries(self._base)
 
+    def larger_mesh(self) -> str:
+        """Return "": the devices of a process do not change; see `TPUCluster.larger_mesh`."""
+        return ""
+
     def keep(self, aux: dict[str, Any]) -> str:
         """Do nothing and return "".
 

@@ -15,7 +15,6 @@ from mesh_transformer.cli.arguments import (
 from mesh_transformer.cli.machines import machines_of
 from mesh_transformer.evaluation import harness
 from mesh_transformer.pod import restarts
-from mesh_transformer.pod.elastic import build_elastic
 from mesh_transformer.pod.launch import LocalNodes, build_model, new_copies
 from mesh_transformer.training.goodput import Ledger, process_seconds
 from mesh_transformer.util import InputError
@@ -32,8 +31,8 @@ def parse_args() -> argparse.Namespace:
         "--wait",
         type=positive,
         metavar="S",
-        help="with --local-hosts: continue with fewer hosts if a lost one has not returned after S "
-        "seconds, and with all once it has (default: wait for all)",
+        help="with --local-hosts: make each host a Ray node, continue with fewer if one does not "
+        "return within S seconds, and with all once it has returned",
     )
     args = parser.parse_args()
     if args.wait and (args.local_hosts is None or args.mode not in TRAIN_MODES):
@@ -59,7 +58,9 @@ def main() -> None:
         def make():
             options = {"heartbeat": args.heartbeat, "patience": args.patience, "copies": copies}
             if isinstance(hosts, LocalNodes):
-                return build_elastic(config, hosts, **options)
+                from mesh_transformer.pod.elastic import ElasticCluster
+
+                return ElasticCluster(config, hosts, **options)
             return build_model(config, hosts(), **options)
 
         if args.mode == "eval":

@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import os
 import secrets
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ from mesh_transformer.mesh.placement import gathered, process_rows, replica_rows
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
+from mesh_transformer.pod.ray_head import spill_disk_is_full
 from mesh_transformer.pod.runner import FORWARDED, StepReport
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.storage.access import local_path
@@ -95,8 +95,6 @@ class TPUCluster:
       heartbeat: declare a host dead after this many silent seconds.
       patience: maximum seconds for one call to the hosts, including compilation.
       copies: the `HostCopies` that hold the copies made by `keep`; None disables `keep`.
-      larger: called at each save.  If it returns a reason to restart on a larger mesh, `notice` is
-        set to this reason.
 
     Raises:
       HostError: from every method, if a host dies, hangs or fails.  All hosts are then shut down.
@@ -110,7 +108,6 @@ class TPUCluster:
         heartbeat: int = 10,
         patience: float = 3600.0,
         copies: HostCopies | None = None,
-        larger: Callable[[], str] | None = None,
     ):
         self.config = config
         self.hosts = list(hosts)
@@ -120,8 +117,7 @@ class TPUCluster:
         self.save_failed = False  # whether a host has reported that the last save failed
         self.copies = copies
         self._keeping: list[Any] | None = None  # Ray references to the last `keep` calls
-        self.notice = ""  # why the run should save and restart, if it should
-        self._larger = larger or (lambda: "")
+        self.notice = ""  # names the host that received SIGTERM, if one did
         self._unread: deque[DispatchedStep] = deque()
         self._pids: list[int] = []
         self._actors: list[Any] = []
@@ -228,9 +224,7 @@ class TPUCluster:
             self.save_failed = self.save_failed or any(host.save_failed for host in measured)
             noticed = [rank for rank, host in enumerate(measured) if host.notice]
             if noticed:
-                self.notice = (
-                    f"host {noticed[0]} received SIGTERM, so its machine is about to shut down"
-                )
+                self.notice = f"host {noticed[0]} received SIGTERM"
             for later in itertools.islice(self._unread, min(host.ended for host in measured)):
                 later.ended = True
         return reading.values
@@ -315,7 +309,6 @@ class TPUCluster:
         The checkpoint is committed only if every host has saved its part.
         """
         self._call_together("save", *[(local_path(folder), aux)] * len(self.hosts))
-        self.notice = self.notice or self._larger()
 
     def wait(self) -> None:
         """Wait until the last save has finished; raises InputError if the save has failed."""
@@ -328,6 +321,10 @@ class TPUCluster:
         """
         self.save_failed = False
         self._results(self._submit(method, *arguments), agree=self.patience)
+
+    def larger_mesh(self) -> str:
+        """Return why a restart would give the run a larger mesh; "" if it would not."""
+        return ""
 
     def keep(self, aux: dict[str, Any]) -> str:
         """Start copying the state to the hosts' memory, where a later `restore` can find it.
@@ -561,7 +558,7 @@ class TPUCluster:
 
         All later calls raise a HostError that repeats `why`.
         """
-        if _spill_disk_is_full():  # a host on the same machine can die of it
+        if spill_disk_is_full():  # a host on the same machine can die of it
             why += "; the disk that Ray's object store spills to (RAY_TMPDIR, else /tmp) is full"
         self._why = f" ({why})"
         self.kill()
@@ -593,12 +590,3 @@ def _one_line(error: BaseException) -> str:
     """Return the last line of a Ray exception's text, which states the cause."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()[:300]
-
-
-def _spill_disk_is_full() -> bool:
-    """Return whether the disk to which Ray spills objects is over 95 % full.
-
-    Above this limit, Ray refuses to spill.
-    """
-    usage = shutil.disk_usage(os.environ.get("RAY_TMPDIR", "/tmp"))
-    return usage.free < 0.05 * usage.total

@@ -5,97 +5,66 @@ which any mesh can restore.
 """
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from mesh_transformer.config import Config
-from mesh_transformer.pod.launch import build_model
-from mesh_transformer.util import HostError
-
-if TYPE_CHECKING:
-    from mesh_transformer.pod.cluster import TPUCluster
-    from mesh_transformer.pod.hosts import Host
+from mesh_transformer.pod.cluster import TPUCluster
+from mesh_transformer.pod.fit import largest_fit
+from mesh_transformer.pod.hosts import Host
 
 
 class ElasticHosts(Protocol):
-    """Hosts of a run of which some may be missing.
+    """Hosts of a run, of which some may be missing.
 
     Attributes:
-      total: number of hosts when none is missing.
+      total: number of hosts if none is missing.
     """
 
     total: int
 
-    def __call__(self) -> "list[Host]":
-        """Wait a while for missing hosts, and return those that are there, at least one."""
+    def __call__(self) -> list[Host]:
+        """Wait a while for missing hosts, and return those that are present, at least one."""
         ...
 
     def present(self) -> int:
-        """Return the number of hosts that are there now."""
+        """Return the number of hosts that are present now."""
         ...
 
 
-class Fit(NamedTuple):
-    """A mesh over some of a run's hosts.
+class ElasticCluster(TPUCluster):
+    """A `TPUCluster` on the largest mesh that the present hosts allow.
 
-    Attributes:
-      hosts: number of hosts that the mesh needs.
-      config: the run's config for this mesh.
-    """
-
-    hosts: int
-    config: Config
-
-    def __str__(self) -> str:
-        assert self.config.tpu_size is not None
-        mp = self.config.cores_per_replica
-        return f"mesh {self.config.tpu_size // mp}x{mp} on {self.hosts} hosts"
-
-
-def largest_fit(config: Config, hosts: int, present: int) -> Fit:
-    """Return the largest mesh on which a run can go on with fewer hosts.
-
-    A microbatch keeps its sequences.  So dp must divide the run's dp, or that of its virtual mesh;
-    without a virtual mesh, each replica gets more sequences.  mp is reduced only if a single
-    replica does not find enough devices.
-
-    Args:
-      config: the run's config on all its hosts.
-      hosts: number of the run's hosts, which have the same number of devices.
-      present: number of the hosts that are there, at least 1.
-    """
-    size, mp = config.tpu_size, config.cores_per_replica
-    assert size is not None
-    for count in range(min(present, hosts), 0, -1):
-        devices = size // hosts * count
-        for shards in (n for n in range(mp, 0, -1) if mp % n == 0 and devices % n == 0):
-            changes = {"tpu_size": devices, "cores_per_replica": shards}
-            dp, replicas = devices // shards, config.replicas(size // mp)
-            if replicas % dp:
-                continue
-            if config.virtual_mesh is None:
-                changes["per_replica_batch"] = config.per_replica_batch * (replicas // dp)
-            return Fit(count, config.replace(**changes))
-    raise HostError(f"{present} of {hosts} hosts allow no mesh whose dp divides that of the run")
-
-
-def build_elastic(config: Config, hosts: ElasticHosts, **options: Any) -> "TPUCluster":
-    """Return a new `TPUCluster` on the largest mesh that the present hosts allow.
-
-    When a larger mesh has become possible at a save, the run restarts.
+    Checkpoints store the run's own config, not that of the smaller mesh.
 
     Args:
       config: the run's config on all its hosts.
       options: keyword arguments of `TPUCluster`.
     """
-    found = hosts()
-    fit = largest_fit(config, hosts.total, len(found))
-    if fit.hosts < hosts.total:
-        bits = "every bit stays the same" if config.virtual_mesh else "losses differ by rounding"
-        line = f"{len(found)} of {hosts.total} hosts are there: training on {fit} ({bits})"
-        print(line, file=sys.stderr, flush=True)
 
-    def larger() -> str:
-        possible = largest_fit(config, hosts.total, hosts.present())
-        return f"{possible} is possible again" if possible.hosts > fit.hosts else ""
+    def __init__(self, config: Config, machines: ElasticHosts, **options: Any):
+        present = machines()
+        fit = largest_fit(config, machines.total, len(present))
+        if fit.hosts < machines.total:
+            bits = "bit-identical" if config.virtual_mesh else "losses differ by rounding"
+            line = f"{len(present)} of {machines.total} hosts are present: using {fit} ({bits})"
+            print(line, file=sys.stderr, flush=True)
+        self._machines, self._run_config = machines, config
+        super().__init__(fit.config, present[: fit.hosts], **options)
 
-    return build_model(fit.config, found[: fit.hosts], larger=larger, **options)
+    def larger_mesh(self) -> str:
+        total, present = self._machines.total, self._machines.present()
+        if present <= len(self.hosts):
+            return ""
+        fit = largest_fit(self._run_config, total, present)
+        if fit.hosts <= len(self.hosts):
+            return ""
+        return f"{present} of {total} hosts are present again, which allows {fit}"
+
+    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        super().save(folder, self._with_run_config(aux or {}))
+
+    def keep(self, aux: dict[str, Any]) -> str:
+        return super().keep(self._with_run_config(aux))
+
+    def _with_run_config(self, aux: dict[str, Any]) -> dict[str, Any]:
+        return aux | {"config": self._run_config.as_dict()}

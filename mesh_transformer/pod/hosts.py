@@ -5,7 +5,6 @@ import dataclasses
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +49,7 @@ def local_hosts(config: Config, count: int) -> list[Host]:
 
 
 def joined_hosts(
-    addresses: Sequence[str], seconds: float = 300.0, fewest: int | None = None
+    addresses: Sequence[str], seconds: float = 300.0, awaited: Sequence[str] | None = None
 ) -> list[Host]:
     """Wait until the machines at `addresses` have joined this Ray cluster; return them as `Host`s.
 
@@ -59,10 +58,11 @@ def joined_hosts(
     the new machine.
 
     Args:
-      fewest: number of machines that suffice once `seconds` have passed (default: all).
+      awaited: if given, wait only for these of the machines, and return all machines that have
+        joined, as soon as the awaited ones have, or once `seconds` have passed.
 
     Raises:
-      HostError: if the machines, or the `fewest`, have not joined within `seconds`.
+      HostError: if the machines have not all joined within `seconds`; with `awaited`, if none has.
     """
     deadline = time.monotonic() + seconds
     with tqdm(total=len(addresses), desc="hosts joined", unit="host") as bar:
@@ -70,10 +70,11 @@ def joined_hosts(
             nodes = _nodes_at(addresses)
             missing = [address for address in addresses if len(nodes[address]) != 1]
             bar.update(len(addresses) - len(missing) - bar.n)
+            joined = [address for address in addresses if address not in missing]
             late = time.monotonic() > deadline
-            if not missing or (late and len(addresses) - len(missing) >= (fewest or sys.maxsize)):
-                there = (address for address in addresses if address not in missing)
-                return [Host(nodes[address][0], address) for address in there]
+            complete = not missing if awaited is None else not set(missing) & {*awaited}
+            if joined and (complete or (late and awaited is not None)):
+                return [Host(nodes[address][0], address) for address in joined]
             if late:
                 raise HostError(
                     f"host {missing[0]} has not joined the Ray cluster within {seconds:.0f} s; "

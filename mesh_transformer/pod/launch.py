@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.config import Config
-from mesh_transformer.pod.ray_head import OBJECT_STORE, RayHead
+from mesh_transformer.pod.ray_head import OBJECT_STORE, RESOURCE, RayHead, local_address
 from mesh_transformer.pod.tpu.api import PreemptedError
 from mesh_transformer.pod.tpu.install import ray_token
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
@@ -72,9 +72,9 @@ def local_machines(
     processes are killed when the `with` block ends, or when this process ends.
 
     Args:
-      wait: if given, each host is a Ray node of its own, with the address 127.0.0.2 or one of the
-        following.  The function is then an `elastic.ElasticHosts`, which waits this many seconds
-        for missing hosts.
+      wait: if given, each host is a Ray node of its own, as if on a machine of its own.  The
+        function is then an `elastic.ElasticHosts`, which waits this many seconds for a host that
+        has been lost.
 
     Raises:
       InputError: immediately, before the `with` block, if `count` does not divide the config's
@@ -103,7 +103,7 @@ def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[H
 
 @contextlib.contextmanager
 def _local_nodes(config: Config, count: int, wait: float) -> "Iterator[LocalNodes]":
-    addresses = [f"127.0.0.{2 + number}" for number in range(count)]
+    addresses = [local_address(number) for number in range(count)]
     with RayHead(_object_store(config), addresses) as head:
         assert config.tpu_size is not None
         yield LocalNodes(head, addresses, config.tpu_size // count, wait)
@@ -114,19 +114,32 @@ class LocalNodes:
 
     Args:
       devices: number of virtual CPU devices per host.
-      wait: seconds to wait for missing hosts.
+      wait: seconds to wait for a host that has been lost.  After that, the host is used again once
+        it has returned, but not waited for.
     """
 
     def __init__(self, head: RayHead, addresses: list[str], devices: int, wait: float):
         self.total = len(addresses)
         self._head, self._addresses = head, addresses
         self._devices, self._wait = devices, wait
+        self._awaited = addresses
 
     def __call__(self) -> "list[Host]":
         from mesh_transformer.pod.hosts import joined_hosts
 
         self._head.revive()
-        joined = joined_hosts(self._addresses, self._wait, fewest=1)
+        joined = joined_hosts(self._addresses, self._wait, self._awaited)
+        present = [host.address for host in joined]
+        for address in self._awaited:
+            if address not in present:
+                print(
+                    f"host {address} is missing; to replace it: ray start --num-cpus 0 "
+                    f"--address {self._head.address} --node-ip-address {address} "
+                    f"--resources '{{\"{RESOURCE}\": 1}}'",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self._awaited = present
         return [dataclasses.replace(host, devices=self._devices) for host in joined]
 
     def present(self) -> int:

@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,6 +157,11 @@ class RayHead:
         self._log.close()
 
 
+def local_address(number: int) -> str:
+    """Return the loopback address of a node that stands for the machine `number`, from 0."""
+    return f"127.0.0.{2 + number}"  # Ray assumes that 127.0.0.1 is the driver's machine
+
+
 def _require_token() -> None:
     """Enable Ray's token authentication in this process and its children.
 
@@ -171,6 +177,15 @@ def _require_token() -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def spill_disk_is_full() -> bool:
+    """Return whether the disk to which Ray spills objects is over 95 % full.
+
+    Above this limit, Ray refuses to spill.
+    """
+    usage = shutil.disk_usage(os.environ.get("RAY_TMPDIR", "/tmp"))
+    return usage.free < 0.05 * usage.total
 
 
 def main() -> None:

@@ -91,8 +91,8 @@ def train(
       StoppedError: if a loss or gradient norm is not finite and the config does not set
         `skip_nonfinite`, or if `max_skipped` updates in a row were skipped.  That step and later
         steps are not saved.  Also if a host fails after this process has received a signal.
-      HostError: if a host fails, or if the network has a `notice`, before this process has received
-        a signal.  After a notice, a checkpoint was saved first.
+      HostError: if a host fails, or receives SIGTERM, before this process has received a signal.
+        Also if the network could have a larger mesh.  In the last two cases, the step is saved.
     """
     config, folder = network.config, local_path(folder)
     base = None if tune_model_path is None else os.fspath(tune_model_path)
@@ -400,6 +400,7 @@ class _Run:
     def _step(self, received: list[int]) -> None:
         """Run one update, then any validation or save that is scheduled for this step."""
         network, config = self.network, self.config
+        self.saver.restart_if_larger()
         before = self.loader.state()
         with self.ledger.spending("data"):
             try:
@@ -413,22 +414,14 @@ class _Run:
         metrics = network.train(sample)
         self.pending.append(_Step(network.step, length, metrics, before, self.loader.state()))
         self._log(self._rows(IN_FLIGHT))
-        self._heed_notice(received)
+        if network.notice and not received:
+            self._save_before_end()
+            raise HostError(f"{network.notice}, so its machine is about to shut down")
         if network.step % config.val_every == 0 and (self.val_sets or self.eval_tasks):
             self._validate(received)
         if config.memory_every and network.step % config.memory_every == 0:
             self._keep()
         self.saver.save_if_due(self._save)
-        self._heed_notice(received)
-
-    def _heed_notice(self, received: list[int]) -> None:
-        """Save and raise HostError if the network has a reason to restart.
-
-        After a signal, the loop ends anyway.
-        """
-        if self.network.notice and not received:
-            self._save_before_end()
-            raise HostError(self.network.notice)
 
     def _finish(self) -> None:
         """Log the pending metrics and save the last step.

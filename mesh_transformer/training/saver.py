@@ -6,7 +6,7 @@ from typing import Any
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
-from mesh_transformer.util import InputError
+from mesh_transformer.util import HostError, InputError
 
 MOST_STEPS_BETWEEN_SAVES = 8  # longest pause between attempts to save, while saving fails
 
@@ -52,6 +52,18 @@ class Saver:
             self._try_later(error)
         if network.step % network.config.ckpt_every == 0 or network.step == self._again_at:
             save()
+
+    def restart_if_larger(self) -> None:
+        """Raise HostError if the network's step is saved, and a restart would give a larger mesh.
+
+        Waits for the save first; if the save has failed, another attempt is scheduled instead.
+        """
+        if self.saved != self._network.step or not (reason := self._network.larger_mesh()):
+            return
+        if (error := self._failure_of_save()) is not None:
+            self._try_later(error)
+            return
+        raise HostError(reason)
 
     def save(self, *, again: bool = False) -> None:
         """Start saving a checkpoint of the network's step; a failed save is retried later.

@@ -1,4 +1,4 @@
-"""Compare the train step with that of a virtual mesh of the same size, in alternating steps."""
+"""Compare the train step with that of a virtual mesh, in alternating steps."""
 
 import argparse
 
@@ -13,6 +13,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--config", default="tiny", help="config to train (default %(default)s)")
     parser.add_argument("--dp", type=int, default=2, help="replicas (default %(default)s)")
     parser.add_argument("--mp", type=int, default=4, help="devices per replica (default 4)")
+    parser.add_argument("--virtual-dp", type=int, help="dp of the virtual mesh (default: --dp)")
+    parser.add_argument("--virtual-mp", type=int, help="mp of the virtual mesh (default: --mp)")
     parser.add_argument("--rounds", type=int, default=6, help="timed steps of each (default 6)")
     parser.add_argument("--set", type=Config.setting, action="append", default=[], dest="changes")
     return parser.parse_args()
@@ -23,10 +25,11 @@ def main() -> int:
     use_virtual_devices(args.dp * args.mp)
     sizes = {"cores_per_replica": args.mp, "tpu_size": args.dp * args.mp}
     config = Config.load(args.config, changes=dict(args.changes) | sizes)
-    pair = [
-        ablation.Variant("as it is"),
-        ablation.Variant("virtual", {"virtual_mesh": [args.dp, args.mp]}),
-    ]
+    virtual_mesh = [args.virtual_dp or args.dp, args.virtual_mp or args.mp]
+    batch = config.per_replica_batch  # of a virtual replica
+    config = config.replace(per_replica_batch=batch * virtual_mesh[0] // args.dp)
+    changes = {"virtual_mesh": virtual_mesh, "per_replica_batch": batch}
+    pair = [ablation.Variant("as it is"), ablation.Variant("virtual", changes)]
     result = ablation.measure(config, make_mesh(config), args.rounds, pair)
     for variant in result["variants"]:
         print(", ".join(f"{name}: {value}" for name, value in variant.items()))

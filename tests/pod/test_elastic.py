@@ -1,33 +1,49 @@
 """Runs that shrink when a host is lost for good, and grow when it returns."""
 
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.cli import pod
 from mesh_transformer.config import Config
-from mesh_transformer.pod.elastic import largest_fit
+from mesh_transformer.evaluation import validation
+from mesh_transformer.pod.fit import largest_fit
+from mesh_transformer.training import loop
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import HostError, InputError
 from tests.conftest import SMALL
-from tests.long.elastic import VIRTUAL, Loss, elastic_run
+from tests.long.elastic import (
+    VIRTUAL,
+    Attempt,
+    Loss,
+    assert_close_rows,
+    elastic_config,
+    elastic_run,
+)
 from tests.support.small_run import assert_same_rows, rows_of
 
 
 @pytest.mark.parametrize(
-    ("present", "mesh", "hosts", "rows"),
-    [(4, (4, 2), 4, 3), (3, (2, 2), 2, 6), (2, (2, 2), 2, 6), (1, (1, 2), 1, 12)],
+    ("present", "dp", "hosts", "rows"), [(4, 4, 4, 3), (3, 2, 2, 6), (2, 2, 2, 6), (1, 1, 1, 12)]
 )
-def test_a_smaller_mesh_keeps_mp_and_the_microbatch(present, mesh, hosts, rows):
+def test_a_smaller_mesh_keeps_mp_and_the_microbatch(present, dp, hosts, rows):
     config = Config(**SMALL, tpu_size=8, cores_per_replica=2, per_replica_batch=3)
     fit = largest_fit(config, 4, present)
-    assert str(fit) == f"mesh {mesh[0]}x{mesh[1]} on {hosts} hosts"
-    changes = {"tpu_size": mesh[0] * mesh[1], "per_replica_batch": rows}
-    assert fit == (hosts, config.replace(**changes))
+    assert fit.hosts == hosts
+    changes = {"tpu_size": 2 * dp, "per_replica_batch": rows}
+    expected = config.replace(val_batch_multiplier=fit.config.val_batch_multiplier, **changes)
+    assert fit.config == expected
 
 
 def test_mp_is_reduced_only_where_one_replica_has_too_few_devices():
     config = Config(**SMALL, tpu_size=8, cores_per_replica=8)
     meshes = [str(largest_fit(config, 4, present)) for present in (4, 3, 2, 1)]
     assert meshes == [
-        "mesh 1x8 on 4 hosts", "mesh 1x4 on 2 hosts", "mesh 1x4 on 2 hosts", "mesh 1x2 on 1 hosts"
+        "mesh 1x8 on 4 hosts", "mesh 1x4 on 2 hosts", "mesh 1x4 on 2 hosts", "mesh 1x2 on 1 host"
     ]  # fmt: skip
 
 
@@ -46,8 +62,11 @@ def test_any_number_of_remaining_hosts_allows_a_mesh_with_the_same_microbatch():
             assert fit.hosts <= present
             assert fit.config.tpu_size == fit.hosts * devices
             assert fit.config.tpu_size is not None
-            smaller_dp = fit.config.tpu_size // fit.config.cores_per_replica
-            assert fit.config.per_replica_batch * smaller_dp == batch * dp
+            smaller_mp = fit.config.cores_per_replica
+            assert fit.config.per_replica_batch * (fit.hosts * devices // smaller_mp) == batch * dp
+            held = [n for n in range(1, present + 1) if n * devices % mp == 0]
+            one_replica = held and dp % (held[0] * devices // mp) == 0
+            assert smaller_mp == mp if one_replica else smaller_mp < mp
         assert largest_fit(config, hosts, hosts) == (hosts, config)
 
 
@@ -56,18 +75,72 @@ def test_a_virtual_mesh_keeps_its_sequences_per_replica():
     assert largest_fit(config, 4, 3) == (2, config.replace(tpu_size=4))
 
 
+@pytest.mark.parametrize("multiplier", [0.1, 0.5, 1.0, 1.5, 2.9])
+@pytest.mark.parametrize("batch", [1, 3, 10])
+def test_validation_batches_keep_their_sequences(multiplier, batch):
+    def scored(config: Config) -> int:
+        shape = {"dp": (config.tpu_size or 0) // 2}
+        network: Any = SimpleNamespace(
+            config=config, **shape, batch_size=shape["dp"] * config.per_replica_batch
+        )
+        return validation.batch_size(network)
+
+    sizes = {"tpu_size": 16, "cores_per_replica": 2, "per_replica_batch": batch}
+    config = Config(**SMALL | sizes | {"val_batch_multiplier": multiplier})
+    for present in range(1, 9):
+        assert scored(largest_fit(config, 8, present).config) == scored(config)
+
+
+def test_mp_is_kept_if_the_parameters_depend_on_it():
+    config = Config(**SMALL | {"tpu_size": 8, "cores_per_replica": 4, "norm": "layernorm-desync"})
+    assert str(largest_fit(config, 4, 3)) == "mesh 1x4 on 2 hosts"
+    with pytest.raises(HostError, match=r"^1 of 4 hosts have too few devices for cores_per_rep"):
+        largest_fit(config, 4, 1)
+
+
+def test_wait_requires_local_hosts_and_training(monkeypatch):
+    for arguments in (["--tpu", "me"], ["--local-hosts", "2", "--mode", "eval"]):
+        monkeypatch.setattr("sys.argv", ["pod", "--config", "tiny", "--wait", "5", *arguments])
+        with pytest.raises(InputError, match=r"^--wait requires --local-hosts and training"):
+            pod.parse_args()
+
+
+@pytest.fixture
+def runs(tmp_path) -> Callable[..., list[Attempt]]:
+    """Return a function that trains a run that loses a host, and the same run in this process."""
+
+    def train(loss: Loss, **keys: Any) -> list[Attempt]:
+        for name in ("calm", "lossy"):
+            (tmp_path / name).mkdir()
+        calm = CausalTransformer(elastic_config(tmp_path / "calm", 30, **keys), init=False)
+        loop.train(calm, str(tmp_path / "calm" / "model"))
+        attempts = elastic_run(tmp_path / "lossy", [loss], 30, **keys)
+        print(*attempts, sep="\n")
+        return attempts
+
+    return train
+
+
 @pytest.mark.slow
-def test_a_run_that_loses_a_host_for_good_and_gets_it_back_has_the_same_bits(tmp_path, capfd):
-    (tmp_path / "calm").mkdir()
-    (tmp_path / "lossy").mkdir()
-    elastic_run(tmp_path / "calm", [], 30, **VIRTUAL)
-    attempts = elastic_run(tmp_path / "lossy", [Loss(7, 16, 1)], 30, **VIRTUAL)
-    print(*attempts, sep="\n")
-    assert [attempt.hosts for attempt in attempts] == [4, 2, 4]
-    assert attempts[1].first == 5
+def test_a_run_that_loses_a_host_and_gets_it_back_has_the_same_bits(runs, tmp_path, capfd):
+    attempts = runs(Loss(7, 16, 1), **VIRTUAL)
+    assert [attempt[:2] for attempt in attempts] == [(4, 0), (2, 5), (4, 20)]
     assert attempts[2].again == 0
     rows = rows_of(tmp_path / "lossy" / "model")
     assert_same_rows(rows, rows_of(tmp_path / "calm" / "model"))
     errors = capfd.readouterr().err
-    assert "3 of 4 hosts are there: training on mesh 2x2 on 2 hosts (every bit" in errors
-    assert "mesh 4x2 on 4 hosts is possible again" in errors
+    assert "host 127.0.0.3 is missing; to replace it: ray start" in errors
+    assert "3 of 4 hosts are present: using mesh 2x2 on 2 hosts (bit-identical)" in errors
+    assert "4 of 4 hosts are present again, which allows mesh 4x2 on 4 hosts" in errors
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_with_fewer_hosts_matches_one_with_all(runs, tmp_path):
+    attempts = runs(Loss(7, None, 0), memory_every=2, hosts_read=True)
+    assert [attempt.hosts for attempt in attempts] == [4, 2]
+    assert attempts[1].first >= 6  # from the other hosts' memory; the checkpoint is of step 5
+    calm, lossy = (tmp_path / name / "model" for name in ("calm", "lossy"))
+    assert_close_rows(rows_of(lossy), rows_of(calm))
+    assert Source.of(lossy).config.replace(train_set=None, val_set={}) == Source.of(
+        calm
+    ).config.replace(train_set=None, val_set={})

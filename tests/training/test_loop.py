@@ -100,6 +100,10 @@ class Counter:
 
     save_failed = False
     notice = ""
+    larger = ""
+
+    def larger_mesh(self) -> str:
+        return self.larger
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         # As in `Checkpoints.save`, nothing is saved again.
@@ -308,19 +312,56 @@ def test_a_host_failure_after_the_last_save_is_ignored(counter, tmp_path):
 def test_a_host_that_announces_its_end_saves_this_step_first(counter, tmp_path):
     saved: dict[int, Any] = {}
     network = counter(saved, ckpt_every=100)
-    before_step = {5: "", 6: "host 1 is about to shut down"}
+    before_step = {5: "", 6: "host 1 received SIGTERM"}
 
     def before(step: int) -> None:
         network.notice = before_step.get(step, "")
 
     network.before_step = before
-    with pytest.raises(HostError, match=r"^host 1 is about to shut down$"):
+    with pytest.raises(HostError, match=r"^host 1 received SIGTERM, so its machine is about to"):
         loop.train(network, str(tmp_path))
     assert sorted(saved) == [6]
     assert network.calls[-2:] == ["wait", "close"]
     loop.train(counter(saved, ckpt_every=100), str(tmp_path))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 31))
+
+
+@pytest.mark.parametrize("since", [4, 7, 8, 28, 29])
+def test_a_run_restarts_on_a_larger_mesh_after_a_save_but_not_at_its_end(counter, tmp_path, since):
+    saved: dict[int, Any] = {}
+    network = counter(saved, ckpt_every=7)
+
+    def before(step: int) -> None:
+        network.larger = "a larger mesh" if step >= since else ""
+
+    network.before_step = before
+    if since > 28:
+        loop.train(network, str(tmp_path))
+        assert network.step == 30
+        return
+    with pytest.raises(HostError, match=r"^a larger mesh$"):
+        loop.train(network, str(tmp_path))
+    assert max(saved) == network.step == -(-since // 7) * 7
+
+
+def test_a_run_whose_save_fails_does_not_restart_on_a_larger_mesh(counter, tmp_path, capsys):
+    network = counter(ckpt_every=7)
+    network.before_step = lambda step: setattr(network, "larger", "a larger mesh")
+    failures = [InputError("the bucket is down")]
+    wait = network.wait
+
+    def fails_once() -> None:
+        wait()
+        if failures and network.step == 7:
+            network.saved.clear()
+            raise failures.pop()
+
+    network.wait = fails_once
+    with pytest.raises(HostError, match=r"^a larger mesh$"):
+        loop.train(network, str(tmp_path))
+    assert max(network.saved) == network.step == 8
+    assert "the bucket is down; training continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dies_at", [7, 8, 12, 15, 26, 30])
