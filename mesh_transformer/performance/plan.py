@@ -131,13 +131,19 @@ class Plan:
 
     def _price(self, plain: "Plan") -> str:
         """Compare this plan with that of the step without `virtual_mesh`, as a line of text."""
-        if self.estimate is None or plain.estimate is None:
-            return f"without virtual_mesh: peak {plain.peak_bytes / GIB:.2f} GiB"
         here, there = self.estimate, plain.estimate
+        traffic, plain_traffic = self.collectives, plain.collectives
+        if here is None or there is None or traffic is None or plain_traffic is None:
+            return f"without virtual_mesh: peak {plain.peak_bytes / GIB:.2f} GiB"
         seconds = [f"{seconds:.4g}" for seconds in there.step_seconds]
         ratios = [a / b for a, b in zip(here.step_seconds, there.step_seconds, strict=True)]
-        sent = f", {there.link_bytes / 1e9:.2f} GB sent per device" if there.link_bytes else ""
-        more = f", {here.link_bytes / there.link_bytes:.2f} of the bytes" if sent else ""
+        sent, more = "", ""
+        if plain_traffic.sent:
+            sent = f", {plain_traffic.sent / 1e9:.2f} GB sent per device"
+            more = (
+                f", {traffic.sent / plain_traffic.sent:.2f} of the bytes sent "
+                f"({traffic.on_links / plain_traffic.on_links:.2f} counted per link of a ring)"
+            )
         return (
             f"without virtual_mesh: peak {plain.peak_bytes / GIB:.2f} GiB{sent}, step "
             f"{seconds[0]} to {seconds[1]} s; virtual_mesh takes "
@@ -262,7 +268,7 @@ def _traffic_and_speed(
         devices=mesh.size,
         tokens=tokens,
         hbm_traffic_bytes=Program(text).moved(),
-        link_bytes=sum(exchange.sent for exchange in traffic.exchanges),
+        link_bytes=traffic.on_links,
         attention=attention_backend(config, mesh.devices.flat[0]),
     )
 

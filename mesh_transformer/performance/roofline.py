@@ -13,9 +13,10 @@ from mesh_transformer.performance import hlo
 
 FORMULA = (
     "compute = hardware FLOPs / peak; memory = bytes read and written / bandwidth; links = bytes "
-    "sent / bandwidth, where each of n devices sends 2(n-1)/n of an all-reduced array and (n-1)/n "
-    "of a gathered or scattered one; step = between the longest of the three with all links of a "
-    "device busy (full overlap) and their sum with two links busy (no overlap, a ring)"
+    "sent / bandwidth, where each of n devices sends 2(n-1)/n of an all-reduced array, (n-1)/n of "
+    "a gathered or scattered one and, counted once per link of a ring, n/4 of one in an "
+    "all-to-all; step = between the longest of the three with all links of a device busy (full overlap) and "
+    "their sum with two links busy (no overlap, a ring)"
 )
 
 
@@ -27,7 +28,7 @@ class Estimate:
 
     Attributes:
       hbm_traffic_bytes: bytes that the step reads from and writes to memory (see `hlo.Program`).
-      link_bytes: bytes that the step sends over the device's links.
+      link_bytes: bytes that the step sends, counted once per link that they cross on a ring.
       link_seconds: the times for sending `link_bytes` with all links of the device busy, and with
         only two links busy.
       step_seconds, tokens_per_second, mfu, hfu: two values each.  The first assumes that compute,
@@ -85,6 +86,18 @@ def bytes_sent(kind: str, size: int, devices: int) -> int:
         return size * (devices - 1)
     passes = 2 if kind == "all-reduce" else 1
     return passes * size * (devices - 1) // devices
+
+
+def bytes_on_links(kind: str, size: int, devices: int) -> int:
+    """Return the bytes that each device sends, counted once per link that they cross on a ring.
+
+    Only an all-to-all sends to devices that are no neighbours: a part of the array to each, in the
+    shorter direction.  The arguments are those of `bytes_sent`.
+    """
+    if kind != "all-to-all":
+        return bytes_sent(kind, size, devices)
+    distances = devices**2 // 4  # sum of min(d, devices - d) over all other devices
+    return size * distances // devices
 
 
 def link_seconds(sent_bytes: float, hardware: Hardware) -> tuple[float, float]:
@@ -150,7 +163,8 @@ class Exchange:
         outside of all loops.
       count: number of arrays exchanged per step.
       bytes: bytes per step of the results on one device.
-      sent: bytes per step that one device sends; see the function `bytes_sent`.
+      sent: bytes per step that one device sends; see `bytes_sent`.
+      on_links: the same, counted once per link that they cross; see `bytes_on_links`.
     """
 
     kind: str
@@ -160,6 +174,7 @@ class Exchange:
     count: int
     bytes: int
     sent: int
+    on_links: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +196,16 @@ class Traffic:
     layer_backward: int
     bytes_by_kind: dict[str, int]
     exchanges: list[Exchange]
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each device sends in one step."""
+        return sum(exchange.sent for exchange in self.exchanges)
+
+    @property
+    def on_links(self) -> int:
+        """`sent`, counted once per link of a ring; see `bytes_on_links`."""
+        return sum(exchange.on_links for exchange in self.exchanges)
 
     def lines(self) -> list[str]:
         """Format the collectives as lines of readable text."""
@@ -277,10 +302,11 @@ def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
             if outer == "layer":
                 place = "layer backward" if "transpose" in collective.where else "layer forward"
             key = place, collective.kind, axis, collective.dtype
-            total = sums.setdefault(key, [0, 0, 0])
+            total = sums.setdefault(key, [0, 0, 0, 0])
             total[0] += times
             total[1] += times * collective.bytes
             total[2] += times * bytes_sent(collective.kind, collective.bytes, size)
+            total[3] += times * bytes_on_links(collective.kind, collective.bytes, size)
         for inner in loop.loops:
             walk(inner, times * (inner.trips or 1), _place(inner, outer, config))
 

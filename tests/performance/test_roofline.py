@@ -23,7 +23,13 @@ from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.performance import hlo, scaling, search
 from mesh_transformer.performance.hlo import Program
-from mesh_transformer.performance.roofline import bytes_sent, estimate, link_seconds, traffic_of
+from mesh_transformer.performance.roofline import (
+    bytes_on_links,
+    bytes_sent,
+    estimate,
+    link_seconds,
+    traffic_of,
+)
 from mesh_transformer.performance.scaling import estimate_step
 from mesh_transformer.performance.topology import topology
 from mesh_transformer.training import step
@@ -48,6 +54,14 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 )
 def test_bytes_sent_per_device_in_a_ring(kind, size, devices, expected):
     assert bytes_sent(kind, size, devices) == expected
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(2, 400), (4, 800), (8, 1600), (3, 533)])
+def test_bytes_of_an_all_to_all_count_once_per_link(devices, expected):
+    at = range(devices)
+    hops = sum(min((a - b) % devices, (b - a) % devices) for a in at for b in at) // devices
+    assert bytes_on_links("all-to-all", 800, devices) == expected == 800 * hops // devices
+    assert bytes_on_links("all-reduce", 800, devices) == bytes_sent("all-reduce", 800, devices)
 
 
 def test_link_time_is_a_range_from_all_links_to_two_links():
