@@ -15,8 +15,8 @@ FORMULA = (
     "compute = hardware FLOPs / peak; memory = bytes read and written / bandwidth; links = bytes "
     "sent / bandwidth, where each of n devices sends 2(n-1)/n of an all-reduced array, (n-1)/n of "
     "a gathered or scattered one and, counted once per link of a ring, n/4 of one in an "
-    "all-to-all; step = between the longest of the three with all links of a device busy (full overlap) and "
-    "their sum with two links busy (no overlap, a ring)"
+    "all-to-all; step = between the longest of the three with all links of a device busy (full "
+    "overlap) and their sum with two links busy (no overlap, a ring)"
 )
 
 
