@@ -55,7 +55,11 @@ def greedy(folder, prompt, count):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("folder", "mesh"),
+    [("gptj", "one"), ("gptj", "2x4 jit"), ("gpt2", "2x4"), ("gpt_neox", "2x4 jit")],
+    indirect=["folder"],
+)
 def test_answers_over_http_are_torchs(folder, mesh):
     network, tokenizer = load(folder, mesh), load_tokenizer(folder)
     live = Live(network, tokenizer, None, rows=4)
@@ -102,6 +106,7 @@ def test_adapters_are_trained_and_merged_into_a_folder_for_torch(folder, tmp_pat
 
 
 @pytest.mark.quick(1)
+@pytest.mark.parametrize("folder", ["gptj", "gpt_neox"], indirect=True)
 def test_lm_eval_scores_are_those_of_its_own_model(folder, tasks, monkeypatch):
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # a forked process would break JAX's threads
     network = load(folder)

@@ -125,10 +125,11 @@ SPLITS = (("shard_map", 8), ("jit", 4))
 
 @pytest.mark.parametrize(
     ("block", "partitioning", "mp", "changes"),
-    [  # each pair of a block, a mesh and changes
+    [  # each pair of two of a block, a mesh and changes, but 8-bit weights only for two blocks
         case(block, *SPLITS[(row + column) % 2], changes, quick=(row, column) == (2, 0))
         for row, block in enumerate(BLOCKS)
         for column, changes in enumerate(CHANGES)
+        if column != 1 or row in (0, 3)
     ],
 )
 def test_the_same_weights_give_the_same_results(tmp_path, block, partitioning, mp, changes):
