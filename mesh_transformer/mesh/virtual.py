@@ -31,6 +31,7 @@ from mesh_transformer.mesh.equations import (
     GATHERS,
     SCATTERS,
     SUMS,
+    TYPES,
     Index,
     axis_names,
     called,
@@ -99,7 +100,7 @@ def _kept_apart(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
 
     XLA compiles it as a function of its own, in the same way wherever it is called.
     """
-    if mesh.devices.flat[0].platform == "cpu":
+    if _calls_stay(mesh):
 
         def segment(*args: Any) -> Any:
             with set_xla_metadata(inlineable=None):  # not for the functions that it calls
@@ -118,6 +119,11 @@ def _kept_apart(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
         return lax.cond(runs, function, zeros, *args)
 
     return branch
+
+
+def _calls_stay(mesh: Mesh) -> bool:
+    """Return whether the compiler for a mesh can be told not to inline a call."""
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 class _Program(Blocks):
@@ -204,11 +210,17 @@ class _Program(Blocks):
                 continue
             axes = _local_axes(first, known)
             segment, waiting = _segment(waiting, known, axes)
-            later = results.union(*map(_variables, waiting))
+            # A branch, unlike a call, cannot write a result over its argument.
+            sums: list[JaxprEqn] = []
+            if not _calls_stay(self._mesh):
+                segment, sums = _split_sums(segment, known)
+            later = results.union(*map(_variables, (*sums, *waiting)))
             outputs = [var for eqn in segment for var in eqn.outvars if var in later]
             known.update(
                 zip(outputs, self._run_segment(segment, outputs, known, axes), strict=True)
             )
+            for eqn in sums:
+                known[eqn.outvars[0]] = self._run_sum([value(atom) for atom in eqn.invars])
         return [value(atom) for atom in jaxpr.outvars]
 
     def _run_segment(
@@ -253,6 +265,15 @@ class _Program(Blocks):
         return [
             Value(_restored(x, aval.dtype), axes) for x, aval in zip(arrays, shapes, strict=True)
         ]
+
+    def _run_sum(self, values: list[Value]) -> Value:
+        """Run an equation that `_split_sums` has split off, on all virtual devices at once.
+
+        Its result is f32, and the sum of its inputs.
+        """
+        axes = ordered(set().union(*(value.axes for value in values)))
+        arrays = [self.spread(value, axes).astype(jnp.float32) for value in values]
+        return Value(sum(arrays[1:], arrays[0]), axes)
 
     def _run_collective(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         """Run an equation that is a collective, or that has one in its functions."""
@@ -378,6 +399,48 @@ def _segment(
                 continue
         rest.append(eqn)
     return segment, rest
+
+
+def _split_sums(
+    segment: list[JaxprEqn], known: dict[Var, Value]
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Split additions of two known f32 arrays off a segment, if they are the segment's results.
+
+    These add a microbatch's gradients to the gradient sum.  In a branch, the new sum would need
+    memory beside the old one.  An addition has the same bits wherever it is compiled.  bf16
+    gradients are converted to f32 in both parts, so that none is stored in f32.
+    """
+    ready = {*known}
+    for eqn in segment:
+        if _is_sum(eqn) and _variables(eqn) <= ready:
+            ready.update(eqn.outvars)
+    used: set[Var] = set()
+    rest, sums = [], []
+    for eqn in reversed(segment):
+        if eqn.outvars[0] in ready and eqn.outvars[0] not in used:
+            sums.append(eqn)
+        else:
+            rest.append(eqn)
+            used |= _variables(eqn)
+    needed: set[Var] = set().union(*map(_variables, sums))
+    for eqn in rest:  # from the last to the first
+        if eqn.outvars[0] in needed:
+            sums.append(eqn)
+            needed |= _variables(eqn)
+    return rest[::-1], sums[::-1]
+
+
+def _is_sum(eqn: JaxprEqn) -> bool:
+    """Return whether an equation adds two f32 arrays, or is exact: a change of type or to f32."""
+    name, arrays = eqn.primitive.name, [*eqn.invars, *eqn.outvars]
+    if not all(isinstance(x, Var) for x in arrays):
+        return False
+    dtypes = [x.aval.dtype for x in arrays]
+    if name == "convert_element_type":
+        return dtypes == [jnp.bfloat16, jnp.float32]
+    if set(dtypes) != {jnp.dtype(jnp.float32)} or len({x.aval.shape for x in arrays}) > 1:
+        return False
+    return name in ("add", "add_any", *TYPES)
 
 
 def _taken(value: Value, own: dict[str, Array]) -> Any:

@@ -64,7 +64,7 @@ class Estimate:
             f"  compute {self.compute_seconds:.4g} s, memory {self.hbm_seconds:.4g} s "
             f"({self.hbm_traffic_bytes / 1e9:,.1f} GB per device), links "
             f"{self.link_seconds[0]:.4g} to {self.link_seconds[1]:.4g} s "
-            f"({self.link_bytes / 1e9:,.2f} GB sent per device)",
+            f"({self.link_bytes / 1e9:,.2f} GB on links per device)",
             f"  step {least:.4g} to {most:.4g} s, {self.tokens_per_second[1]:,.0f} to "
             f"{self.tokens_per_second[0]:,.0f} tokens/s{'' if self.hardware == 'cpu' else shares}",
         ]

@@ -95,6 +95,15 @@ def test_bits_do_not_depend_on_the_mesh(mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_the_mesh_where_calls_are_inlined(monkeypatch, dtype):
+    """On TPUs, functions are branches, and gradient sums are not in them."""
+    monkeypatch.setattr(virtual, "_calls_stay", lambda mesh: False)
+    here, there = (trained(*mesh, {"dtype": dtype}) for mesh in ((2, 2), (1, 1)))
+    assert differing(here, there) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
