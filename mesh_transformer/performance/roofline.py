@@ -163,8 +163,8 @@ class Exchange:
         outside of all loops.
       count: number of arrays exchanged per step.
       bytes: bytes per step of the results on one device.
-      sent: bytes per step that one device sends; see `bytes_sent`.
-      on_links: the same, counted once per link that they cross; see `bytes_on_links`.
+      sent: bytes per step that one device sends; see the function `bytes_sent`.
+      on_links: the same, counted once per link that they cross; see the function `bytes_on_links`.
     """
 
     kind: str
@@ -204,7 +204,7 @@ class Traffic:
 
     @property
     def on_links(self) -> int:
-        """`sent`, counted once per link of a ring; see `bytes_on_links`."""
+        """The same bytes, counted once per link of a ring that they cross."""
         return sum(exchange.on_links for exchange in self.exchanges)
 
     def lines(self) -> list[str]:

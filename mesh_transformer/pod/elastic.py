@@ -52,6 +52,7 @@ class ElasticCluster(TPUCluster):
         super().__init__(fit.config, present[: fit.hosts], **options)
 
     def larger_mesh(self) -> str:
+        """Return why a restart would give the run a larger mesh; "" if it would not."""
         total, present = self._machines.total, self._machines.present()
         if present <= len(self.hosts):
             return ""
@@ -61,9 +62,11 @@ class ElasticCluster(TPUCluster):
         return f"{present} of {total} hosts are present again, which allows {fit}"
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        """Start saving the state, with the run's own config; see `TPUCluster.save`."""
         super().save(folder, self._with_run_config(aux or {}))
 
     def keep(self, aux: dict[str, Any]) -> str:
+        """Start copying the state to the hosts' memory; see `TPUCluster.keep`."""
         return super().keep(self._with_run_config(aux))
 
     def _with_run_config(self, aux: dict[str, Any]) -> dict[str, Any]:
