@@ -14,7 +14,7 @@ from mesh_transformer.pod.hosts import Host
 
 
 class ElasticHosts(Protocol):
-    """Hosts of a run, of which some may be missing.
+    """The hosts of a run; some may be missing.
 
     Attributes:
       total: number of hosts if none is missing.

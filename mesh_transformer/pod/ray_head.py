@@ -158,7 +158,7 @@ class RayHead:
 
 
 def local_address(number: int) -> str:
-    """Return the loopback address of a node that stands for the machine `number`, from 0."""
+    """Return the loopback address of the Ray node with this number, from 0."""
     return f"127.0.0.{2 + number}"  # Ray assumes that 127.0.0.1 is the driver's machine
 
 
