@@ -340,6 +340,7 @@ def test_requests_cut_off_by_the_shutdown_get_an_error(serve, capsys):
     with ThreadPoolExecutor(2) as pool:
         stream = pool.submit(streamed)
         assert started.wait(SECONDS)
+        wait_for(lambda: held_back)  # before that, a free row could take the next request at once
         whole = pool.submit(live.http.post, "/v1/completions", json={"prompt": "b"})
         wait_for(lambda: live.engine.waiting == 1)
         live.server.should_exit = True
