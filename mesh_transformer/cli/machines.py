@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING
 
 from mesh_transformer.cli.arguments import refuse_tpu_arguments, tpu_arguments
 from mesh_transformer.config import Config
-from mesh_transformer.pod.launch import build_model, local_machines, tpu_machines
+from mesh_transformer.pod.launch import (
+    build_model,
+    local_machines,
+    local_nodes,
+    smaller_tpus,
+    tpu_machines,
+)
 
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.pod.cluster import TPUCluster
+    from mesh_transformer.pod.elastic import ElasticHosts
     from mesh_transformer.pod.hosts import Host
     from mesh_transformer.pod.restarts import RestartingCluster
     from mesh_transformer.storage.access import AnyPath
@@ -20,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def machines_of(
-    args: argparse.Namespace, config: Config, wait: float | None = None
+    args: argparse.Namespace, config: Config
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
     """Return a context manager that provides the hosts chosen by the command's flags.
 
@@ -30,12 +37,27 @@ def machines_of(
 
     Args:
       args: the values of the flags added by `add_host_arguments`.
-      wait: see `local_machines`.
     """
     if args.tpu is not None:
         return tpu_machines(config, *tpu_arguments(args, config))
     refuse_tpu_arguments(args)
-    return local_machines(config, args.local_hosts, wait)
+    return local_machines(config, args.local_hosts)
+
+
+def elastic_machines_of(
+    args: argparse.Namespace, config: Config, wait: float
+) -> "contextlib.AbstractContextManager[ElasticHosts]":
+    """Return a context manager like `machines_of`, for a run that can continue on fewer devices.
+
+    Args:
+      args: the values of the flags added by `add_host_arguments`.
+      wait: seconds to wait for all devices.
+    """
+    if args.tpu is not None:
+        spec, ssh = tpu_arguments(args, config)
+        return smaller_tpus(config, spec, wait, ssh)
+    refuse_tpu_arguments(args)
+    return local_nodes(config, args.local_hosts, wait)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ from mesh_transformer.cli.arguments import (
     run_arguments,
     run_parser,
 )
-from mesh_transformer.cli.machines import machines_of
+from mesh_transformer.cli.machines import elastic_machines_of, machines_of
 from mesh_transformer.evaluation import harness
 from mesh_transformer.pod import restarts
-from mesh_transformer.pod.launch import LocalNodes, build_model, new_copies
+from mesh_transformer.pod.launch import build_model, new_copies
 from mesh_transformer.training.goodput import Ledger, process_seconds
 from mesh_transformer.util import InputError
 
@@ -31,12 +31,12 @@ def parse_args() -> argparse.Namespace:
         "--wait",
         type=positive,
         metavar="S",
-        help="with --local-hosts: make each host a Ray node, continue with fewer if one does not "
-        "return within S seconds, and with all once it has returned",
+        help="continue on fewer devices if hosts do not return, or no TPU can be created, within "
+        "S seconds; with --local-hosts, each host is then a Ray node",
     )
     args = parser.parse_args()
-    if args.wait and (args.local_hosts is None or args.mode not in TRAIN_MODES):
-        raise InputError("--wait requires --local-hosts and training; remove --wait")
+    if args.wait and args.mode not in TRAIN_MODES:
+        raise InputError(f"--wait requires training, but --mode is {args.mode}; remove --wait")
     return args
 
 
@@ -49,17 +49,20 @@ def main() -> None:
         restarts.check_records(config, validate=options["validate"])
     if args.mode != "train":
         harness.load_harness(config)  # fails before a TPU is created if tasks are not available
-    machines = machines_of(args, config, args.wait)
+    if args.wait:
+        machines = elastic_machines_of(args, config, args.wait)
+    else:
+        machines = machines_of(args, config)
     if args.new:
         restarts.delete_run(folder, yes=args.yes)
     with machines as hosts:
+        from mesh_transformer.pod.elastic import ElasticCluster, ElasticHosts
+
         copies = new_copies(config) if args.mode in TRAIN_MODES else None
 
         def make():
             options = {"heartbeat": args.heartbeat, "patience": args.patience, "copies": copies}
-            if isinstance(hosts, LocalNodes):
-                from mesh_transformer.pod.elastic import ElasticCluster
-
+            if isinstance(hosts, ElasticHosts):
                 return ElasticCluster(config, hosts, **options)
             return build_model(config, hosts(), **options)
 

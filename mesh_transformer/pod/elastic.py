@@ -1,33 +1,42 @@
-"""Runs that shrink when a host is lost for good, and grow again when it returns.
+"""Runs that shrink when hosts are lost for good, and grow again when they return.
 
 A run changes its mesh by restarting all hosts: every attempt resumes from the newest saved state,
 which any mesh can restore.
 """
 
 import sys
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from mesh_transformer.config import Config
 from mesh_transformer.pod.cluster import TPUCluster
-from mesh_transformer.pod.fit import largest_fit
+from mesh_transformer.pod.fit import mesh_name
 from mesh_transformer.pod.hosts import Host
 
 
-class ElasticHosts(Protocol):
-    """The hosts of a run; some may be missing.
+class Present(NamedTuple):
+    """The hosts on which a run can continue.
 
     Attributes:
-      total: number of hosts if none is missing.
+      hosts: the hosts.
+      config: the run's config for the mesh over these hosts.
+      missing: what the run has to do without; "" if nothing.
     """
 
-    total: int
+    hosts: list[Host]
+    config: Config
+    missing: str
 
-    def __call__(self) -> list[Host]:
-        """Wait a while for missing hosts, and return those that are present, at least one."""
+
+@runtime_checkable
+class ElasticHosts(Protocol):
+    """The hosts of a run; some may be missing."""
+
+    def __call__(self) -> Present:
+        """Wait a while for missing hosts, and return those on which the run can continue."""
         ...
 
-    def present(self) -> int:
-        """Return the number of hosts that are present now."""
+    def larger_mesh(self, used: int) -> str:
+        """Return why a restart would give a run that uses `used` hosts a larger mesh, or ""."""
         ...
 
 
@@ -43,23 +52,16 @@ class ElasticCluster(TPUCluster):
 
     def __init__(self, config: Config, machines: ElasticHosts, **options: Any):
         present = machines()
-        fit = largest_fit(config, machines.total, len(present))
-        if fit.hosts < machines.total:
+        if present.missing:
             bits = "bit-identical" if config.virtual_mesh else "losses differ by rounding"
-            line = f"{len(present)} of {machines.total} hosts are present: using {fit} ({bits})"
+            line = f"{present.missing}: using {mesh_name(present.config)} ({bits})"
             print(line, file=sys.stderr, flush=True)
         self._machines, self._run_config = machines, config
-        super().__init__(fit.config, present[: fit.hosts], **options)
+        super().__init__(present.config, present.hosts, **options)
 
     def larger_mesh(self) -> str:
         """Return why a restart would give the run a larger mesh; "" if it would not."""
-        total, present = self._machines.total, self._machines.present()
-        if present <= len(self.hosts):
-            return ""
-        fit = largest_fit(self._run_config, total, present)
-        if fit.hosts <= len(self.hosts):
-            return ""
-        return f"{present} of {total} hosts are present again, which allows {fit}"
+        return self._machines.larger_mesh(len(self.hosts))
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         """Start saving the state, with the run's own config; see `TPUCluster.save`."""

@@ -1,58 +1,47 @@
-"""The meshes on which a run can continue when some of its hosts are missing."""
+"""The meshes on which a run can continue when some of its devices are missing."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from mesh_transformer.config import Config
 from mesh_transformer.util import HostError
 
 
-class Fit(NamedTuple):
-    """A mesh over some of a run's hosts.
-
-    Attributes:
-      hosts: number of hosts that the mesh needs.
-      config: the run's config for this mesh.
-    """
-
-    hosts: int
-    config: Config
-
-    def __str__(self) -> str:
-        assert self.config.tpu_size is not None
-        mp = self.config.cores_per_replica
-        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
-        return f"mesh {self.config.tpu_size // mp}x{mp} on {hosts}"
-
-
-def largest_fit(config: Config, hosts: int, present: int) -> Fit:
-    """Return the largest mesh on which a run can continue with fewer hosts.
+def largest_fit(config: Config, sizes: Iterable[int]) -> Config:
+    """Return the run's config for the largest mesh of one of the given sizes.
 
     A microbatch keeps its number of sequences.  So dp must divide the run's dp, or that of its
     virtual mesh.  Without a virtual mesh, each replica gets more sequences.  mp is reduced only if
-    the present hosts have too few devices for a single replica, and never if the parameters depend
-    on mp.
+    no size suffices for a single replica, and never if the parameters depend on mp.
 
     Args:
-      config: the run's config on all its hosts.
-      hosts: number of the run's hosts, which have the same number of devices.
-      present: number of the hosts that are present, at least 1.
+      config: the run's config on all its devices.
+      sizes: the numbers of devices that a mesh can have; at least one.
 
     Raises:
-      HostError: if the present hosts have too few devices, and mp cannot be reduced.
+      HostError: if all sizes are too small, and mp cannot be reduced.
     """
-    size, mp = config.tpu_size, config.cores_per_replica
-    assert size is not None
-    replicas = config.replicas(size // mp)
+    sizes = sorted(sizes, reverse=True)
+    mp = config.cores_per_replica
+    assert config.tpu_size is not None
+    replicas = config.replicas(config.tpu_size // mp)
     fixed = config.norm == "layernorm-desync" and config.virtual_mesh is None
     for shards in [mp] if fixed else [n for n in range(mp, 0, -1) if mp % n == 0]:
-        for count in range(min(present, hosts), 0, -1):
-            dp, rest = divmod(size // hosts * count, shards)
-            if not rest and replicas % dp == 0:
-                return Fit(count, _smaller(config, shards, dp))
+        for size in sizes:
+            dp, rest = divmod(size, shards)
+            if dp and not rest and replicas % dp == 0:
+                return _smaller(config, shards, dp)
+    most = "1 device is" if sizes[0] == 1 else f"{sizes[0]} devices are"
     raise HostError(
-        f"{present} of {hosts} hosts have too few devices for cores_per_replica {mp}, which "
-        f"norm {config.norm} does not allow to change"
+        f"{most} present, which is too few for cores_per_replica {mp}; norm {config.norm} does not "
+        "allow it to change"
     )
+
+
+def mesh_name(config: Config) -> str:
+    """Return "mesh DPxMP" for the mesh of a config."""
+    assert config.tpu_size is not None
+    return f"mesh {config.tpu_size // config.cores_per_replica}x{config.cores_per_replica}"
 
 
 def _smaller(config: Config, mp: int, dp: int) -> Config:

@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.config import Config
+from mesh_transformer.pod.fit import largest_fit, mesh_name
 from mesh_transformer.pod.ray_head import OBJECT_STORE, RESOURCE, RayHead, local_address
 from mesh_transformer.pod.tpu.api import PreemptedError
 from mesh_transformer.pod.tpu.install import ray_token
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
-from mesh_transformer.pod.tpu.vm import TpuVm
+from mesh_transformer.pod.tpu.vm import Limits, TpuVm
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
+    from mesh_transformer.pod.elastic import Present
     from mesh_transformer.pod.host_copies import HostCopies
     from mesh_transformer.pod.hosts import Host
 
@@ -63,7 +65,7 @@ def new_copies(config: Config) -> "HostCopies | None":
 
 
 def local_machines(
-    config: Config, count: int, wait: float | None = None
+    config: Config, count: int
 ) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
     """Return a context manager that starts Ray and provides `count` hosts on this machine.
 
@@ -71,22 +73,38 @@ def local_machines(
     attempt to create a `TPUCluster`; the function restarts Ray if necessary.  Ray and the hosts'
     processes are killed when the `with` block ends, or when this process ends.
 
-    Args:
-      wait: if given, each host is a Ray node of its own, as if on a machine of its own.  The
-        function is then an `elastic.ElasticHosts`, which waits this many seconds for a host that
-        has been lost.
-
     Raises:
       InputError: immediately, before the `with` block, if `count` does not divide the config's
         `tpu_size`.
     """
+    _check_count(config, count)
+    return _local_machines(config, count)
+
+
+def local_nodes(
+    config: Config, count: int, wait: float
+) -> "contextlib.AbstractContextManager[LocalNodes]":
+    """Return a context manager like `local_machines`, whose hosts can be lost and return.
+
+    Each host is a Ray node of its own, as if on a machine of its own.
+
+    Args:
+      wait: seconds to wait for a host that has been lost.
+
+    Raises:
+      InputError: as for `local_machines`.
+    """
+    _check_count(config, count)
+    return _local_nodes(config, count, wait)
+
+
+def _check_count(config: Config, count: int) -> None:
     assert config.tpu_size is not None
     if count < 1 or config.tpu_size % count:
         raise InputError(
             f"--local-hosts is {count}, which does not divide the config's tpu_size "
             f"{config.tpu_size}; give a divisor of {config.tpu_size}"
         )
-    return _local_machines(config, count) if wait is None else _local_nodes(config, count, wait)
 
 
 @contextlib.contextmanager
@@ -105,26 +123,25 @@ def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[H
 def _local_nodes(config: Config, count: int, wait: float) -> "Iterator[LocalNodes]":
     addresses = [local_address(number) for number in range(count)]
     with RayHead(_object_store(config), addresses) as head:
-        assert config.tpu_size is not None
-        yield LocalNodes(head, addresses, config.tpu_size // count, wait)
+        yield LocalNodes(config, head, addresses, wait)
 
 
 class LocalNodes:
     """Ray nodes that stand for machines; an `elastic.ElasticHosts`.
 
     Args:
-      devices: number of virtual CPU devices per host.
       wait: seconds to wait for a host that has been lost.  After that, the host is used again once
         it has returned, but not waited for.
     """
 
-    def __init__(self, head: RayHead, addresses: list[str], devices: int, wait: float):
-        self.total = len(addresses)
-        self._head, self._addresses = head, addresses
-        self._devices, self._wait = devices, wait
+    def __init__(self, config: Config, head: RayHead, addresses: list[str], wait: float):
+        assert config.tpu_size is not None
+        self._config, self._head, self._addresses, self._wait = config, head, addresses, wait
+        self._devices = config.tpu_size // len(addresses)  # of each host
         self._awaited = addresses
 
-    def __call__(self) -> "list[Host]":
+    def __call__(self) -> "Present":
+        from mesh_transformer.pod.elastic import Present
         from mesh_transformer.pod.hosts import joined_hosts
 
         self._head.revive()
@@ -140,17 +157,38 @@ class LocalNodes:
                     flush=True,
                 )
         self._awaited = present
-        return [dataclasses.replace(host, devices=self._devices) for host in joined]
+        config, used = self._fit(len(joined))
+        hosts = [dataclasses.replace(host, devices=self._devices) for host in joined[:used]]
+        missing = "" if config == self._config else self._counted(len(joined))
+        return Present(hosts, config, missing)
+
+    def larger_mesh(self, used: int) -> str:
+        count = self.present()
+        config, usable = self._fit(count)
+        if usable <= used:
+            return ""
+        return f"{self._counted(count)} again, which allows {mesh_name(config)}"
 
     def present(self) -> int:
+        """Return the number of hosts that are present now."""
         from mesh_transformer.pod.hosts import missing_hosts
 
-        return self.total - len(missing_hosts(self._addresses))
+        return len(self._addresses) - len(missing_hosts(self._addresses))
+
+    def _counted(self, present: int) -> str:
+        return f"{present} of {len(self._addresses)} hosts are present"
+
+    def _fit(self, present: int) -> tuple[Config, int]:
+        """Return the config for the largest mesh, and how many hosts it uses."""
+        sizes = range(self._devices, self._devices * present + 1, self._devices)
+        config = largest_fit(self._config, sizes)
+        assert config.tpu_size is not None
+        return config, config.tpu_size // self._devices
 
 
 def tpu_machines(
     config: Config, spec: TpuSpec, ssh: SshOptions | None = None
-) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
+) -> "contextlib.AbstractContextManager[TpuHosts]":
     """Return a context manager that creates a TPU and provides its hosts.
 
     The TPU is created when the `with` block begins and deleted when the block ends.  The context
@@ -165,41 +203,105 @@ def tpu_machines(
       InputError: immediately, before the `with` block, if the TPU's number of devices is not the
         config's `tpu_size`, or if the SSH key or the Google Cloud credentials are missing.
     """
+    _check_devices(config, spec)
+    return _tpu_machines(config, TpuVm(spec, ssh=ssh, adopt=True))
+
+
+def smaller_tpus(
+    config: Config, spec: TpuSpec, wait: float, ssh: SshOptions | None = None
+) -> "contextlib.AbstractContextManager[ElasticTpu]":
+    """Return a context manager like `tpu_machines`, which can provide a smaller TPU.
+
+    Args:
+      wait: seconds for which only the whole TPU is requested if the zone has no capacity for it.
+        After that, smaller ones are requested as well.
+
+    Raises:
+      InputError: as for `tpu_machines`, and if the TPU is queued.
+    """
+    _check_devices(config, spec)
+    if spec.queued:
+        raise InputError("--wait cannot be combined with --queued; remove one of them")
+    types = [part.accelerator_type for part in spec.smaller() if _fits(config, part.devices)]
+    limits = Limits(smaller_after=wait)
+    return _smaller_tpus(config, TpuVm(spec, ssh=ssh, adopt=True, smaller=types, limits=limits))
+
+
+def _check_devices(config: Config, spec: TpuSpec) -> None:
     if spec.devices != config.tpu_size:
         raise InputError(
             f"TPU type {spec.accelerator_type} has {spec.devices} devices, but the config's "
             f"tpu_size is {config.tpu_size}; choose another TPU type or change tpu_size"
         )
-    return _tpu_machines(config, TpuVm(spec, ssh=ssh, adopt=True))
 
 
 @contextlib.contextmanager
-def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[Callable[[], list[Host]]]":
+def _tpu_machines(config: Config, tpu: TpuVm) -> "Iterator[TpuHosts]":
     with RayHead(_object_store(config)) as head, tpu, _stop_after(tpu.spec.max_hours):
-        known: list[str] = []  # addresses of the TPU's hosts that have joined Ray
+        yield TpuHosts(head, tpu)
+
+
+@contextlib.contextmanager
+def _smaller_tpus(config: Config, tpu: TpuVm) -> "Iterator[ElasticTpu]":
+    with _tpu_machines(config, tpu) as hosts:
+        yield ElasticTpu(config, hosts)
+
+
+class TpuHosts:
+    """The hosts of a TPU, which is created again if it has been preempted."""
+
+    def __init__(self, head: RayHead, tpu: TpuVm):
+        self.tpu = tpu
+        self._head = head
+        self._known: list[str] = []  # addresses of the TPU's hosts that have joined Ray
         # Once all hosts have joined, every later failure counts as temporary.
-        tries_left = FIRST_TRIES
+        self._tries_left = FIRST_TRIES
 
-        def hosts() -> "list[Host]":
-            nonlocal tries_left
-            head.revive()
-            if _is_gone(tpu):
-                known.clear()
-                tpu.recreate()
-            try:
-                joined = _join(tpu, head.address, known)
-            except StoppedError as error:
-                tries_left -= 1
-                if tries_left > 0 or _is_gone(tpu):
-                    raise HostError(str(error)) from error
-                raise StoppedError(
-                    f"{error}; giving up after {FIRST_TRIES} attempts to start the hosts"
-                ) from None
-            tries_left = sys.maxsize
-            known[:] = [host.address for host in joined]
-            return joined
+    def __call__(self) -> "list[Host]":
+        self._head.revive()
+        if _is_gone(self.tpu):
+            self._known = []
+            self.tpu.recreate()
+        try:
+            joined = _join(self.tpu, self._head.address, self._known)
+        except StoppedError as error:
+            self._tries_left -= 1
+            if self._tries_left > 0 or _is_gone(self.tpu):
+                raise HostError(str(error)) from error
+            raise StoppedError(
+                f"{error}; giving up after {FIRST_TRIES} attempts to start the hosts"
+            ) from None
+        self._tries_left = sys.maxsize
+        self._known = [host.address for host in joined]
+        return joined
 
-        yield hosts
+
+class ElasticTpu:
+    """The hosts of a TPU, or of a smaller TPU in its place; an `elastic.ElasticHosts`."""
+
+    def __init__(self, config: Config, hosts: TpuHosts):
+        self._config, self._hosts = config, hosts
+
+    def __call__(self) -> "Present":
+        from mesh_transformer.pod.elastic import Present
+
+        hosts, spec = self._hosts(), self._hosts.tpu.spec
+        config = largest_fit(self._config, [spec.devices])
+        smaller = config.tpu_size != self._config.tpu_size
+        missing = f"TPU {spec.name!r} is only a {spec.accelerator_type}" if smaller else ""
+        return Present(hosts, config, missing)
+
+    def larger_mesh(self, used: int) -> str:
+        """Return "": whether the zone has capacity again is unknown until a TPU is requested."""
+        return ""
+
+
+def _fits(config: Config, size: int) -> bool:
+    """Return whether a run can continue with `size` devices."""
+    try:
+        return largest_fit(config, [size]).tpu_size == size
+    except HostError:
+        return False
 
 
 @contextlib.contextmanager

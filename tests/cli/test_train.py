@@ -14,9 +14,16 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.pod.tpu import install
+from mesh_transformer.training.metrics import NAME
 from tests.long.interruptions import ROOT, assert_same, command, last_step, training
 from tests.support.fake_pod import FakePod
-from tests.support.small_run import mixed_values, rows_of, run_values, write_config
+from tests.support.small_run import (
+    assert_same_rows,
+    mixed_values,
+    rows_of,
+    run_values,
+    write_config,
+)
 from tests.support.waiting import SECONDS, wait_until
 
 # Relative tolerance: f32 rounds to 6e-8, and sums over other processes are in a different order,
@@ -228,6 +235,37 @@ def test_a_tpu_is_created_taken_over_preempted_recreated_and_deleted(uninterrupt
     seen += output + pod.commands() + pod.readable()
     secrets = [TOKEN, *pod.secrets, *(header.split()[-1] for header in pod.api.authorizations)]
     assert not [secret for secret in secrets if secret in seen]
+
+
+@pytest.mark.slow
+def test_a_smaller_tpu_continues_the_run_with_the_same_bits(tmp_path, pod):
+    """A v4-16 is preempted, replaced by a v4-8 with half the hosts, and then by a v4-16 again."""
+    changes = {"cores_per_replica": 2, "virtual_mesh": [4, 2], "total_steps": 10**6}
+    config = write_config(tmp_path / "config.json", run_values(tmp_path, **changes))
+    calm, lossy = tmp_path / "calm", tmp_path / "lossy"
+    pod.switch_on(2, devices=4)
+    drive = on_tpu(config, lossy, pod, "--tpu-generation", "v4", "--wait", "1")
+    with training(lossy, *drive) as run:
+        for hosts, without in ((1, {"v4-16"}), (2, set[str]())):
+            wait_for_progress(lossy)
+            pod.api.without_capacity = without
+            pod.switch_on(hosts, devices=4)
+            pod.preempt()
+            wait_until(lambda hosts=hosts: last_hosts(lossy) == hosts, f"{hosts} hosts; {run.log}")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(SECONDS) == 0, run.log.read_text()[-3000:]
+    output = run.log.read_text()
+    assert "TPU 'pod' is only a v4-8: using mesh 2x2 (bit-identical)" in output
+    assert not pod.api.nodes
+    run_to_end(calm, *command(config, calm, "--max-steps", str(last_step(lossy))))
+    assert_same_rows(rows_of(lossy), rows_of(calm))
+
+
+def last_hosts(folder: Path) -> int:
+    """Return the number of hosts that computed the newest step."""
+    lines = (folder / NAME).read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return sum(name.startswith("host_seconds/") for name in rows[-1]) if rows else 0
 
 
 @pytest.mark.slow

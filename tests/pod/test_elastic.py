@@ -11,7 +11,7 @@ from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.cli import pod
 from mesh_transformer.config import Config
 from mesh_transformer.evaluation import validation
-from mesh_transformer.pod.fit import largest_fit
+from mesh_transformer.pod.fit import largest_fit, mesh_name
 from mesh_transformer.training import loop
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
@@ -27,24 +27,23 @@ from tests.long.elastic import (
 from tests.support.small_run import assert_same_rows, rows_of
 
 
-@pytest.mark.parametrize(
-    ("present", "dp", "hosts", "rows"), [(4, 4, 4, 3), (3, 2, 2, 6), (2, 2, 2, 6), (1, 1, 1, 12)]
-)
-def test_a_smaller_mesh_keeps_mp_and_the_microbatch(present, dp, hosts, rows):
+@pytest.mark.parametrize(("present", "dp", "rows"), [(4, 4, 3), (3, 2, 6), (2, 2, 6), (1, 1, 12)])
+def test_a_smaller_mesh_keeps_mp_and_the_microbatch(present, dp, rows):
     config = Config(**SMALL, tpu_size=8, cores_per_replica=2, per_replica_batch=3)
-    fit = largest_fit(config, 4, present)
-    assert fit.hosts == hosts
+    fit = largest_fit(config, sizes(2, present))
     changes = {"tpu_size": 2 * dp, "per_replica_batch": rows}
-    expected = config.replace(val_batch_multiplier=fit.config.val_batch_multiplier, **changes)
-    assert fit.config == expected
+    assert fit == config.replace(val_batch_multiplier=fit.val_batch_multiplier, **changes)
+
+
+def sizes(devices: int, present: int) -> list[int]:
+    """Return the sizes of meshes over at most `present` hosts with `devices` devices each."""
+    return [devices * count for count in range(1, present + 1)]
 
 
 def test_mp_is_reduced_only_where_one_replica_has_too_few_devices():
     config = Config(**SMALL, tpu_size=8, cores_per_replica=8)
-    meshes = [str(largest_fit(config, 4, present)) for present in (4, 3, 2, 1)]
-    assert meshes == [
-        "mesh 1x8 on 4 hosts", "mesh 1x4 on 2 hosts", "mesh 1x4 on 2 hosts", "mesh 1x2 on 1 host"
-    ]  # fmt: skip
+    meshes = [mesh_name(largest_fit(config, sizes(2, present))) for present in (4, 3, 2, 1)]
+    assert meshes == ["mesh 1x8", "mesh 1x4", "mesh 1x4", "mesh 1x2"]
 
 
 def test_any_number_of_remaining_hosts_allows_a_mesh_with_the_same_microbatch():
@@ -58,51 +57,51 @@ def test_any_number_of_remaining_hosts_allows_a_mesh_with_the_same_microbatch():
             **SMALL | {"tpu_size": size, "cores_per_replica": mp, "per_replica_batch": batch}
         )
         for present in range(1, hosts + 1):
-            fit = largest_fit(config, hosts, present)
-            assert fit.hosts <= present
-            assert fit.config.tpu_size == fit.hosts * devices
-            assert fit.config.tpu_size is not None
-            smaller_mp = fit.config.cores_per_replica
-            assert fit.config.per_replica_batch * (fit.hosts * devices // smaller_mp) == batch * dp
+            fit = largest_fit(config, sizes(devices, present))
+            assert fit.tpu_size in sizes(devices, present)
+            smaller_mp = fit.cores_per_replica
+            assert fit.per_replica_batch * (fit.tpu_size // smaller_mp) == batch * dp
             held = [n for n in range(1, present + 1) if n * devices % mp == 0]
             one_replica = held and dp % (held[0] * devices // mp) == 0
             assert smaller_mp == mp if one_replica else smaller_mp < mp
-        assert largest_fit(config, hosts, hosts) == (hosts, config)
+        assert largest_fit(config, sizes(devices, hosts)) == config
 
 
 def test_a_virtual_mesh_keeps_its_sequences_per_replica():
     config = Config(**SMALL | {"tpu_size": 8, "cores_per_replica": 2, "virtual_mesh": [8, 8]})
-    assert largest_fit(config, 4, 3) == (2, config.replace(tpu_size=4))
+    assert largest_fit(config, sizes(2, 3)) == config.replace(tpu_size=4)
 
 
 @pytest.mark.parametrize("multiplier", [0.1, 0.5, 1.0, 1.5, 2.9])
 @pytest.mark.parametrize("batch", [1, 3, 10])
 def test_validation_batches_keep_their_sequences(multiplier, batch):
     def scored(config: Config) -> int:
-        shape = {"dp": (config.tpu_size or 0) // 2}
+        dp = (config.tpu_size or 0) // 2
         network: Any = SimpleNamespace(
-            config=config, **shape, batch_size=shape["dp"] * config.per_replica_batch
+            config=config, dp=dp, batch_size=dp * config.per_replica_batch
         )
         return validation.batch_size(network)
 
-    sizes = {"tpu_size": 16, "cores_per_replica": 2, "per_replica_batch": batch}
-    config = Config(**SMALL | sizes | {"val_batch_multiplier": multiplier})
+    shape = {"tpu_size": 16, "cores_per_replica": 2, "per_replica_batch": batch}
+    config = Config(**SMALL | shape | {"val_batch_multiplier": multiplier})
     for present in range(1, 9):
-        assert scored(largest_fit(config, 8, present).config) == scored(config)
+        assert scored(largest_fit(config, sizes(2, present))) == scored(config)
 
 
 def test_mp_is_kept_if_the_parameters_depend_on_it():
     config = Config(**SMALL | {"tpu_size": 8, "cores_per_replica": 4, "norm": "layernorm-desync"})
-    assert str(largest_fit(config, 4, 3)) == "mesh 1x4 on 2 hosts"
-    with pytest.raises(HostError, match=r"^1 of 4 hosts have too few devices for cores_per_rep"):
-        largest_fit(config, 4, 1)
+    assert mesh_name(largest_fit(config, sizes(2, 3))) == "mesh 1x4"
+    with pytest.raises(
+        HostError, match=r"^2 devices are present, which is too few for cores_per_rep"
+    ):
+        largest_fit(config, sizes(2, 1))
 
 
-def test_wait_requires_local_hosts_and_training(monkeypatch):
-    for arguments in (["--tpu", "me"], ["--local-hosts", "2", "--mode", "eval"]):
-        monkeypatch.setattr("sys.argv", ["pod", "--config", "tiny", "--wait", "5", *arguments])
-        with pytest.raises(InputError, match=r"^--wait requires --local-hosts and training"):
-            pod.parse_args()
+def test_wait_requires_training(monkeypatch):
+    arguments = ["--config", "tiny", "--wait", "5", "--local-hosts", "2", "--mode", "eval"]
+    monkeypatch.setattr("sys.argv", ["pod", *arguments])
+    with pytest.raises(InputError, match=r"^--wait requires training, but --mode is eval"):
+        pod.parse_args()
 
 
 @pytest.fixture
@@ -130,8 +129,8 @@ def test_a_run_that_loses_a_host_and_gets_it_back_has_the_same_bits(runs, tmp_pa
     assert_same_rows(rows, rows_of(tmp_path / "calm" / "model"))
     errors = capfd.readouterr().err
     assert "host 127.0.0.3 is missing; to replace it: ray start" in errors
-    assert "3 of 4 hosts are present: using mesh 2x2 on 2 hosts (bit-identical)" in errors
-    assert "4 of 4 hosts are present again, which allows mesh 4x2 on 4 hosts" in errors
+    assert "3 of 4 hosts are present: using mesh 2x2 (bit-identical)" in errors
+    assert "4 of 4 hosts are present again, which allows mesh 4x2" in errors
 
 
 @pytest.mark.slow

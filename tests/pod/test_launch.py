@@ -1,11 +1,12 @@
 """The hosts of each attempt of a run: which failures end the run, and which are retried."""
 
+import dataclasses
 import signal
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,6 +19,14 @@ from tests.conftest import SMALL
 
 CONFIG = Config(**SMALL | {"tpu_size": 8})
 PLACE = ("1.0.0.1", "1.0.0.2")
+
+
+class Present(NamedTuple):
+    """Stands for `elastic.Present`, whose module would import Ray into the test process."""
+
+    hosts: list[Any]
+    config: Config
+    missing: str
 
 
 class Machines:
@@ -217,6 +226,47 @@ def test_permanent_error_ends_the_run(machines, attempt, error):
     with pytest.raises(type(error)) as caught:
         attempt()
     assert caught.value is error
+
+
+def test_smaller_tpu_trains_on_a_smaller_mesh(machines, monkeypatch):
+    fake_elastic = types.SimpleNamespace(Present=Present)
+    monkeypatch.setitem(sys.modules, "mesh_transformer.pod.elastic", fake_elastic)
+    tpu: Any = machines
+    specs = [TpuSpec("pod", "us-central2-b", kind) for kind in ("v4-16", "v4-8")]
+    config = CONFIG.replace(cores_per_replica=2)
+    with launch._smaller_tpus(config, tpu) as hosts:
+        machines.spec = specs[0]
+        found = hosts()
+        assert (found.config, found.missing) == (config, "")
+        machines.plan["check"] = [PreemptedError("gone")]
+        machines.spec = specs[1]
+        found = hosts()
+        assert machines.calls[-2:] == ["recreate", "start_ray"]
+        rows = 2 * config.per_replica_batch
+        assert (found.config.tpu_size, found.config.cores_per_replica) == (4, 2)
+        assert found.config.per_replica_batch == rows
+        assert found.missing == "TPU 'pod' is only a v4-8"
+        assert hosts.larger_mesh(1) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["v4-8", "v4-4", "v4-2"]),
+        ({"norm": "layernorm-desync", "cores_per_replica": 4}, ["v4-8"]),
+    ],
+)
+def test_only_types_on_which_the_run_can_continue_are_requested(
+    monkeypatch, tmp_path, changes, expected
+):
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch, "TpuVm", lambda spec, **options: made.append(options))
+    spec = TpuSpec("pod", "us-central2-b", "v4-16")
+    launch.smaller_tpus(CONFIG.replace(**changes), spec, 60.0)
+    assert made[0]["smaller"] == expected
+    assert made[0]["limits"].smaller_after == 60.0
+    with pytest.raises(InputError, match="--wait cannot be combined with --queued"):
+        launch.smaller_tpus(CONFIG, dataclasses.replace(spec, queued=True), 60.0)
 
 
 def test_wrong_tpu_size_and_missing_ssh_key_are_refused_at_once():

@@ -29,13 +29,12 @@ from mesh_transformer.pod.tpu.api import (
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, deadline_script
 from mesh_transformer.pod.tpu.vm import OWNER, Limits, TpuVm
 from mesh_transformer.util import InputError, StoppedError
-from tests.support.fake_tpu import FakeTpuApi, Queue, key_pair
+from tests.support.fake_tpu import STOCKOUT, FakeTpuApi, Queue, key_pair
 from tests.support.waiting import SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 NAME = "projects/p/locations/europe-west4-a/nodes/pod"
 QUOTA = "Quota limit 'TPUV3sPreemptiblePerProjectPerZoneForTPUAPI' has been exceeded. Limit: 8."
-STOCKOUT = "There is no more capacity in the zone 'europe-west4-a'"
 # Short, but long enough for a loaded machine, because every wait ends after a few polls.
 QUICK = Limits(
     queue=20, ready=20, capacity=0, capacity_again=20, delete=20, host_keys=0.1, settle=0.1,
@@ -55,13 +54,15 @@ def make(api, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     ssh = SshOptions(user="me", key_file=str(key_pair(tmp_path)))
 
-    def make_tpu(limits=QUICK, adopt=False, keep=False, client=None, **changes):
+    def make_tpu(limits=QUICK, adopt=False, keep=False, client=None, smaller=(), **changes):
         spec = TpuSpec(
             **{"name": "pod", "zone": "europe-west4-a", "accelerator_type": "v3-8"}
             | {"project": "p"} | changes
         )  # fmt: skip
         client = client or api.client()
-        return TpuVm(spec, client=client, limits=limits, ssh=ssh, adopt=adopt, keep=keep)
+        return TpuVm(
+            spec, client=client, limits=limits, ssh=ssh, adopt=adopt, keep=keep, smaller=smaller
+        )
 
     return make_tpu
 
@@ -236,6 +237,69 @@ def test_request_without_capacity_is_retried_within_the_time_limit(api, make, wh
     with make(limits=limits_with(capacity=20)) as tpu:
         assert tpu.state() == "READY"
     assert not api.create_errors
+
+
+SMALLER = {"accelerator_type": "v4-16", "smaller": ("v4-12", "v4-8"), "adopt": True}
+
+
+def created_types(api) -> list[str]:
+    """Return the types of all requests so far, and forget them."""
+    requests = requests_of(api, tpu_v2.CreateNodeRequest)
+    api.requests.clear()
+    return [request.node.accelerator_type for request in requests]
+
+
+def test_smaller_tpu_is_used_while_the_zone_has_no_capacity(api, make, capsys):
+    """v4-12 is not offered; the whole TPU is requested first each time."""
+    api.without_capacity = {"v4-16"}
+    with make(**SMALLER, limits=limits_with(smaller_after=0)) as tpu:
+        assert tpu.spec.accelerator_type == "v4-8"
+        assert tpu.spec.devices == 4
+        assert created_types(api) == ["v4-16", "v4-8"]
+        api.preempt()
+        tpu.recreate()
+        assert created_types(api) == ["v4-16", "v4-8"]
+        api.preempt()
+        api.without_capacity = set()
+        tpu.recreate()
+        assert created_types(api) == ["v4-16"]
+        assert tpu.spec.accelerator_type == "v4-16"
+    assert not api.nodes
+
+
+def test_smaller_tpus_are_requested_only_after_a_while(api, make, capsys):
+    api.without_capacity = {"v4-16"}
+    with make(**SMALLER, limits=limits_with(smaller_after=0.5)) as tpu:
+        assert tpu.spec.accelerator_type == "v4-8"
+    types = created_types(api)
+    assert types[-2:] == ["v4-16", "v4-8"]
+    assert len(types) > 2
+    assert set(types[:-1]) == {"v4-16"}
+    assert "no more capacity in the zone" in capsys.readouterr().err
+
+
+def test_no_capacity_for_any_type_names_the_whole_tpu(api, make):
+    api.without_capacity = {"v4-16", "v4-8"}
+    with pytest.raises(CapacityError, match=r"v4-16 in .*no more capacity"):
+        make(**SMALLER, limits=limits_with(smaller_after=0)).__enter__()
+    assert not api.nodes
+
+
+def test_smaller_tpu_of_a_killed_driver_is_taken_over(api, make, capsys):
+    api.without_capacity = {"v4-16"}
+    killed = make(**SMALLER, limits=limits_with(smaller_after=0))
+    killed.__enter__()
+    killed._guard.release()  # as the end of its process would
+    api.without_capacity = set()
+    created_types(api)
+    with make(**SMALLER) as tpu:
+        assert "taking over TPU 'pod'" in capsys.readouterr().err
+        assert tpu.spec.accelerator_type == "v4-8"
+        assert created_types(api) == []
+        api.preempt()
+        tpu.recreate()
+        assert created_types(api) == ["v4-16"]
+    assert not api.nodes
 
 
 def test_failed_queued_request_reports_the_reason(api, make):

@@ -32,6 +32,7 @@ from paramiko.sftp import SFTP_OK
 
 Node = tpu_v2.Node
 Queue = tpu_v2.QueuedResourceState.State
+STOCKOUT = "There is no more capacity in the zone 'europe-west4-a'"
 TYPES = ("v3-8", "v4-8", "v4-16", "v5litepod-8", "v6e-8")
 RUNTIMES = ("tpu-ubuntu2204-base", "v2-alpha-tpuv6e")
 
@@ -57,6 +58,7 @@ class FakeTpuApi:
       create_errors: errors for the next requests to create a TPU, (code, message).  With the third
         element "later", the operation fails instead of the request.  With "lost", the TPU is
         created all the same.
+      without_capacity: accelerator types for which requests are refused.
       delete_errors, read_errors: errors for the next requests to delete and to read a TPU.
 
     Args:
@@ -74,6 +76,7 @@ class FakeTpuApi:
         self.delete_errors: list[tuple[Any, ...]] = []
         self.read_errors: list[tuple[Any, ...]] = []
         self.create_seconds = 0.0
+        self.without_capacity: set[str] = set()
         self.addresses = ["127.0.0.1"]
         self.host_keys: list[list[tuple[str, str]]] = []  # by host
         self.calls: list[str] = []
@@ -239,6 +242,8 @@ class FakeTpuApi:
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f'Accelerator type "{request.node.accelerator_type}" not found.',
             )
+        if request.node.accelerator_type in self.without_capacity:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, STOCKOUT)
         operation = self._operation()
         time.sleep(self.create_seconds / 2)
         self._new_node(name, request.node, operation.name)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -359,13 +359,26 @@ class TpuApi:
         error_type = UnavailableError if no_answer else StoppedError
         return error_type(f"{subject}: {message}")
 
+    def offered(self, types: Iterable[str]) -> list[str]:
+        """Return those of the accelerator types that the zone offers; none if it gives no list."""
+        from google.api_core import exceptions
+
+        try:
+            offered = self._offered_types()
+        except exceptions.GoogleAPICallError:
+            return []
+        return [kind for kind in types if kind in offered]
+
+    def _offered_types(self) -> list[str]:
+        types = self._client.list_accelerator_types(parent=self._parent, timeout=RPC_SECONDS)
+        return sorted({item.type_ for item in types})
+
     def _available(self) -> str:
         """Return advice for an invalid request, such as the TPU types that the zone offers."""
         from google.api_core import exceptions
 
         try:
-            types = self._client.list_accelerator_types(parent=self._parent, timeout=RPC_SECONDS)
-            offered = sorted({item.type_ for item in types})
+            offered = self._offered_types()
             runtimes = self._client.list_runtime_versions(parent=self._parent, timeout=RPC_SECONDS)
             versions = {item.version for item in runtimes}
         except exceptions.GoogleAPICallError:

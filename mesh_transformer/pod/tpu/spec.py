@@ -150,6 +150,18 @@ class TpuSpec:
         """Runtime version to request: `runtime_version` or, if None, the generation's default."""
         return self.runtime_version or CLOUD_GENERATIONS[self.generation].runtime_version
 
+    def smaller(self) -> list[Self]:
+        """Return the specs of TPUs with a half, a quarter, ... of the devices, largest first.
+
+        The zone may not offer all of these types.
+        """
+        specs, devices = [], self.devices
+        while devices > 1:
+            devices //= 2
+            kind = accelerator_type(self.generation, devices)
+            specs.append(dataclasses.replace(self, accelerator_type=kind))
+        return specs
+
     def delete_command(self) -> str:
         """Return the gcloud command with which a user can delete the TPU."""
         kind = ["queued-resources"] if self.queued else ["tpu-vm"]

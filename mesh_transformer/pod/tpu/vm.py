@@ -17,16 +17,13 @@ another ownership label is never deleted.
 
 import contextlib
 import dataclasses
-import fcntl
 import math
-import os
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self, TextIO
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from tqdm import tqdm
 
@@ -38,7 +35,7 @@ from mesh_transformer.pod.tpu.api import (
     TpuApi,
     name_in_use_error,
 )
-from mesh_transformer.pod.tpu.install import FOLDER
+from mesh_transformer.pod.tpu.guard import Guard, ownership_label
 from mesh_transformer.pod.tpu.signals import Signals
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, deadline_script
 from mesh_transformer.pod.tpu.ssh import Hosts
@@ -46,89 +43,6 @@ from mesh_transformer.util import InputError, StoppedError
 
 if TYPE_CHECKING:
     from google.cloud import tpu_v2
-
-
-class Guard:
-    """Signal handlers and a lock for the time in which this process uses a TPU.
-
-    `hold` installs the handlers and takes the lock; `release` undoes both.  The handlers turn
-    SIGINT, SIGTERM and SIGHUP into exceptions, so that `with` blocks can delete the TPU.
-
-    Args:
-      exclusive: whether to take the lock.  While the lock is held, no other process of this user on
-        this machine can take the lock for a TPU of the same name, zone and project.
-    """
-
-    def __init__(self, spec: TpuSpec, signals: Signals, *, exclusive: bool):
-        self._spec, self._signals, self._exclusive = spec, signals, exclusive
-        self._lock: IO[str] | None = None
-
-    def hold(self) -> None:
-        """Install the signal handlers and, if `exclusive`, take the lock.
-
-        Raises:
-          InputError: if another process holds the lock.
-        """
-        if self._exclusive:
-            self._lock = _locked_file(self._spec)
-        self._signals.install()
-
-    def release(self) -> None:
-        """Restore the previous signal handlers and release the lock; further calls do nothing."""
-        self._signals.uninstall()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-
-def _locked_file(spec: TpuSpec) -> IO[str]:
-    """Open and lock the lock file for the TPU's name, and return the open file.
-
-    Closing the file releases the lock.  The file contains the id of the process that holds the
-    lock.
-
-    Raises:
-      InputError: if another process holds the lock, or if the file cannot be written.
-    """
-    path = _file_of(spec, "lock")
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        file = path.open("a+")
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written: {error.strerror}; this file is the lock that stops two "
-            "runs from using the same TPU; set HOME to a folder that you can write to"
-        ) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        number = file.read().strip()
-        file.close()
-        raise InputError(
-            f"TPU {spec.name!r} is in use by your process {number} on this machine; choose another "
-            "name, or end that process first"
-        ) from None
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
-
-
-def ownership_label(spec: TpuSpec) -> str:
-    """Return the ownership label for TPUs with the spec's name, project and zone.
-
-    The label is stored in a file, so it is the same in all runs of this user on this machine.
-    Before the call, the caller must hold a `Guard` for this spec with `exclusive=True`.
-    """
-    path = _file_of(spec, "owner")
-    if not path.exists() or not path.read_text():
-        path.write_text(secrets.token_hex(8))
-    return path.read_text()
-
-
-def _file_of(spec: TpuSpec, kind: str) -> Path:
-    return Path.home() / FOLDER / f"{spec.project}.{spec.zone}.{spec.name}.{kind}"
 
 
 OWNER = "mesh-transformer-owner"  # the key of a TPU's ownership label
@@ -149,6 +63,8 @@ class Limits:
       capacity: for how long to retry creating a TPU if the zone has no capacity, or if the TPU is
         taken away before it is ready; 0 disables retries.
       capacity_again: the same as `capacity`, for a TPU that `TpuVm.recreate` creates again.
+      smaller_after: for how long to request only the TPU itself, if `TpuVm` has been given smaller
+        types.
       delete: longest wait for a TPU to be deleted.
       host_keys: longest wait for hosts to publish their SSH host keys.
       settle: longest wait for a TPU to appear before it is deleted, if the request to create the
@@ -162,6 +78,7 @@ class Limits:
     ready: float = 1800.0
     capacity: float = 0.0
     capacity_again: float = 6 * 3600.0
+    smaller_after: float = 600.0
     delete: float = 600.0
     host_keys: float = 60.0
     settle: float = 15.0
@@ -178,6 +95,11 @@ class TpuVm:
         spec's type, and must have been created with `adopt` by the same user on the same machine.
         Such a TPU remains, for example, after the process that created it was killed.
       keep: do not delete the TPU at the end of the `with` block.
+      smaller: accelerator types to use instead, the first preferred, while the zone has no capacity
+        for the TPU.  Types that the zone does not offer are skipped.
+
+    Attributes:
+      spec: the specification; its type is that of the smaller TPU while one is used.
 
     Raises:
       InputError: if the name, type or zone is invalid, if the quota does not allow the TPU, or if
@@ -198,6 +120,7 @@ class TpuVm:
         ssh: SshOptions | None = None,
         adopt: bool = False,
         keep: bool = False,
+        smaller: Sequence[str] = (),
     ):
         self._ssh = ssh or SshOptions()
         # The key is read now, so that a missing key is reported before the TPU costs money.
@@ -205,6 +128,7 @@ class TpuVm:
         self._signals = Signals()
         self._api = TpuApi(spec, client, self._signals)
         self.spec = self._api.spec
+        self._types = (spec.accelerator_type, *smaller)
         self.limits = limits or Limits()
         self._adopt, self._keep = adopt, keep
         self._ready_since: float | None = None  # when the first TPU became ready
@@ -264,28 +188,41 @@ class TpuVm:
         """Create the TPU and wait until it is ready.
 
         The attempt is repeated for up to `capacity_seconds` if the zone has no capacity, if the TPU
-        is taken away before it is ready, or if an exception of a type in `retry_on` is raised.
+        is taken away before it is ready, or if an exception of a type in `retry_on` is raised.  The
+        attempts after `limits.smaller_after` seconds include the smaller types.
         """
-        deadline = time.monotonic() + capacity_seconds
-        pause = self.limits.poll
+        start, poll, smaller = time.monotonic(), self.limits.poll, self._types[1:]
+        smaller_after = self.limits.smaller_after if smaller else 0.0
+        if smaller:  # long enough for one attempt with the smaller types
+            capacity_seconds = max(capacity_seconds, smaller_after + poll)
+        pause = poll
         while True:
-            try:
-                operation = self._create()
-                self._wait_ready(operation)
-                return
-            except (CapacityError, PreemptedError, *retry_on) as error:
-                if time.monotonic() + pause > deadline:
-                    raise
-                _say(f"{error}; retrying in {pause:g} s")
-            self.delete()
-            time.sleep(pause)
+            late = time.monotonic() - start >= smaller_after
+            types = [self._types[0], *(self._api.offered(smaller) if late else [])]
+            failures = []
+            for kind in types:
+                try:
+                    self._wait_ready(self._create(kind))
+                    return
+                except (CapacityError, PreemptedError, *retry_on) as error:
+                    failures.append(error)
+                self.delete()
+            waited = time.monotonic() - start
+            seconds = pause if late else min(pause, max(smaller_after - waited, poll))
+            if waited + seconds > capacity_seconds:
+                raise failures[0]
+            _say(f"{'; '.join(map(str, failures))}; retrying in {seconds:g} s")
+            time.sleep(seconds)
             pause = min(2 * pause, 300.0)
 
-    def _create(self) -> str | None:
+    def _create(self, kind: str) -> str | None:
         """Request the TPU, and return the name of the API's long-running operation.
 
         If the TPU already exists, it is taken over instead, and the result is None.  A TPU that was
         taken over but will not become ready is deleted and requested again.
+
+        Args:
+          kind: accelerator type to request.
         """
         node, queued = self._api.node(), self._api.queued()
         if node is not None or queued is not None:
@@ -293,6 +230,7 @@ class TpuVm:
             if self._will_be_ready(node, queued):
                 return None
             self.delete()
+        self._use(kind)
         name, user = self.spec.name, self._ssh.user
         command = self.spec.delete_command()
         _say(f"creating TPU {name!r}; it is deleted at the end, or manually with: {command}")
@@ -315,6 +253,10 @@ class TpuVm:
             self._answered = True
         return operation
 
+    def _use(self, kind: str) -> None:
+        """Set the accelerator type of `spec`."""
+        self.spec = self._api.spec = dataclasses.replace(self.spec, accelerator_type=kind)
+
     def _take_over(
         self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None"
     ) -> None:
@@ -330,14 +272,14 @@ class TpuVm:
         if queued is not None:
             node = node or queued.tpu.node_spec[0].node
         assert node is not None
-        expected = self.spec.accelerator_type
         if not self._adopt or node.labels.get(OWNER) != self._mark:
             raise name_in_use_error(self.spec)
-        if node.accelerator_type != expected:
+        if node.accelerator_type not in self._types:
             raise InputError(
-                f"TPU {self.spec.name!r} exists as {node.accelerator_type}, not {expected}; choose "
-                f"another name, or delete it: {self.spec.delete_command()}"
+                f"TPU {self.spec.name!r} exists as {node.accelerator_type}, not {self._types[0]}; "
+                f"choose another name, or delete it: {self.spec.delete_command()}"
             )
+        self._use(node.accelerator_type)
         self._may_exist = True
         _say(
             f"taking over TPU {self.spec.name!r}; it is deleted at the end, or manually with: "
@@ -433,7 +375,7 @@ class TpuVm:
         self._wait_ready(None)
 
     def recreate(self) -> None:
-        """Delete the TPU if it still exists, and create a new one with the same specification.
+        """Delete the TPU if it still exists, and create a new one.
 
         The hosts of the new TPU have other SSH host keys, and may have other addresses.
 
