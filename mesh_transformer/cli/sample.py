@@ -29,8 +29,18 @@ def parse_args() -> argparse.Namespace:
         default=0.8,
         help="sampling temperature; 0 is greedy (default 0.8)",
     )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="least probability of a token, relative to the most likely one (default 0)",
+    )
     penalty = "penalty for tokens that have occurred; 1 is none (default 1)"
     parser.add_argument("--repetition-penalty", type=float, default=1.0, help=penalty)
+    penalty = "subtracted from the logits of tokens in the answer (default 0)"
+    parser.add_argument("--presence-penalty", type=float, default=0.0, help=penalty)
+    penalty = "the same for each time a token is in the answer (default 0)"
+    parser.add_argument("--frequency-penalty", type=float, default=0.0, help=penalty)
     parser.add_argument("--stop", help="text that ends an answer")
     parser.add_argument("--seed", type=int, help="seed of a reproducible answer (default: random)")
     add_host_arguments(parser, required=False)
@@ -52,7 +62,10 @@ def main() -> None:
         temp=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
+        min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
         seed=args.seed,
         length=args.length,
         stop=args.stop,

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts, Weights
-from mesh_transformer.generation.prompts import check_prompts, check_texts
+from mesh_transformer.generation.prompts import check_biases, check_prompts, check_texts
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
 from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
 from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
@@ -34,7 +34,7 @@ def decode_specs(config: Config) -> decode.DecodeState:
     rows, cache = P("dp"), P("dp", "mp")
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
     caches = (LayerCache(cache, cache),) * config.layers
-    return decode.DecodeState(caches, rows, rows, rows, rows, settings)
+    return decode.DecodeState(caches, rows, rows, rows, rows, rows, settings)
 
 
 def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
@@ -322,11 +322,13 @@ class Batch:
           A `Chosen` with the first token of each answer, as numpy arrays in the order of `prompts`.
 
         Raises:
-          InputError: for an empty prompt, a length below 1 or a token outside the vocabulary, or if
-            `pe` is "fixed" and a prompt and its answer together have more than `seq` + 1 tokens.
+          InputError: for an empty prompt, a length below 1, or a token or a biased token outside
+            the vocabulary, or if `pe` is "fixed" and a prompt and its answer together have more
+            than `seq` + 1 tokens.
         """
         window = self._generator.config.window
         texts, length, left = check_texts(self._generator.config, prompts, lengths)
+        check_biases(self._generator.config, settings)
         width = bucket(min(longest or length.max(), window), SMALLEST_PROMPT, window)
         self.reserve(width)
         # The last row is a dummy prompt.  The index -1 in a group (see `_groups`) selects it.
@@ -338,7 +340,7 @@ class Batch:
             tokens,
             np.append(length, np.int32(1)),
             np.append(local, np.int32(self.rows)),  # out of range, so that it is not written
-            jax.tree.map(lambda x: np.append(x, x.dtype.type(1)), settings),
+            jax.tree.map(lambda x, idle: np.concatenate([x, idle[None]]), settings, decode.IDLE),
         )
         groups = self._groups(rows, width, most)
         results = [self._prefill(group, with_dummy, alternatives) for group in groups]

@@ -32,7 +32,7 @@ from mesh_transformer.model.loss import cross_entropy
 
 Weights = dict[str, Any]
 MATRICES = ("layers", "proj")  # model parts that `int8_weights` quantizes
-# The settings of idle rows: greedy decoding, which is the fastest, and no repetition penalty.
+# The settings of idle rows: greedy decoding, which is the fastest, and no penalty or bias.
 IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0}, ())
 
 
@@ -66,6 +66,7 @@ class DecodeState(NamedTuple):
     token_B: Any  # the pending token: chosen, but not yet in the cache
     generated_B: Any  # number of tokens chosen so far
     seen_BV: Any  # whether the row's prompt or answer contains each token
+    count_BV: Any  # how many times the row's answer contains each token
     settings: SamplerSettings
 
     @property
@@ -140,7 +141,8 @@ def empty(config: Config, rows: int, slots: int, mp: int = 1) -> DecodeState:
         token_B=zeros(jnp.uint32),
         generated_B=zeros(),
         seen_BV=jnp.zeros((rows, config.n_vocab), bool),
-        settings=jax.tree.map(lambda value: jnp.full((rows,), value), IDLE),
+        count_BV=jnp.zeros((rows, config.n_vocab), jnp.int32),
+        settings=jax.tree.map(lambda value: jnp.full((rows, *value.shape), value), IDLE),
     )
 
 
@@ -307,14 +309,17 @@ def prefill(
     seen_PV = jnp.zeros((count, config.n_vocab), bool)
     seen_PV = seen_PV.at[prompt_rows, tokens_PT.astype(jnp.int32)].max(in_prompt_PT)
     generated_P = jnp.zeros_like(length_P)
-    token_P = choose(logits_PV, settings, generated_P, seen_PV)
+    count_PV = jnp.zeros((count, config.n_vocab), jnp.int32)
+    token_P = choose(logits_PV, settings, generated_P, seen_PV, count_PV)
     seen_PV = seen_PV.at[prompt_rows[:, 0], token_P].set(True)
+    count_PV = count_PV.at[prompt_rows[:, 0], token_P].set(1)
     state = DecodeState(
         caches,
         put(state.length_B, length_P),
         put(state.token_B, token_P),
         put(state.generated_B, generated_P + 1),
         put(state.seen_BV, seen_PV),
+        put(state.count_BV, count_PV),
         jax.tree.map(put, state.settings, settings),
     )
     return state, _chosen(logits_PV, token_P, alternatives)
@@ -344,16 +349,22 @@ def _step(
     x_BTD, caches = _forward(weights, state.token_B[:, None], context, state.caches, config, par)
     logits_BV = _logits(weights, x_BTD, config, par)
     # Idle rows use the settings `IDLE`, so that their old settings do not slow down other rows.
-    settings = jax.tree.map(lambda x, idle: jnp.where(active_B, x, idle), state.settings, IDLE)
-    token_B = choose(logits_BV, settings, state.generated_B, state.seen_BV)
+    settings = jax.tree.map(
+        lambda x, idle: jnp.where(active_B.reshape(-1, *[1] * idle.ndim), x, idle),
+        state.settings,
+        IDLE,
+    )
+    token_B = choose(logits_BV, settings, state.generated_B, state.seen_BV, state.count_BV)
     token_B = jnp.where(active_B, token_B, state.token_B)
     added_B = active_B.astype(jnp.int32)
+    rows_B = jnp.arange(len(token_B))
     state = DecodeState(
         caches,
         state.length_B + added_B,
         token_B,
         state.generated_B + added_B,
-        state.seen_BV.at[jnp.arange(len(token_B)), token_B].set(True),
+        state.seen_BV.at[rows_B, token_B].set(True),
+        state.count_BV.at[rows_B, token_B].add(added_B),
         state.settings,
     )
     return state, _chosen(logits_BV, token_B, alternatives)

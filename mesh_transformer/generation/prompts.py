@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
+from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.util import InputError, brief
 
 
@@ -81,6 +82,16 @@ def _array(name: str, values: ArrayLike) -> np.ndarray:
         raise InputError(
             f"generate: {name} is {brief(repr(values))}, expected rows of equal length"
         ) from None
+
+
+def check_biases(config: Config, settings: SamplerSettings) -> None:
+    """Raise InputError if the settings bias a token id outside the vocabulary."""
+    largest = int(settings.biased_BN.max(initial=0))
+    if largest >= config.n_vocab:
+        raise InputError(
+            f"generate: logit_bias has the token id {largest}, outside the vocabulary (n_vocab is "
+            f"{config.n_vocab})"
+        )
 
 
 def check_texts(

@@ -1,6 +1,6 @@
-"""Sampling of tokens from logits, with temperature, nucleus (top-p) and top-k set per row.
+"""Sampling of tokens from logits, with temperature, top-p, top-k, min-p and penalties per row.
 
-Array names end in their shape: B batch (independent rows), V vocabulary.
+Array names end in their shape: B batch (independent rows), V vocabulary, N biased tokens.
 
 The sampling settings are scalars or arrays [B].  They may be traced, so that one compiled program
 serves every request.
@@ -54,14 +54,24 @@ RANGES = {
     # Outside these bounds a penalized logit could overflow.
     "repetition_penalty": Range(np.float32, 1.0, 0.01, 100.0),
     "seed": Range(np.uint32, 0, 0, 2**32 - 1),
+    "min_p": Range(np.float32, 0.0, 0.0, 1.0),
+    # The bounds of OpenAI's API.
+    "presence_penalty": Range(np.float32, 0.0, -2.0, 2.0),
+    "frequency_penalty": Range(np.float32, 0.0, -2.0, 2.0),
 }
+BIAS = Range(np.float32, 0.0, -100.0, 100.0)  # the values of "logit_bias"
+MOST_BIASES = 300  # maximum number of biased tokens per row
+NAMES = (*RANGES, "logit_bias")
 
 
 class SamplerSettings(NamedTuple):
-    """Sampling settings with one value per row; see `nucleus_sample`.
+    """Sampling settings with one value per row; see `nucleus_sample` and `adjusted`.
 
-    `penalty_B` is the repetition penalty of `penalize`; 1 disables it.  In a tree of
-    PartitionSpecs, the fields are specs instead of values.
+    In a tree of PartitionSpecs, the fields are specs instead of values.
+
+    Attributes:
+      penalty_B: repetition penalty; 1 disables it.
+      biased_BN: the token ids of `bias_BN`, which is added to their logits.
     """
 
     top_p_B: Any
@@ -69,18 +79,23 @@ class SamplerSettings(NamedTuple):
     temp_B: Any
     penalty_B: Any
     seed_B: Any
+    min_p_B: Any
+    presence_B: Any
+    frequency_B: Any
+    biased_BN: Any
+    bias_BN: Any
 
 
 def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> SamplerSettings:
-    """Check sampling options and return them as numpy arrays [rows].
+    """Check sampling options and return them as numpy arrays [rows] and [rows, `MOST_BIASES`].
 
     Floating-point values are converted to f32 before their bounds are checked.
 
     Args:
       options: maps the names in `RANGES` to one number or to one number per row.  Settings that are
         missing take their defaults.  As in the original mesh-transformer-jax, a `top_k` of None
-        means no limit.
-      rows: number of rows; () returns scalars.
+        means no limit.  "logit_bias" is a dict {token id: bias}, or one such dict or None per row.
+      rows: number of rows; () returns arrays without that dimension.
 
     Raises:
       InputError: if `options` is not a dict or has an unknown key, or if a value is not a number,
@@ -89,15 +104,50 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
     if not isinstance(options, Mapping):
         raise InputError(
             f"generate: sampler_options is {brief(repr(options))}, expected a dict with the keys "
-            f"{', '.join(RANGES)}"
+            f"{', '.join(NAMES)}"
         )
-    unknown = set(options) - set(RANGES)
+    unknown = set(options) - set(NAMES)
     if unknown:
         raise InputError(
             f"generate: unknown sampler option {brief(min(map(repr, unknown)))}; "
-            f"use {', '.join(RANGES)}"
+            f"use {', '.join(NAMES)}"
         )
-    return SamplerSettings(*(_checked(name, options, rows) for name in RANGES))
+    checked = [_checked(name, options, rows) for name in RANGES]
+    return SamplerSettings(*[*checked, *_biases(options.get("logit_bias"), rows)])
+
+
+def _biases(given: Any, rows: int | tuple[()]) -> tuple[np.ndarray, np.ndarray]:
+    """Check `logit_bias` and return the token ids and their biases; see `sampler_settings`."""
+    alone = isinstance(rows, tuple)
+    count = 1 if alone else rows
+    every = [given] * count if given is None or isinstance(given, Mapping) else given
+    if not isinstance(every, Sequence) or len(every) != count:
+        several = "" if alone else f", or {rows} of them, one per prompt"
+        raise InputError(
+            f"generate: logit_bias is {brief(repr(given))}, expected a dict of token ids and "
+            f"biases{several}"
+        )
+    tokens = np.zeros((count, MOST_BIASES), np.int32)
+    biases = np.zeros((count, MOST_BIASES), np.float32)
+    for row, bias in enumerate(every):
+        bias = {} if bias is None else bias
+        if not isinstance(bias, Mapping) or len(bias) > MOST_BIASES or not _are_biases(bias):
+            raise InputError(
+                f"generate: logit_bias is {brief(repr(bias))}, expected a dict of at most "
+                f"{MOST_BIASES} token ids, each with {BIAS}"
+            )
+        tokens[row, : len(bias)], biases[row, : len(bias)] = [*bias], [*bias.values()]
+    return (tokens[0], biases[0]) if alone else (tokens, biases)
+
+
+def _are_biases(bias: Mapping[Any, Any]) -> bool:
+    return all(
+        type(token) is int
+        and 0 <= token < 2**31
+        and type(value) in (int, float)
+        and BIAS.least <= value <= BIAS.most
+        for token, value in bias.items()
+    )
 
 
 def _checked(name: str, options: Mapping[str, Any], rows: int | tuple[()]) -> np.ndarray:
@@ -132,8 +182,8 @@ def _checked(name: str, options: Mapping[str, Any], rows: int | tuple[()]) -> np
 class SamplingOptions:
     """The sampling settings of one generated text.
 
-    See `RANGES` for their bounds and `nucleus_sample` for their meaning.  A `top_k` of None means
-    no limit.  If `seed` is None, every text gets a new random seed.
+    See `RANGES` for their bounds, and `nucleus_sample` and `adjusted` for their meaning.  A `top_k`
+    of None means no limit.  If `seed` is None, every text gets a new random seed.
 
     Raises:
       InputError: at construction, for a value out of range.
@@ -144,6 +194,10 @@ class SamplingOptions:
     temp: float = 1.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
         sampler_settings(self.options(), ())
@@ -153,7 +207,7 @@ class SamplingOptions:
 
         If `seed` is None, the returned seed is random.
         """
-        options = {name: getattr(self, name) for name in RANGES}
+        options = {name: getattr(self, name) for name in NAMES}
         if self.seed is None:
             options["seed"] = secrets.randbits(32)
         if self.top_k is None:
@@ -164,7 +218,7 @@ class SamplingOptions:
     def stacked(texts: "Sequence[SamplingOptions]") -> SamplerSettings:
         """Combine the settings of several texts into arrays with one value per text."""
         rows = [text.options() for text in texts]
-        return sampler_settings({name: [row[name] for row in rows] for name in RANGES}, len(rows))
+        return sampler_settings({name: [row[name] for row in rows] for name in NAMES}, len(rows))
 
 
 # The default settings of each interface.  PYTHON_DEFAULTS is for `generate`, and for the endpoint
@@ -180,19 +234,23 @@ def _per_row(setting: ArrayLike, logits_BV: Array) -> Array:
     return jnp.broadcast_to(jnp.asarray(setting), logits_BV.shape[:1])[:, None]
 
 
-def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 0) -> Array:
-    """Return the logits in f32, with -1e10 for tokens outside the nucleus or the top k.
+def nucleus_filter(
+    logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 0, min_p: ArrayLike = 0.0
+) -> Array:
+    """Return the logits in f32, with -1e10 for tokens that top-p, top-k or min-p removes.
 
     The nucleus is the smallest set of most likely tokens whose total probability (at temperature 1)
     exceeds `top_p`.  If `top_p` is 1 or more, the nucleus contains all tokens.  `top_k` is the
-    maximum number of tokens to keep; 0 or less means no maximum.  The most likely token is always
-    kept.  Among equal logits, the lower token id ranks first, as in argmax.
+    maximum number of tokens to keep; 0 or less means no maximum.  `min_p` (Nguyen 2024) removes
+    tokens that are less likely than this fraction of the most likely one, also at temperature 1.
+    The most likely token is always kept.  Among equal logits, the lower token id ranks first, as in
+    argmax.
 
     This function replaces `nucleaus_filter` of the original mesh-transformer-jax, whose `top_k`
     never removed token 0.
     """
     logits_BV = logits_BV.astype(jnp.float32)
-    top_p_B1, top_k_B1 = _limits(logits_BV, top_p, top_k)
+    top_p_B1, top_k_B1, least_B1 = _limits(logits_BV, top_p, top_k, min_p)
     probability_BV = jax.nn.softmax(logits_BV)
     # The sort is stable, so that among equal logits the lower token id ranks first.
     ranked_BV = jnp.argsort(-logits_BV, axis=-1, stable=True)
@@ -200,22 +258,27 @@ def nucleus_filter(logits_BV: Array, top_p: ArrayLike = 0.9, top_k: ArrayLike = 
     before_BV = jnp.pad(mass_BV, ((0, 0), (1, 0)))[:, :-1]
     kept_BV = (before_BV <= top_p_B1) & (jnp.arange(logits_BV.shape[-1]) < top_k_B1)
     keep_BV = jnp.take_along_axis(kept_BV, jnp.argsort(ranked_BV, axis=-1), axis=-1)
-    return jnp.where(keep_BV, logits_BV, REMOVED)
+    return jnp.where(keep_BV & (logits_BV >= least_B1), logits_BV, REMOVED)
 
 
-def _limits(logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike) -> tuple[Array, Array]:
-    """Return each row's thresholds for top-p and top-k, as two arrays [B, 1].
+def _limits(
+    logits_BV: Array, top_p: ArrayLike, top_k: ArrayLike, min_p: ArrayLike
+) -> tuple[Array, Array, Array]:
+    """Return each row's thresholds for top-p, top-k and min-p, as three arrays [B, 1].
 
     * top-p: a token is kept only if the total probability of the tokens ranked above it is at most
       this threshold.  The threshold is infinite if `top_p` is 1 or more.
     * top-k: the maximum number of tokens to keep.  It is the vocabulary size if `top_k` is 0 or
       less.
+    * min-p: the lowest logit to keep.  It is -inf if `min_p` is 0.
     """
     top_p_B1 = jnp.maximum(_per_row(top_p, logits_BV), 0).astype(jnp.float32)
     # Because of rounding, a sum of 50,000 probabilities may exceed 1 before its last term.
     top_p_B1 = jnp.where(top_p_B1 >= 1, jnp.inf, top_p_B1)
     top_k_B1 = _per_row(top_k, logits_BV)
-    return top_p_B1, jnp.where(top_k_B1 > 0, top_k_B1, logits_BV.shape[-1])
+    top_k_B1 = jnp.where(top_k_B1 > 0, top_k_B1, logits_BV.shape[-1])
+    log_min_p_B1 = jnp.log(_per_row(min_p, logits_BV).astype(jnp.float32))
+    return top_p_B1, top_k_B1, jnp.max(logits_BV, axis=-1, keepdims=True) + log_min_p_B1
 
 
 def _argmax(logits_BV: Array) -> Array:
@@ -291,12 +354,13 @@ def nucleus_sample(
     *,
     top_p: ArrayLike = 0.9,
     top_k: ArrayLike = 0,
+    min_p: ArrayLike = 0.0,
     temp: ArrayLike = 1.0,
 ) -> Array:
-    """Draw one token per row, uint32 [B], from the tokens that top-p and top-k keep.
+    """Draw one token per row, uint32 [B], from the tokens that top-p, top-k and min-p keep.
 
     The draw uses the temperature `temp`, but the nucleus is computed at temperature 1.  `key` and
-    `temp` are as in `softmax_sample`; `top_p` and `top_k` are as in `nucleus_filter`.
+    `temp` are as in `softmax_sample`; the other settings are as in `nucleus_filter`.
 
     This function replaces `nucleaus_sample` of the original mesh-transformer-jax.
     """
@@ -306,7 +370,7 @@ def nucleus_sample(
     def draw(_: ArrayLike, among_BV: ArrayLike) -> Array:
         return _argmax(jnp.where(among_BV, score_BV, -jnp.inf))
 
-    return _draw_from_nucleus(draw, logits_BV, *_limits(logits_BV, top_p, top_k))
+    return _draw_from_nucleus(draw, logits_BV, *_limits(logits_BV, top_p, top_k, min_p))
 
 
 def _draw_from_nucleus(
@@ -314,10 +378,11 @@ def _draw_from_nucleus(
     logits_BV: Array,
     top_p_B1: Array,
     top_k_B1: Array,
+    least_B1: Array,
 ) -> Array:
-    """Draw one token per row from the tokens that top-p and top-k keep, by rejection sampling.
+    """Draw one token per row from those that top-p, top-k and min-p keep, by rejection sampling.
 
-    If top-p or top-k excludes the drawn token, the next round draws from the tokens that rank above
+    If one of them excludes the drawn token, the next round draws from the tokens that rank above
     it.  These include every token that may be drawn.  One or two rounds are usually enough, and the
     vocabulary need not be sorted as in `nucleus_filter`.  After `MOST_ROUNDS` rounds without
     success, a row gets its most likely token.
@@ -325,15 +390,17 @@ def _draw_from_nucleus(
     Args:
       draw: function (round number, mask of the tokens to draw from) -> tokens [B].  The mask is an
         array [B, V], or True for all tokens.
-      top_p_B1: first result of `_limits`.
-      top_k_B1: second result of `_limits`.
+      top_p_B1, top_k_B1, least_B1: the results of `_limits`.
     """
     probability_BV = jax.nn.softmax(logits_BV)
     tokens_V = jnp.arange(logits_BV.shape[-1], dtype=jnp.uint32)
 
+    def logit(token_B1: Array) -> Array:
+        return jnp.take_along_axis(logits_BV, token_B1.astype(jnp.int32), axis=-1)
+
     def before(token_B1: Array) -> Array:
         """Return the mask of the tokens that rank above `token_B1` in the same row."""
-        logit_B1 = jnp.take_along_axis(logits_BV, token_B1.astype(jnp.int32), axis=-1)
+        logit_B1 = logit(token_B1)
         return (logits_BV > logit_B1) | ((logits_BV == logit_B1) & (tokens_V < token_B1))
 
     def checked(drawn: Array, round_: Array) -> tuple[Array, Array, Array]:
@@ -344,7 +411,8 @@ def _draw_from_nucleus(
             lambda: jnp.sum(before_BV, axis=-1, keepdims=True) < top_k_B1,
             lambda: top_k_B1 > 0,  # True, as no row limits the number of tokens
         )
-        return drawn, (mass_B1 <= top_p_B1) & inside_B1, round_
+        inside_B1 &= (mass_B1 <= top_p_B1) & (logit(drawn) >= least_B1)
+        return drawn, inside_B1, round_
 
     def again(drawn: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         token_B1, inside_B1, round_ = drawn
@@ -397,13 +465,33 @@ def penalize(logits_BV: Array, seen_BV: Array, penalty: ArrayLike) -> Array:
     return jnp.where(seen_BV, lowered_BV, logits_BV)
 
 
+def adjusted(logits_BV: Array, settings: SamplerSettings, seen_BV: Array, count_BV: Array) -> Array:
+    """Apply the repetition penalty, the presence and frequency penalties, and the logit bias.
+
+    As in OpenAI's API, a token that the answer contains n times loses `presence` + n * `frequency`.
+
+    Args:
+      seen_BV: whether the row's prompt or answer contains each token.
+      count_BV: how many times the row's answer contains each token.
+    """
+    logits_BV = penalize(logits_BV, seen_BV, settings.penalty_B)
+    logits_BV -= jnp.where(count_BV > 0, settings.presence_B[:, None], 0)
+    logits_BV -= settings.frequency_B[:, None] * count_BV
+    rows_B1 = jnp.arange(len(logits_BV))[:, None]
+    return logits_BV.at[rows_B1, settings.biased_BN].add(settings.bias_BN)
+
+
 def choose(
-    logits_BV: Array, settings: SamplerSettings, generated_B: Array, seen_BV: Array
+    logits_BV: Array,
+    settings: SamplerSettings,
+    generated_B: Array,
+    seen_BV: Array,
+    count_BV: Array,
 ) -> Array:
     """Choose each row's next token, uint32 [B].
 
-    The repetition penalty is applied first, then top-p, top-k and temperature.  Operations that no
-    row's settings require are skipped at run time.
+    The penalties and biases of `adjusted` are applied first, then top-p, top-k, min-p and
+    temperature.  Operations that no row's settings require are skipped at run time.
 
     The draw of token number n of a row's answer (from 0) depends on the random key
     `fold_in(key(seed), n)`.  A draw uses only about 2 sqrt(V) random numbers, because generating
@@ -413,13 +501,15 @@ def choose(
 
     Args:
       generated_B: number of tokens chosen so far in each row, which is the n of the random key.
-      seen_BV: whether the row's prompt or answer contains each token.
+      seen_BV, count_BV: as in `adjusted`.
     """
     logits_BV = finite(logits_BV)
+    unchanged_B = (settings.penalty_B == 1) & (settings.presence_B == 0)
+    unchanged_B &= (settings.frequency_B == 0) & jnp.all(settings.bias_BN == 0, axis=-1)
     logits_BV = jax.lax.cond(
-        jnp.any(settings.penalty_B != 1),
-        lambda: penalize(logits_BV, seen_BV, settings.penalty_B),
+        jnp.all(unchanged_B),
         lambda: logits_BV,
+        lambda: adjusted(logits_BV, settings, seen_BV, count_BV),
     )
     greedy_B = settings.temp_B < GREEDY_BELOW
 
@@ -437,9 +527,11 @@ def choose(
 
         top_p_B = jnp.where(greedy_B, 1, settings.top_p_B)
         top_k_B = jnp.where(greedy_B, 0, settings.top_k_B)
+        min_p_B = jnp.where(greedy_B, 0, settings.min_p_B)
+        limits = _limits(logits_BV, top_p_B, top_k_B, min_p_B)
         return jax.lax.cond(
-            jnp.any((top_p_B < 1) | (top_k_B > 0)),
-            lambda: _draw_from_nucleus(draw, logits_BV, *_limits(logits_BV, top_p_B, top_k_B)),
+            jnp.any((top_p_B < 1) | (top_k_B > 0) | (min_p_B > 0)),
+            lambda: _draw_from_nucleus(draw, logits_BV, *limits),
             lambda: draw(0, True),
         )
 

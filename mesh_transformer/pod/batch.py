@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.generation.prompts import check_texts
+from mesh_transformer.generation.prompts import check_biases, check_texts
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.placement import process_rows
 from mesh_transformer.util import HostError, InputError
@@ -83,6 +83,7 @@ class ClusterBatch:
     ) -> Chosen:
         """Put prompts into `rows` and choose the first token of each answer; see `Batch.insert`."""
         texts, length, left = check_texts(self._cluster.config, prompts, lengths)
+        check_biases(self._cluster.config, settings)
         row_ids = np.asarray(rows)
         most = int(np.bincount(self._replica[row_ids]).max())  # most prompts in any replica
         # For each host, the indices of the prompts that go into its rows.

@@ -14,7 +14,13 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from mesh_transformer.generation.sampling import OPENAI_DEFAULTS, PYTHON_DEFAULTS, RANGES
+from mesh_transformer.generation.sampling import (
+    BIAS,
+    MOST_BIASES,
+    OPENAI_DEFAULTS,
+    PYTHON_DEFAULTS,
+    RANGES,
+)
 from mesh_transformer.util import InputError, brief
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -165,7 +171,13 @@ LONGEST_STOP = 256  # characters
 MOST_CHOICES = 128
 
 PENALTY = RANGES["repetition_penalty"]
+PRESENCE, FREQUENCY = RANGES["presence_penalty"], RANGES["frequency_penalty"]
+MIN_P = RANGES["min_p"]
 TOP_K = RANGES["top_k"]
+LOGIT_BIAS = (
+    f"an object of at most {MOST_BIASES} token ids, each with a number from {BIAS.least:g} to "
+    f"{BIAS.most:g}"
+)
 # Tokens are checked by the service, which knows the vocabulary.
 PROMPT = (
     "a text, a non-empty list of token ids, or a list of 1 to "
@@ -173,7 +185,6 @@ PROMPT = (
 )
 BOOLEAN = "true or false"
 TEXT = "a text"
-UNSUPPORTED = "0, as other values are not supported"
 
 
 def _field(default: Any, expected: str, **limits: Any) -> Any:
@@ -188,6 +199,8 @@ def _number(default: float, least: float, most: float, expected: str | None = No
 
 Body = TypeVar("Body", bound=BaseModel)
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+Bias = Annotated[float, Field(ge=BIAS.least, le=BIAS.most, allow_inf_nan=False)]
 
 
 class _StrictModel(BaseModel):
@@ -203,7 +216,7 @@ class StreamOptions(_StrictModel):
 class CompletionRequest(_StrictModel):
     """The body of `POST /v1/completions`.
 
-    The fields are those of OpenAI's API, and three more: `top_k`, `repetition_penalty` and
+    The fields are those of OpenAI's API, and four more: `top_k`, `min_p`, `repetition_penalty` and
     `ignore_eos`, which continues an answer after the end-of-text token.
     """
 
@@ -213,6 +226,7 @@ class CompletionRequest(_StrictModel):
     temperature: float = _number(OPENAI_DEFAULTS.temp, 0, 100)
     top_p: float = _number(OPENAI_DEFAULTS.top_p, 0, 1)
     top_k: int = _field(TOP_K.default, str(TOP_K), ge=TOP_K.least, le=TOP_K.most)
+    min_p: float = _number(MIN_P.default, MIN_P.least, MIN_P.most)
     repetition_penalty: float = _number(PENALTY.default, PENALTY.least, PENALTY.most)
     n: int = _field(1, f"a whole number from 1 to {MOST_CHOICES}", ge=1, le=MOST_CHOICES)
     best_of: int | None = _field(None, "the value of n, or no value")
@@ -234,16 +248,19 @@ class CompletionRequest(_StrictModel):
     ignore_eos: bool = _field(False, BOOLEAN)
     user: str | None = _field(None, TEXT)
     suffix: Literal[""] | None = _field(None, "no text, as suffixes are not supported")
-    presence_penalty: float = _number(0.0, 0, 0, UNSUPPORTED)
-    frequency_penalty: float = _number(0.0, 0, 0, UNSUPPORTED)
-    logit_bias: dict[str, float] | None = _field(
-        None, "an empty object, as biases are not supported", max_length=0
-    )
+    presence_penalty: float = _number(PRESENCE.default, PRESENCE.least, PRESENCE.most)
+    frequency_penalty: float = _number(FREQUENCY.default, FREQUENCY.least, FREQUENCY.most)
+    logit_bias: dict[TokenId, Bias] | None = _field(None, LOGIT_BIAS, max_length=MOST_BIASES)
 
     @property
     def stops(self) -> list[str]:
         """The stop sequences as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """The logit biases, by token id."""
+        return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
 
 class ContextRequest(_StrictModel):

@@ -97,6 +97,9 @@ class Service:
         if not length and not body.echo:
             raise invalid("max_tokens", length, "at least 1 unless echo is true")
         self._check_length(length, "max_tokens")
+        n_vocab = self.engine.network.config.n_vocab
+        if max(body.biases, default=0) >= n_vocab:
+            raise invalid("logit_bias", body.logit_bias, f"token ids from 0 to {n_vocab - 1}")
         prompts = [await self._tokens(prompt, length) for prompt in prompts_of(body.prompt)]
         room = self.engine.rows + self.engine.queue
         if len(prompts) * count > room:
@@ -107,7 +110,11 @@ class Service:
             top_p=body.top_p,
             top_k=body.top_k,
             temp=body.temperature,
+            min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=body.biases,
         )
         completion = Completion(self, body)
         seeds = [(seed + number) % 2**32 for number in range(count)]

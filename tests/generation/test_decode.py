@@ -213,6 +213,8 @@ def test_inserted_rows_generate_the_same_tokens_as_alone(place):
     options = [SAMPLED | {"seed": seed} for seed in range(6)]
     options[2] |= {"temp": 0.0}
     options[3] |= {"repetition_penalty": 1.3, "top_k": 9}
+    options[4] |= {"presence_penalty": 1.0, "frequency_penalty": 0.5, "min_p": 0.02}
+    options[5] |= {"logit_bias": {3: 4.0, 9: -100.0}}
     answers: list[list[int]] = [[] for _ in prompts]
     prompt_of_row: dict[int, int] = {}
     waiting = list(range(len(prompts)))
@@ -241,9 +243,9 @@ def test_sampled_tokens_are_draws_from_logits_of_a_full_pass():
     actual = network_of(config).generate(prompts, [6, 6], 5, options)
     run, text = full_pass(config, base_of(config)), np.zeros((2, 16), np.uint32)
     text[:, :6] = prompts
-    settings, seen = sampler_settings(options, 2), jnp.zeros((2, config.n_vocab), bool)
+    settings, count = sampler_settings(options, 2), jnp.zeros((2, config.n_vocab), int)
     for at in range(5):
-        drawn = choose(run(text)[:, 5 + at], settings, jnp.full(2, at), seen)
+        drawn = choose(run(text)[:, 5 + at], settings, jnp.full(2, at), count > 0, count)
         np.testing.assert_array_equal(actual[:, at], drawn)
         text[:, 6 + at] = drawn
     assert actual[0].tolist() != actual[1].tolist()
@@ -252,7 +254,7 @@ def test_sampled_tokens_are_draws_from_logits_of_a_full_pass():
 def test_released_rows_generate_nothing_and_their_settings_are_ignored(monkeypatch):
     """Replace the sampler by one that returns the sum of all rows' top_k as every token."""
 
-    def choose(logits_BV, settings, generated_B, seen_BV):
+    def choose(logits_BV, settings, generated_B, seen_BV, count_BV):
         return jnp.full(len(generated_B), settings.top_k_B.sum(), jnp.uint32)
 
     config = small_config()
@@ -266,8 +268,9 @@ def test_released_rows_generate_nothing_and_their_settings_are_ignored(monkeypat
     batch.release([1])
     assert batch.left.tolist() == [17, 0, 0, 0]
     assert batch.decode(2).token[0].tolist() == [1, 1]
-    idle = jax.tree.map(lambda x: x.tolist(), decode.IDLE)
-    assert idle == (1.0, 0, 0.0, 1.0, 0)  # greedy, without a filter or a penalty
+    *idle, biases = decode.IDLE
+    assert [x.tolist() for x in idle[:8]] == [1.0, 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0]
+    assert not biases.any()  # greedy, without a filter, a penalty or a bias
 
 
 def test_a_growing_cache_gives_the_same_tokens_as_a_large_one(monkeypatch):
@@ -369,6 +372,36 @@ def test_the_penalty_applies_to_tokens_of_the_prompt_and_the_answer(penalty):
             logits[seen] *= 1 / penalty if logits[seen] > 0 else penalty
         assert token == logits.argmax()
         text.append(token)
+
+
+def test_presence_and_frequency_penalties_and_biases_apply_to_the_answer():
+    config = small_config(seq=32)
+    prompt = random_prompts(config, [9])[0]
+    options = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {2: 0.4, 5: -100}}
+    actual = generate_alone(network_of(config), prompt, 12, temp=0.0, **options)
+    run, answer = full_pass(config, base_of(config)), list[int]()
+    for token in actual:
+        padded = np.zeros((1, 32), np.uint32)
+        text = [*prompt.tolist(), *answer]
+        padded[0, : len(text)] = text
+        logits = np.array(run(padded)[0, len(text) - 1])
+        for chosen in set(answer):
+            logits[chosen] -= 0.3 + 0.2 * answer.count(chosen)
+        logits[2] += 0.4
+        logits[5] -= 100
+        assert token == logits.argmax()
+        answer.append(token)
+    assert len(set(answer)) < len(answer)  # the frequency counted
+    plain = generate_alone(network_of(config), prompt, 12, temp=0.0)
+    assert plain != actual
+
+
+def test_a_bias_outside_the_vocabulary_is_refused():
+    config = small_config()
+    with pytest.raises(InputError, match=rf"logit_bias has the token id {config.n_vocab}, outside"):
+        network_of(config).generate(
+            np.ones((1, 4), int), [4], 2, {"logit_bias": {config.n_vocab: 1.0}}
+        )
 
 
 def test_only_generate_frees_the_training_parameters():

@@ -4,6 +4,7 @@ import queue
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,9 @@ from mesh_transformer.generation.sampling import (
     REMOVED,
     SamplerSettings,
     SamplingOptions,
+    adjusted,
     choose,
     nucleus_filter,
-    penalize,
     softmax_sample,
     top_tokens,
 )
@@ -39,7 +40,7 @@ def keys_of(seeds: list[int]) -> jax.Array:
     return jax.vmap(jax.random.key)(jnp.asarray(seeds))
 
 
-def reference_kept(logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
+def reference_kept(logits: np.ndarray, top_p: float, top_k: int, min_p: float) -> np.ndarray:
     """Return the mask of the tokens that one row keeps, computed token by token in float64."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     exponentials = np.exp(logits.astype(np.float64) - logits.max())
@@ -48,7 +49,8 @@ def reference_kept(logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
     for rank, token in enumerate(order):
         past_nucleus = mass > top_p and top_p < 1
         past_k = top_k > 0 and rank >= top_k
-        if rank and (past_nucleus or past_k):
+        unlikely = probabilities[token] < min_p * probabilities[order[0]]
+        if rank and (past_nucleus or past_k or unlikely):
             break
         kept[token] = True
         mass += probabilities[token]
@@ -98,8 +100,10 @@ def test_the_filter_matches_a_numpy_reference(ties):
     logits = random_rows(2, 200, 37, ties)
     top_p = random.uniform(0, 1.1, 200)
     top_k = random.integers(-1, 45, 200)
-    actual = np.asarray(nucleus_filter(logits, top_p, top_k))
-    expected = [reference_kept(*row) for row in zip(np.asarray(logits), top_p, top_k, strict=True)]
+    min_p = random.choice([0.0, 0.05, 0.3, 1.0], 200)
+    actual = np.asarray(nucleus_filter(logits, top_p, top_k, min_p))
+    rows = zip(np.asarray(logits), top_p, top_k, min_p, strict=True)
+    expected = [reference_kept(*row) for row in rows]
     np.testing.assert_array_equal(actual, np.where(expected, logits, np.float32(REMOVED)))
 
 
@@ -168,46 +172,99 @@ def test_a_single_key_is_folded_with_the_row_number():
     np.testing.assert_array_equal(actual, expected)
 
 
-def settings_of(rows: list[tuple[float, int, float, float]]) -> SamplerSettings:
-    """Return the settings of rows (top_p, top_k, temperature, penalty), with seeds 0, 1, 2, ..."""
-    top_p, top_k, temp, penalty = (np.asarray(column) for column in zip(*rows, strict=True))
-    seed = np.arange(len(rows), dtype=np.uint32)
-    f32 = np.float32
-    return SamplerSettings(top_p.astype(f32), top_k, temp.astype(f32), penalty.astype(f32), seed)
+def settings_of(rows: list[dict[str, Any]]) -> SamplerSettings:
+    """Return the settings of rows, by default top-p 1 and seeds 0, 1, 2, ..."""
+    texts = [SamplingOptions(**{"top_p": 1.0, "seed": seed} | row) for seed, row in enumerate(rows)]
+    return SamplingOptions.stacked(texts)
 
 
 def test_choose_treats_rows_independently():
     """Compare with each row alone, where only the branches that this row needs are executed."""
-    kinds = [(0.9, 5, 0.0, 1.0), (1.0, 0, 1.0, 1.0), (0.7, 9, 1.5, 1.0), (1.0, 0, 0.0, 1.4)]
-    kinds += [(0.6, 0, 1.0, 1.3), (1.0, 2, 0.3, 1.0)]
+    kinds: list[dict[str, Any]] = [
+        {"top_p": 0.9, "top_k": 5, "temp": 0.0},
+        {},
+        {"top_p": 0.7, "top_k": 9, "temp": 1.5},
+        {"temp": 0.0, "repetition_penalty": 1.4},
+        {"top_p": 0.6, "repetition_penalty": 1.3},
+        {"top_k": 2, "temp": 0.3},
+        {"min_p": 0.2, "temp": 2.0},
+        {"presence_penalty": 1.5, "frequency_penalty": -0.5},
+        {"top_p": 0.9, "min_p": 0.05, "logit_bias": {3: -100, 66: 2.5}},
+        {"temp": 0.0, "logit_bias": {5: 100}},
+    ]
     settings = settings_of(kinds * 4)
     rows = len(settings.seed_B)
     made = np.arange(rows, dtype=np.int32) % 5
     logits = random_rows(15, rows, 67, ties=True)
-    seen = jnp.asarray(np.random.default_rng(16).random((rows, 67)) < 0.3)
+    rng = np.random.default_rng(16)
+    seen = jnp.asarray(rng.random((rows, 67)) < 0.3)
+    count = jnp.asarray(rng.integers(0, 4, (rows, 67)) * seen)
     step = jax.jit(choose)
-    together = np.asarray(step(logits, settings, made, seen))
+    together = np.asarray(step(logits, settings, made, seen, count))
     for row in range(rows):
         here = slice(row, row + 1)
         row_settings = SamplerSettings(*(setting[here] for setting in settings))
-        assert step(logits[here], row_settings, made[here], seen[here])[0] == together[row]
-    penalized = penalize(logits, seen, settings.penalty_B)
-    kept = nucleus_filter(penalized, settings.top_p_B, settings.top_k_B) > REMOVED
+        alone = step(logits[here], row_settings, made[here], seen[here], count[here])
+        assert alone[0] == together[row]
+    changed = adjusted(logits, settings, seen, count)
+    kept = nucleus_filter(changed, settings.top_p_B, settings.top_k_B, settings.min_p_B) > REMOVED
     assert np.all(np.asarray(kept)[np.arange(rows), together])
     greedy = settings.temp_B == 0
-    np.testing.assert_array_equal(together[greedy], np.argmax(penalized, axis=-1)[greedy])
+    np.testing.assert_array_equal(together[greedy], np.argmax(changed, axis=-1)[greedy])
+    assert np.all(together[9::10] == 5)  # forced
+    assert np.all(together[8::10] != 3)  # banned
+
+
+def test_penalties_and_biases_match_a_token_by_token_reference():
+    rng = np.random.default_rng(17)
+    logits = rng.normal(size=(3, 30)).astype(np.float32)
+    answers = [[1, 1, 1, 4], [], [29, 0, 29]]
+    rows: list[dict[str, Any]] = [
+        {"presence_penalty": 0.5, "frequency_penalty": 2.0, "logit_bias": {4: 1.5, 7: -100.0}},
+        {"presence_penalty": 2.0, "logit_bias": {0: 3.0}},
+        {"frequency_penalty": -1.0, "repetition_penalty": 1.7},
+    ]
+    seen, count = np.zeros((3, 30), bool), np.zeros((3, 30), np.int32)
+    expected = logits.astype(np.float64)
+    for row, (answer, options) in enumerate(zip(answers, rows, strict=True)):
+        seen[row, 11] = True  # a token of the prompt, which only the repetition penalty counts
+        for token in answer:
+            seen[row, token] = True
+            count[row, token] += 1
+        penalty = options.get("repetition_penalty", 1.0)
+        for token in {11, *answer}:
+            expected[row, token] *= 1 / penalty if expected[row, token] > 0 else penalty
+        for token in set(answer):
+            expected[row, token] -= options.get("presence_penalty", 0.0)
+            expected[row, token] -= options.get("frequency_penalty", 0.0) * answer.count(token)
+        for token, bias in options.get("logit_bias", {}).items():
+            expected[row, token] += bias
+    actual = adjusted(jnp.asarray(logits), settings_of(rows), jnp.asarray(seen), jnp.asarray(count))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)  # f32 rounds each step to 6e-8
+
+
+def test_min_p_matches_hugging_face():
+    torch = pytest.importorskip("torch")
+    from transformers import MinPLogitsWarper
+
+    logits = random_rows(18, 50, 67)
+    for min_p in (0.02, 0.1, 0.5):
+        expected = MinPLogitsWarper(min_p)(None, torch.tensor(np.array(logits)))
+        actual = nucleus_filter(logits, 1.0, min_p=min_p) > REMOVED
+        np.testing.assert_array_equal(actual, torch.isfinite(expected).numpy())
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 9, 67, 50400])
 def test_choose_draws_tokens_within_the_vocabulary(vocabulary):
     """The last token, whose block may be padded, is by far the most likely."""
-    settings = settings_of([(1.0, 0, 1.0, 1.0), (0.9, 0, 2.0, 1.0), (1.0, 3, 1e-5, 1.0)])
+    settings = settings_of([{}, {"top_p": 0.9, "temp": 2.0}, {"top_k": 3, "temp": 1e-5}])
     logits = np.full((3, vocabulary), -1e30, np.float32)
     logits[:, -1] = [50, 0, 1e35]
-    seen, made = np.zeros((3, vocabulary), bool), np.zeros(3, np.int32)
-    actual = jax.jit(choose)(jnp.asarray(logits), settings, made, seen)
+    made, count = np.zeros(3, np.int32), np.zeros((3, vocabulary), np.int32)
+    seen = count > 0
+    actual = jax.jit(choose)(jnp.asarray(logits), settings, made, seen, count)
     assert actual.tolist() == [vocabulary - 1] * 3
-    with_nan = jax.jit(choose)(jnp.full_like(logits, jnp.nan), settings, made, seen)
+    with_nan = jax.jit(choose)(jnp.full_like(logits, jnp.nan), settings, made, seen, count)
     assert np.all(np.asarray(with_nan) < vocabulary)
 
 
@@ -252,17 +309,19 @@ def test_token_frequencies_match_the_softmax(by):
     many = jnp.tile(logits, (draws, 1))
     keys = jax.random.split(jax.random.key(14), draws)
     step = jax.jit(choose)
-    for top_p, top_k in [(0.95, 0), (1.0, 0), (1.0, 4)]:
+    for top_p, top_k, min_p in [(0.95, 0, 0), (1.0, 0, 0), (1.0, 4, 0), (1.0, 0, 0.1)]:
+        options = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "temp": temp}
         if by == "choose":
-            settings = settings_of([(top_p, top_k, temp, 1.0)] * draws)
             # There are 200 seeds, with 200 tokens each.
-            settings = settings._replace(seed_B=settings.seed_B // 200)
+            seeds = np.arange(draws) // 200
+            settings = sampling.sampler_settings(options | {"seed": seeds}, draws)
             made = np.arange(draws, dtype=np.int32) % 200
-            tokens = step(many, settings, made, jnp.zeros(many.shape, bool))
+            count = jnp.zeros(many.shape, jnp.int32)
+            tokens = step(many, settings, made, count > 0, count)
         else:
-            tokens = nucleus_sample(keys, many, top_p=top_p, top_k=top_k, temp=temp)
+            tokens = nucleus_sample(keys, many, **options)
         frequencies = np.bincount(np.asarray(tokens), minlength=9) / draws
-        filtered = np.asarray(nucleus_filter(logits, top_p, top_k))[0]
+        filtered = np.asarray(nucleus_filter(logits, top_p, top_k, min_p))[0]
         expected = np.asarray(jax.nn.softmax(filtered / temp))
         np.testing.assert_allclose(frequencies, expected, atol=0.0125)
         assert np.all(frequencies[filtered <= REMOVED] == 0)
@@ -281,6 +340,7 @@ def test_nucleus_sample_equals_sampling_from_the_filtered_logits():
         settings = {
             "top_p": rng.choice([0, 0.1, 0.5, 0.9, 0.999, 1], shape[0]),
             "top_k": rng.choice([0, 1, 3, 50], shape[0]),
+            "min_p": rng.choice([0, 0.01, 0.3, 1], shape[0]).astype(np.float32),
         }
         temp = rng.choice([0, 0.1, 1, 100], shape[0])
         for seed in range(4):
@@ -323,6 +383,10 @@ def test_nucleus_sample_equals_sampling_from_the_filtered_logits():
         ("seed", 2**32),
         ("seed", 10**30),
         ("seed", None),
+        ("min_p", 1.1),
+        ("min_p", -1e-9),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", float("nan")),
     ],
 )
 def test_settings_are_checked_in_the_precision_of_the_device(name, value):
@@ -336,6 +400,34 @@ def test_settings_are_checked_in_the_precision_of_the_device(name, value):
     if isinstance(value, float):
         with pytest.raises(InputError, match=name):
             sampling.sampler_settings({name: np.array([1, 1, value])}, 3)
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        {5: 101},
+        {5: float("nan")},
+        {5: "1"},
+        {-1: 1.0},
+        {"5": 1.0},
+        {True: 1.0},
+        dict.fromkeys(range(301), 1.0),
+        [{}, {}],
+        [{}, 5, {}],
+        5,
+    ],
+)
+def test_biases_are_checked(bias):
+    with pytest.raises(InputError, match=r"^generate: logit_bias is .*, expected a dict of"):
+        sampling.sampler_settings({"logit_bias": bias}, 3)
+    with pytest.raises(InputError, match=r"^generate: logit_bias is .*, expected a dict of"):
+        SamplingOptions(logit_bias=bias)
+
+
+def test_rows_may_have_different_biases():
+    settings = sampling.sampler_settings({"logit_bias": [{1: 2.0}, None, {3: 4, 5: 6}]}, 3)
+    assert settings.biased_BN[:, :3].tolist() == [[1, 0, 0], [0, 0, 0], [3, 5, 0]]
+    assert settings.bias_BN[:, :3].tolist() == [[2, 0, 0], [0, 0, 0], [4, 6, 0]]
 
 
 @pytest.mark.parametrize(
@@ -372,10 +464,16 @@ def test_top_k_of_none_is_no_limit_as_in_the_original():
 
 
 def test_stacked_options_have_one_value_per_row():
-    texts = [SamplingOptions(0.5, 3, 0.7, 1.2, 9), SamplingOptions(seed=4), SamplingOptions()]
+    given = [0.5, 3, 0.7, 1.2, 9, 0.1, -1.5, 2.0]
+    texts = [SamplingOptions(*given, {7: -3.0}), SamplingOptions(seed=4), SamplingOptions()]
     rows = SamplingOptions.stacked(texts)
-    assert [row[0] for row in rows] == [np.float32(0.5), 3, np.float32(0.7), np.float32(1.2), 9]
-    assert [row[1] for row in rows] == [np.float32(0.9), 0, 1, 1, 4]
+    f32 = np.float32
+    assert [row[0] for row in rows[:8]] == [
+        f32(0.5), 3, f32(0.7), f32(1.2), 9, f32(0.1), -1.5, 2.0
+    ]  # fmt: skip
+    assert [row[1] for row in rows[:8]] == [f32(0.9), 0, 1, 1, 4, 0, 0, 0]
+    assert (rows.biased_BN[0, 0], rows.bias_BN[0, 0]) == (7, -3)
+    assert np.count_nonzero(rows.bias_BN) == 1
     assert len({int(SamplingOptions.stacked(texts).seed_B[2]) for _ in range(8)}) > 1
 
 
@@ -396,19 +494,23 @@ def test_a_row_with_invalid_logits_terminates_without_affecting_others(poison, p
     logits = rng.normal(size=(4, 300)).astype(np.float32)
     logits[2] = POISON[poison](logits[2])
     seen = rng.random((4, 300)) < 0.1
-    settings = SamplerSettings(
-        np.array([0.9, 0.5, 0.5, 1.0], np.float32),
-        np.array([0, 5, 0, 0], np.int32),
-        np.array([1, 0.5, 0.7, 0], np.float32),
-        np.array([1.2, 1, penalty, 1], np.float32),
-        np.arange(4, dtype=np.uint32),
-    )
+    settings = sampling.sampler_settings(
+        {
+            "top_p": [0.9, 0.5, 0.5, 1.0],
+            "top_k": [0, 5, 0, 0],
+            "temp": [1, 0.5, 0.7, 0],
+            "min_p": [0, 0, 0.1, 0],
+            "frequency_penalty": [0, 0, 2, 0],
+            "seed": range(4),
+        },
+        4,
+    )._replace(penalty_B=np.array([1.2, 1, penalty, 1], np.float32))
     others = [0, 1, 3]
 
     def draw(rows):
         row_settings = jax.tree.map(lambda x: x[rows], settings)
         made = np.zeros(len(rows), np.int32)
-        return jax.jit(choose)(logits[rows], row_settings, made, seen[rows])
+        return jax.jit(choose)(logits[rows], row_settings, made, seen[rows], seen[rows] * 3)
 
     tokens = within_the_limit(lambda: np.asarray(draw([0, 1, 2, 3])))
     np.testing.assert_array_equal(tokens[others], draw(others))
@@ -432,7 +534,7 @@ def test_the_fallback_is_the_most_likely_token(monkeypatch):
         return jnp.full(2, 9, jnp.uint32)
 
     logits = jnp.asarray([[0.0] * 9 + [-1.0], [0.0] * 4 + [9.0] + [0.0] * 5])
-    limits = np.full((2, 1), 0.1, np.float32), np.full((2, 1), 10, np.int32)
+    limits = sampling._limits(logits, 0.1, 10, 0.0)
     actual = sampling._draw_from_nucleus(always_outside, logits, *limits)
     jax.effects_barrier()
     assert actual.tolist() == [0, 4]

@@ -37,6 +37,7 @@ class FakeNetwork:
         self.calls: list[tuple[Any, ...]] = []
         self.allowed = threading.Event()
         self.allowed.set()
+        self.settings: Any = None  # of the last prompts
         self.waits = False  # whether a call is waiting
         self.failures: list[Exception] = []
         self.seconds = 0.0  # duration of each call
@@ -97,6 +98,7 @@ class FakeBatch:
         alternatives: int | None = None,
     ) -> FakeChosen:
         self._network.call("insert", len(rows), max(map(len, prompts)))
+        self._network.settings = settings
         requests = zip(
             rows, prompts, np.broadcast_to(lengths, len(rows)), settings.seed_B, strict=True
         )
