@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from mesh_transformer.cli.arguments import Parser, add_record_arguments, input_help
-from mesh_transformer.data.chat import ChatTemplate, Conversation
+from mesh_transformer.data.chat import Conversation, read_template
 from mesh_transformer.data.completions import Encoder, Pair, pack_texts
 from mesh_transformer.data.inputs import (
     BadInputError,
@@ -39,7 +39,6 @@ from mesh_transformer.data.inputs import (
 from mesh_transformer.data.tables import TABLE_TYPES, Columns, read_rows
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.data.tokenizer import load_tokenizer
-from mesh_transformer.storage.files import open_file
 from mesh_transformer.util import InputError
 
 
@@ -70,7 +69,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="Jinja template of conversations (default: the tokenizer's, or else a plain one)",
+        help="Jinja template of conversations, or plain (default: the tokenizer's, or else plain)",
     )
     parser.add_argument(
         "--pack",
@@ -137,25 +136,6 @@ def _rows(
             progress(raw.tell() - before)
             before = raw.tell()
             yield row
-
-
-def read_template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
-    """Return the chat template in a file; None if `path` is None.
-
-    Raises:
-      InputError: if the file cannot be read, or is not a template.
-    """
-    if path is None:
-        return None
-    try:
-        with open_file(path) as file:
-            text = file.read().decode()
-        return ChatTemplate(tokenizer, text, path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InputError(f"--chat-template {path} cannot be read ({reason})") from error
-    except InputError as error:
-        raise InputError(f"--chat-template {path}: {error}") from error
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -33,6 +33,11 @@ def parse_args() -> argparse.Namespace:
         ("--stall-seconds", 60, "seconds per model call after which /health fails (default 60)"),
     ):
         parser.add_argument(flag, type=positive, default=default, metavar="N", help=description)
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template of a model that can chat, or plain (default: the tokenizer's, if any)",
+    )
     drain = "seconds to finish running requests at shutdown (default 60)"
     parser.add_argument("--drain-seconds", type=int, default=60, help=drain)
     add_host_arguments(parser, required=False)
@@ -44,7 +49,8 @@ def main() -> None:
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.source import Source
-    from mesh_transformer.data.tokenizer import Tokenizer
+    from mesh_transformer.data.chat import ChatTemplate, read_template
+    from mesh_transformer.data.tokenizer import Tokenizer, chat_template
     from mesh_transformer.serving.app import create_app
     from mesh_transformer.serving.engine import Engine
     from mesh_transformer.serving.metrics import Metrics
@@ -57,13 +63,17 @@ def main() -> None:
     socket = listen(args.host, args.port)
     model = path if config else Source(path)
     tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
+    template = read_template(tokenizer, args.chat_template)
+    if template is None and chat_template(tokenizer) is not None:
+        template = ChatTemplate(tokenizer)
     with running_model(args, model, config, only_generate=True) as network:
         metrics = Metrics(args.rows)
         limits = {"queue": args.queue, "stall_seconds": args.stall_seconds}
         engine = Engine(network, metrics, rows=args.rows, **limits)
         engine.warm_up()
         max_tokens = args.max_tokens or network.config.window
-        service = Service(args.name or network.config.name, engine, tokenizer, metrics, max_tokens)
+        name = args.name or network.config.name
+        service = Service(name, engine, tokenizer, metrics, max_tokens, template)
         app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host])
         serve(app, socket, args.drain_seconds)
     # A normal exit of the interpreter takes seconds, and waits forever if the engine is stuck.

@@ -17,6 +17,7 @@ from mesh_transformer.data.tokenizer import (
     check_chat_template,
     render_chat,
 )
+from mesh_transformer.storage.files import open_file
 from mesh_transformer.util import InputError
 
 Message = dict[str, Any]  # with the strings `role` and `content`
@@ -29,8 +30,8 @@ PLAIN = """\
 {% if not loop.first %}{{ '\\n\\n' }}{% endif %}
 {{ message.role | capitalize }}:
 {%- if message.role == 'assistant' %}
-{% generation %} {{ message.content }}{{ eos_token }}{% endgeneration %}
-{% else %} {{ message.content }}{% endif %}
+{% generation %} {{ message.content | trim }}{{ eos_token }}{% endgeneration %}
+{% else %} {{ message.content | trim }}{% endif %}
 {% endfor %}
 {% if add_generation_prompt %}{{ '\\n\\n' }}Assistant:{% endif %}
 """
@@ -138,6 +139,12 @@ def _message(value: Any) -> Message | None:
     return present | {"content": replace_surrogates(value["content"])}
 
 
+def _failure(error: Exception, where: str = "") -> BadInputError:
+    """Return the error to raise for an exception of a chat template."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return BadInputError("template", f"{where}the chat template fails: {reason}")
+
+
 class ChatTemplate:
     """Renders conversations as text.
 
@@ -178,10 +185,7 @@ class ChatTemplate:
         except InputError:
             raise
         except Exception as error:  # the template is a program
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise BadInputError(
-                "template", f"{conversation.where}: the chat template fails: {reason}"
-            ) from error
+            raise _failure(error, f"{conversation.where}: ") from error
         while segments and not segments[-1].has_loss:
             segments.pop()
         if not any(segment.text for segment in segments):
@@ -189,6 +193,17 @@ class ChatTemplate:
                 "template", f"{conversation.where}: the chat template renders no answer"
             )
         return segments
+
+    def prompt(self, messages: list[Message]) -> str:
+        """Return the text of a conversation, and what comes before the next answer.
+
+        Raises:
+          BadInputError: if the template cannot render the conversation.
+        """
+        try:
+            return render_chat(self._tokenizer, messages, self.template, prompt=True)
+        except Exception as error:  # the template is a program
+            raise _failure(error) from error
 
     def _marked(self, conversation: Conversation) -> list[Segment]:
         text, spans = answer_spans(self._tokenizer, conversation.messages, self.template)
@@ -215,3 +230,27 @@ class ChatTemplate:
             segments.append(Segment(text[len(prompt) :], True))
             before = text
         return segments
+
+
+def read_template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
+    """Return the chat template that `--chat-template` chooses; None if `path` is None.
+
+    Args:
+      path: the path of a file, or "plain" for `PLAIN`.
+
+    Raises:
+      InputError: if the file cannot be read, or is not a template.
+    """
+    if path is None:
+        return None
+    if path == "plain":
+        return ChatTemplate(tokenizer, PLAIN, path)
+    try:
+        with open_file(path) as file:
+            text = file.read().decode()
+        return ChatTemplate(tokenizer, text, path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InputError(f"--chat-template {path} cannot be read ({reason})") from error
+    except InputError as error:
+        raise InputError(f"--chat-template {path}: {error}") from error

@@ -38,6 +38,13 @@ class TokenTexts:
             self._cache[number] = self._word(number)
         return self._cache[number]
 
+    def bytes_of(self, number: int) -> list[int]:
+        """Return the bytes, in UTF-8, of the token with the id `number`."""
+        word = self[number]
+        if word.startswith(PART):
+            return [int(byte, 16) for byte in word.removeprefix(PART).split("\\x")[1:]]
+        return list(word.encode())
+
     def text(self, numbers: Sequence[int]) -> str:
         """Return the text of a list of token ids."""
         return self.tokenizer.decode(numbers, clean_up_tokenization_spaces=False)

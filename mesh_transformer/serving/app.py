@@ -29,9 +29,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
     ApiError,
+    ChatRequest,
     CompletionRequest,
     ContextRequest,
     Keys,
+    SamplingRequest,
     parse,
     read_json,
 )
@@ -39,7 +41,7 @@ from mesh_transformer.serving.service import Completion, Service, unless_disconn
 from mesh_transformer.util import InputError, brief
 
 EVENTS = "text/event-stream"
-CHAT_PATHS = ("/v1/chat/completions", "/v1/responses")  # OpenAI's, which need a chat model
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"  # OpenAI's paths for conversations
 EXIT_SECONDS = 1.0  # maximum time for the engine to stop after the last answer
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -291,22 +293,28 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     async def completions(request: Request) -> Response:
         keys.check(request)
         body = parse(CompletionRequest, await read_json(request))
-        completion = await service.completion(body)
-        if body.stream:
-            return Events(completion)
-        choices = await unless_disconnected(request, completion.json_response(), completion)
-        return StreamingResponse(choices, media_type="application/json")
+        return await _answer(request, body, await service.completion(body))
+
+    async def chat(request: Request) -> Response:
+        keys.check(request)
+        body = parse(ChatRequest, await read_json(request))
+        return await _answer(request, body, await service.chat(body))
 
     async def no_chat(request: Request) -> Response:
         keys.check(request)
+        if service.template is not None:
+            raise ApiError(404, f"POST {RESPONSES}: not served; send messages to POST {CHAT}")
         message = (
             f"{service.name} is a base model without a chat template; send a prompt to "
             "POST /v1/completions"
         )
         raise ApiError(404, message, param="model", code="not_a_chat_model")
 
-    for path in CHAT_PATHS:
-        app.add_api_route(path, no_chat, methods=["POST"], include_in_schema=False)
+    app.add_api_route(RESPONSES, no_chat, methods=["POST"], include_in_schema=False)
+    if service.template is None:
+        app.add_api_route(CHAT, no_chat, methods=["POST"], include_in_schema=False)
+    else:
+        app.add_api_route(CHAT, chat, methods=["POST"], openapi_extra=_body_of(ChatRequest))
 
     @app.post("/complete", openapi_extra=_body_of(ContextRequest))
     async def complete(request: Request) -> Response:
@@ -319,6 +327,14 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
         return JSONResponse({"context": body.context, "completion": text, "time": seconds})
 
 
-def _body_of(kind: type[CompletionRequest] | type[ContextRequest]) -> dict[str, Any]:
+async def _answer(request: Request, body: SamplingRequest, completion: Completion) -> Response:
+    """Return the answers in `completion`, as one JSON object or as a stream of events."""
+    if body.stream:
+        return Events(completion)
+    choices = await unless_disconnected(request, completion.json_response(), completion)
+    return StreamingResponse(choices, media_type="application/json")
+
+
+def _body_of(kind: type[SamplingRequest] | type[ContextRequest]) -> dict[str, Any]:
     """Return the OpenAPI description of an endpoint whose request body has the type `kind`."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

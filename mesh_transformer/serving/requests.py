@@ -20,7 +20,9 @@ from mesh_transformer.generation.sampling import (
     OPENAI_DEFAULTS,
     PYTHON_DEFAULTS,
     RANGES,
+    SamplingOptions,
 )
+from mesh_transformer.serving.engine import ALTERNATIVES
 from mesh_transformer.util import InputError, brief
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -185,6 +187,11 @@ PROMPT = (
 )
 BOOLEAN = "true or false"
 TEXT = "a text"
+MOST_MESSAGES = 1024
+MESSAGES = (
+    f"a list of 1 to {MOST_MESSAGES} messages, each an object with a role and a content, which are "
+    "texts"
+)
 
 
 def _field(default: Any, expected: str, **limits: Any) -> Any:
@@ -213,23 +220,23 @@ class StreamOptions(_StrictModel):
     include_usage: bool | None = False
 
 
-class CompletionRequest(_StrictModel):
-    """The body of `POST /v1/completions`.
+class SamplingRequest(_StrictModel):
+    """The fields that `CompletionRequest` and `ChatRequest` have in common.
 
-    The fields are those of OpenAI's API, and four more: `top_k`, `min_p`, `repetition_penalty` and
+    They are those of OpenAI's API, and four more: `top_k`, `min_p`, `repetition_penalty` and
     `ignore_eos`, which continues an answer after the end-of-text token.
     """
 
     model: str | None = _field(None, TEXT)
-    prompt: Any = _field("<|endoftext|>", PROMPT)
-    max_tokens: int = _field(16, "a whole number of at least 0", ge=0)
     temperature: float = _number(OPENAI_DEFAULTS.temp, 0, 100)
     top_p: float = _number(OPENAI_DEFAULTS.top_p, 0, 1)
     top_k: int = _field(TOP_K.default, str(TOP_K), ge=TOP_K.least, le=TOP_K.most)
     min_p: float = _number(MIN_P.default, MIN_P.least, MIN_P.most)
     repetition_penalty: float = _number(PENALTY.default, PENALTY.least, PENALTY.most)
+    presence_penalty: float = _number(PRESENCE.default, PRESENCE.least, PRESENCE.most)
+    frequency_penalty: float = _number(FREQUENCY.default, FREQUENCY.least, FREQUENCY.most)
+    logit_bias: dict[TokenId, Bias] | None = _field(None, LOGIT_BIAS, max_length=MOST_BIASES)
     n: int = _field(1, f"a whole number from 1 to {MOST_CHOICES}", ge=1, le=MOST_CHOICES)
-    best_of: int | None = _field(None, "the value of n, or no value")
     seed: int | None = _field(
         None, "a whole number from -2**63 to 2**64 - 1", ge=-(2**63), lt=2**64
     )
@@ -239,18 +246,12 @@ class CompletionRequest(_StrictModel):
             f"a text of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS} of them",
         )
     )
-    logprobs: int | None = _field(None, "a whole number from 0 to 5", ge=0, le=5)
-    echo: bool = _field(False, BOOLEAN)
     stream: bool = _field(False, BOOLEAN)
     stream_options: StreamOptions | None = _field(
         None, "an object with no key but include_usage, which is true or false"
     )
     ignore_eos: bool = _field(False, BOOLEAN)
     user: str | None = _field(None, TEXT)
-    suffix: Literal[""] | None = _field(None, "no text, as suffixes are not supported")
-    presence_penalty: float = _number(PRESENCE.default, PRESENCE.least, PRESENCE.most)
-    frequency_penalty: float = _number(FREQUENCY.default, FREQUENCY.least, FREQUENCY.most)
-    logit_bias: dict[TokenId, Bias] | None = _field(None, LOGIT_BIAS, max_length=MOST_BIASES)
 
     @property
     def stops(self) -> list[str]:
@@ -258,9 +259,70 @@ class CompletionRequest(_StrictModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def biases(self) -> dict[int, float]:
-        """The logit biases, by token id."""
-        return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+    def options(self) -> SamplingOptions:
+        """The sampling settings, without a seed."""
+        return SamplingOptions(
+            top_p=self.top_p,
+            top_k=self.top_k,
+            temp=self.temperature,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+        )
+
+
+class CompletionRequest(SamplingRequest):
+    """The body of `POST /v1/completions`."""
+
+    prompt: Any = _field("<|endoftext|>", PROMPT)
+    max_tokens: int = _field(16, "a whole number of at least 0", ge=0)
+    best_of: int | None = _field(None, "the value of n, or no value")
+    logprobs: int | None = _field(
+        None, f"a whole number from 0 to {ALTERNATIVES}", ge=0, le=ALTERNATIVES
+    )
+    echo: bool = _field(False, BOOLEAN)
+    suffix: Literal[""] | None = _field(None, "no text, as suffixes are not supported")
+
+
+class TextPart(_StrictModel):
+    """A part of a message's content, as in OpenAI's API."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_StrictModel):
+    """A message of a conversation, as in OpenAI's API."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the message in the form that chat templates expect."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+
+
+class ChatRequest(SamplingRequest):
+    """The body of `POST /v1/chat/completions`.
+
+    `max_completion_tokens` is a newer name of `max_tokens`.
+    """
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] = _field(
+        ..., MESSAGES
+    )
+    max_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
+    max_completion_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
+    logprobs: bool = _field(False, BOOLEAN)
+    top_logprobs: int | None = _field(
+        None, f"a whole number from 0 to {ALTERNATIVES}", ge=0, le=ALTERNATIVES
+    )
 
 
 class ContextRequest(_StrictModel):
@@ -335,6 +397,7 @@ def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
 
 EXAMPLES = {
     CompletionRequest: {"prompt": "Hello", "max_tokens": 16},
+    ChatRequest: {"messages": [{"role": "user", "content": "Hello"}]},
     ContextRequest: {"context": "Hello", "top_p": 0.9, "temp": 0.75},
 }
 

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
+from mesh_transformer.data.chat import ANSWERS, ChatTemplate
+from mesh_transformer.data.inputs import BadInputError
 from mesh_transformer.generation.prompts import longest_text
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
@@ -26,8 +28,10 @@ from mesh_transformer.serving.engine import Engine, QueueFullError, StoppedEngin
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
     ApiError,
+    ChatRequest,
     CompletionRequest,
     ContextRequest,
+    SamplingRequest,
     invalid,
     prompts_of,
 )
@@ -46,16 +50,24 @@ class Service:
     Args:
       name: the model's name in requests and responses.
       most_tokens: maximum number of tokens per answer.
+      template: renders conversations as prompts; None for a model that cannot chat.
     """
 
     def __init__(
-        self, name: str, engine: Engine, tokenizer: Any, metrics: Metrics, most_tokens: int
+        self,
+        name: str,
+        engine: Engine,
+        tokenizer: Any,
+        metrics: Metrics,
+        most_tokens: int,
+        template: ChatTemplate | None = None,
     ):
         self.name = name
         self.engine = engine
         self.metrics = metrics
         self.words = TokenTexts(tokenizer)
         self.most_tokens = most_tokens
+        self.template = template
         self.created = int(time.time())
         # For work that would block the event loop.  asyncio's default executor is not used, because
         # the event loop would wait for its threads at shutdown.
@@ -90,38 +102,74 @@ class Service:
         Raises:
           ApiError: if the request is invalid for this model, or if the engine rejects the request.
         """
-        self.check_model(body.model)
+        self._check_request(body)
         count, length = body.n, body.max_tokens
         if body.best_of not in (None, count):
             raise invalid("best_of", body.best_of, f"the value of n ({count}), or no value")
         if not length and not body.echo:
             raise invalid("max_tokens", length, "at least 1 unless echo is true")
         self._check_length(length, "max_tokens")
-        n_vocab = self.engine.network.config.n_vocab
-        if max(body.biases, default=0) >= n_vocab:
-            raise invalid("logit_bias", body.logit_bias, f"token ids from 0 to {n_vocab - 1}")
         prompts = [await self._tokens(prompt, length) for prompt in prompts_of(body.prompt)]
-        room = self.engine.rows + self.engine.queue
+        completion = Completion(self, body)
+        self._begin(completion, body, prompts, length)
+        return completion
+
+    async def chat(self, body: ChatRequest) -> "ChatCompletion":
+        """Begin the answers to a `POST /v1/chat/completions` request, as in OpenAI's API.
+
+        By default, an answer may fill the model's context.
+
+        Raises:
+          ApiError: if the request is invalid for this model, if the chat template refuses the
+            messages, or if the engine rejects the request.
+        """
+        assert self.template is not None
+        self._check_request(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise invalid("top_logprobs", body.top_logprobs, "no value unless logprobs is true")
+        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        length = body.max_completion_tokens or body.max_tokens
+        self._check_length(length or 1, param)
+        messages = [message.as_dict() for message in body.messages]
+        try:
+            text = await self.run_in_thread(functools.partial(self.template.prompt, messages))
+        except BadInputError as error:
+            message = f"messages: {error}; change the messages"
+            raise ApiError(400, message, param="messages") from None
+        prompt = await self._tokens(text, length or 1, "messages", special=False)
+        if length is None:
+            window = self.engine.network.config.window
+            most = longest_text(self.engine.network.config) or window
+            length = max(1, min(self.most_tokens, most - len(prompt)))
+        completion = ChatCompletion(self, body)
+        self._begin(completion, body, [prompt], length)
+        return completion
+
+    def _check_request(self, body: SamplingRequest) -> None:
+        """Raise ApiError if the request names another model or an unknown token."""
+        self.check_model(body.model)
+        n_vocab = self.engine.network.config.n_vocab
+        if max(map(int, body.logit_bias or {}), default=0) >= n_vocab:
+            raise invalid("logit_bias", body.logit_bias, f"token ids from 0 to {n_vocab - 1}")
+
+    def _begin(
+        self,
+        completion: "Completion",
+        body: SamplingRequest,
+        prompts: Sequence[np.ndarray],
+        length: int,
+    ) -> None:
+        """Begin `body.n` answers of at most `length` tokens to each prompt."""
+        room, count = self.engine.rows + self.engine.queue, body.n
         if len(prompts) * count > room:
             most = f"at most {room // len(prompts)}, as the server has room for {room} answers"
             raise invalid("n", count, most)
         seed = secrets.randbits(32) if body.seed is None else body.seed
-        options = SamplingOptions(
-            top_p=body.top_p,
-            top_k=body.top_k,
-            temp=body.temperature,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            logit_bias=body.biases,
-        )
-        completion = Completion(self, body)
+        options = body.options
         seeds = [(seed + number) % 2**32 for number in range(count)]
         for prompt in prompts:
             completion.add(prompt, length, [dataclasses.replace(options, seed=s) for s in seeds])
         completion.begin()
-        return completion
 
     async def continuation(self, body: ContextRequest) -> "Completion":
         """Begin the answer to a `POST /complete` request, as in the original mesh-transformer-jax.
@@ -147,12 +195,16 @@ class Service:
         if length > self.most_tokens:
             raise invalid(param, length, f"at most {self.most_tokens}")
 
-    async def _tokens(self, prompt: str | list[int], length: int) -> np.ndarray:
+    async def _tokens(
+        self, prompt: str | list[int], length: int, param: str = "prompt", *, special: bool = True
+    ) -> np.ndarray:
         """Return a prompt's token ids [T].
 
         Args:
           prompt: a text or a list of token ids.
           length: number of tokens to generate after the prompt.
+          param: the field of the request that has the prompt, for error messages.
+          special: whether to add the special tokens that the tokenizer puts around a text.
 
         Raises:
           ApiError: if a token id is invalid, or if the prompt, or the prompt together with its
@@ -163,29 +215,29 @@ class Service:
         too_long = isinstance(prompt, str) and len(prompt) > window * self.words.longest
         tokens = prompt
         if isinstance(prompt, str) and not too_long:
-            tokens = await self._encoded(prompt)
+            tokens = await self._encoded(prompt, special)
         if too_long or len(tokens) > window:
             raise ApiError(
                 400,
-                f"prompt: {len(tokens)} {'characters' if too_long else 'tokens'}, but the model's "
-                f"context is {window} tokens; shorten the prompt",
-                param="prompt",
+                f"{param}: {len(tokens)} {'characters' if too_long else 'tokens'}, but the model's "
+                f"context is {window} tokens; shorten the {param}",
+                param=param,
                 code="context_length_exceeded",
             )
         assert isinstance(tokens, list)
-        return self._checked(tokens, length)
+        return self._checked(tokens, length, param)
 
-    async def _encoded(self, text: str) -> list[int]:
+    async def _encoded(self, text: str, special: bool = True) -> list[int]:
         """Tokenize a text; a long text is tokenized in a thread, not on the event loop."""
 
         def encode() -> list[int]:
-            return self.words.tokenizer(text)["input_ids"]
+            return self.words.tokenizer(text, add_special_tokens=special)["input_ids"]
 
         tokens = encode() if len(text) <= SHORT_TEXT else await self.run_in_thread(encode)
         # An empty prompt becomes the end-of-text token, after which the model begins a new text.
         return tokens or [self.words.end or 0]
 
-    def _checked(self, tokens: Sequence[int], length: int) -> np.ndarray:
+    def _checked(self, tokens: Sequence[int], length: int, param: str = "prompt") -> np.ndarray:
         """Check the token ids of a prompt, and return them as an array [T].
 
         Args:
@@ -200,17 +252,17 @@ class Service:
         if outside:
             raise ApiError(
                 400,
-                f"prompt: token id {str(outside[0])[:20]} is outside the vocabulary of "
+                f"{param}: token id {str(outside[0])[:20]} is outside the vocabulary of "
                 f"{config.n_vocab} tokens; use the model's own tokenizer",
-                param="prompt",
+                param=param,
             )
         longest = longest_text(config)
         if longest is not None and len(tokens) + length > longest:
             raise ApiError(
                 400,
-                f"prompt: {len(tokens)} tokens and {length} for the answer, but this model allows "
-                f"at most {longest} together; shorten the prompt or the answer",
-                param="prompt",
+                f"{param}: {len(tokens)} tokens and {length} for the answer, but this model allows "
+                f"at most {longest} together; shorten the {param} or the answer",
+                param=param,
                 code="context_length_exceeded",
             )
         return np.array(tokens, np.int32)
@@ -238,16 +290,21 @@ class Completion:
       body: the HTTP request.
     """
 
-    def __init__(self, service: Service, body: CompletionRequest):
+    _prefix, _kind, _kind_of_chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, service: Service, body: CompletionRequest | ChatRequest):
         self._service = service
         self._body = body
+        self._echo = isinstance(body, CompletionRequest) and body.echo
+        self._with_logprobs = body.logprobs is not None and body.logprobs is not False
+        self._alternatives = int(body.logprobs or 0)  # number of tokens besides the chosen one
         self._choices: list[_Choice] = []
         # The engine's updates, each with the indices of the choices that it belongs to.
         self._updates: asyncio.Queue[tuple[Sequence[int], engines.Progress]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
+            "id": f"{self._prefix}-{secrets.token_hex(12)}",
+            "object": self._kind,
             "created": int(time.time()),
             "model": service.name,
         }
@@ -263,7 +320,7 @@ class Completion:
         body, first = self._body, len(self._choices)
         indices = range(first, first + len(options))
         groups = [[index] for index in indices] if length else [list(indices)]
-        score = bool(body.echo) and (body.logprobs is not None or not length)
+        score = self._echo and (self._with_logprobs or not length)
         for group in groups:
             request = engines.Request(
                 prompt,
@@ -271,7 +328,7 @@ class Completion:
                 options[group[0] - first],
                 functools.partial(self._deliver, group),
                 stop=None if body.ignore_eos else self._service.words.end,
-                logprobs=body.logprobs is not None,
+                logprobs=self._with_logprobs,
                 score=score and group[0] == first,
             )
             self._choices += [_Choice(prompt, request) for _ in group]
@@ -303,7 +360,7 @@ class Completion:
         words, echoes = self._service.words, dict[int, Echo]()
         for choice in self._choices:
             key = id(choice.prompt)
-            if self._body.echo and key not in echoes:
+            if self._echo and key not in echoes:
                 numbers = choice.prompt.tolist()
                 echoes[key] = await self._service.run_in_thread(
                     functools.partial(Echo, words, numbers)
@@ -375,14 +432,15 @@ class Completion:
         """Yield the answers as server-sent events in OpenAI's format."""
         usage = self._body.stream_options and self._body.stream_options.include_usage
         usage_key = {"usage": None} if usage else {}
+        head = self._head | {"object": self._kind_of_chunk}
         try:
             async for index, piece in self._pieces():
-                yield _event(self._head | {"choices": [self._choice(index, piece)]} | usage_key)
+                yield _event(head | {"choices": [self._chunk(index, piece)]} | usage_key)
         except ApiError as error:
             yield _event(error.body())
             return
         if usage:
-            yield _event(self._head | {"choices": [], "usage": self._usage()})
+            yield _event(head | {"choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -393,11 +451,14 @@ class Completion:
             "finish_reason": piece.finish,
         }
 
+    def _chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Return the choice in an event with a piece of an answer."""
+        return self._choice(index, piece)
+
     def _logprobs(self, token_offsets: Sequence[TokenOffset]) -> dict[str, Any] | None:
-        count = self._body.logprobs
-        if count is None:
+        if not self._with_logprobs:
             return None
-        words = self._service.words
+        words, count = self._service.words, self._alternatives
         return {
             "tokens": [words[spot.token.number] for spot in token_offsets],
             "token_logprobs": [spot.token.logprob for spot in token_offsets],
@@ -415,6 +476,45 @@ class Completion:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
+
+
+class ChatCompletion(Completion):
+    """The answers to a `POST /v1/chat/completions` request; see `Completion`."""
+
+    _prefix, _kind, _kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, body: ChatRequest):
+        super().__init__(service, body)
+        self._alternatives = body.top_logprobs or 0
+        self._streamed = set[int]()  # the answers of which a chunk has been sent
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        return self._part(index, piece, message={"role": ANSWERS, "content": piece.text})
+
+    def _chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        role = {} if index in self._streamed else {"role": ANSWERS}
+        self._streamed.add(index)
+        return self._part(index, piece, delta=role | {"content": piece.text})
+
+    def _part(self, index: int, piece: Piece, **text: Any) -> dict[str, Any]:
+        logprobs = self._logprobs(piece.token_offsets)
+        return {"index": index, **text, "logprobs": logprobs, "finish_reason": piece.finish}
+
+    def _logprobs(self, token_offsets: Sequence[TokenOffset]) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        tokens = [spot.token for spot in token_offsets]
+        return {
+            "content": [
+                self._token(token.number, token.logprob)
+                | {"top_logprobs": [self._token(*top) for top in token.top[: self._alternatives]]}
+                for token in tokens
+            ]
+        }
+
+    def _token(self, number: int, logprob: float | None) -> dict[str, Any]:
+        word = self._service.words[number]
+        return {"token": word, "logprob": logprob, "bytes": self._service.words.bytes_of(number)}
 
 
 def _stopped(error: StoppedEngineError) -> ApiError:

@@ -74,7 +74,7 @@ def test_errors_show_what_was_found_and_expected(live):
         ({"top_k": "5"}, 'top_k: found "5", expected a whole number from 0 to 2147483647'),
         ({"top_p": 2}, "top_p: found 2, expected a number from 0 to 1"),
         ({"stop": [None]}, "stop: found [null], expected a text of 1 to 256 characters, or a list"),
-        ({"beams": None}, "beams: found an unknown key, expected only model, prompt, max_tokens,"),
+        ({"beams": None}, "beams: found an unknown key, expected only model, temperature, top_p,"),
         ({"n": 2, "best_of": 3}, "best_of: found 3, expected the value of n (2), or no value"),
         ([1], 'the body: found [1], expected a JSON object such as {"prompt": "Hello",'),
         ('{"a": NaN}', "the body: found no valid JSON at line 1 column 7, expected a JSON object"),
@@ -426,8 +426,8 @@ class Counting:
         self.decoded.append((threading.current_thread().name, len(numbers)))
         return self._tokenizer.decode(numbers, **options)
 
-    def __call__(self, text: str) -> Any:
-        return self._tokenizer(text)
+    def __call__(self, text: str, **options: Any) -> Any:
+        return self._tokenizer(text, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from mesh_transformer.data.chat import read_template
 from mesh_transformer.serving.app import create_app
 from mesh_transformer.serving.engine import Engine
 from mesh_transformer.serving.metrics import Metrics
@@ -27,10 +28,11 @@ class Live:
     def __init__(self, network: Any, tokenizer: Any, keys: str | None, **options: Any):
         metrics, hosts = Metrics(options.setdefault("rows", 8)), options.pop("hosts", ())
         drain_seconds = options.pop("drain_seconds", 5)
+        template = read_template(tokenizer, options.pop("template", None))
         self.network = network
         self.tokenizer = tokenizer
         self.engine = Engine(network, metrics, **options)
-        self.service = Service("fake", self.engine, tokenizer, metrics, most_tokens=500)
+        self.service = Service("fake", self.engine, tokenizer, metrics, 500, template)
         listening = listen("127.0.0.1", 0)
         self.address = listening.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"

@@ -1,0 +1,158 @@
+"""Conversations over HTTP, on a fake network whose tokens are all known in advance."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.live_server import Live, check_error
+
+pytest_plugins = ["tests.support.live_fixtures"]
+
+# A template that, like many, refuses conversations whose roles do not alternate.
+TEMPLATE = """\
+{%- for message in messages -%}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
+{{ raise_exception('roles must alternate') }}
+{%- endif -%}
+<{{ message.role }}>{{ message.content }}
+{%- endfor -%}
+{%- if add_generation_prompt %}<assistant>{% endif -%}
+"""
+TALK = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi!"},
+    {"role": "user", "content": [{"type": "text", "text": "Who"}, {"type": "text", "text": "?"}]},
+]
+RENDERED = "<user>Hello<assistant>Hi!<user>Who?<assistant>"
+
+
+@pytest.fixture(scope="module")
+def chat(serve, tmp_path_factory) -> Live:
+    path = tmp_path_factory.mktemp("chat") / "template.jinja"
+    path.write_text(TEMPLATE)
+    return serve(template=str(path))
+
+
+@pytest.fixture
+def client(chat) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def ask(chat: Live, messages: Any = TALK, **body: Any) -> dict[str, Any]:
+    response = chat.http.post("/v1/chat/completions", json={"messages": messages} | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_messages_are_rendered_and_answered(chat):
+    prompt = chat.tokenizer(RENDERED)["input_ids"]
+    answer = ask(chat, max_tokens=20, seed=3, n=2)
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "fake"
+    for index, choice in enumerate(answer["choices"]):
+        content = chat.text(prompt, 3 + index, 20)
+        assert choice == {
+            "index": index,
+            "message": {"role": "assistant", "content": content},
+            "logprobs": None,
+            "finish_reason": "length",
+        }
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": 40,
+        "total_tokens": len(prompt) + 40,
+    }
+
+
+def test_answers_equal_those_to_the_rendered_prompt(chat):
+    text = chat.text(chat.tokenizer(RENDERED)["input_ids"], 8, 30)
+    options = {"max_tokens": 30, "seed": 8, "stop": text[20:24], "temperature": 0.5}
+    completion = chat.ask(prompt=RENDERED, **options)["choices"][0]
+    choice = ask(chat, **options)["choices"][0]
+    assert choice["message"]["content"] == completion["text"]
+    assert choice["finish_reason"] == completion["finish_reason"] == "stop"
+
+
+def test_an_answer_fills_the_context_by_default(chat):
+    answer = ask(chat, ignore_eos=True)
+    assert answer["usage"]["total_tokens"] == chat.network.config.window
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_openai_client_streams_and_reads_logprobs(chat, client):
+    request: dict[str, Any] = {"model": "fake", "messages": TALK, "seed": 5}
+    request |= {"max_completion_tokens": 25, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**request).choices[0]
+    chunks = list(
+        client.chat.completions.create(
+            **request, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert chunks[-1].usage.completion_tokens == 25
+    pieces = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert [piece.delta.role for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
+    assert "".join(piece.delta.content for piece in pieces) == whole.message.content
+    assert pieces[-1].finish_reason == whole.finish_reason == "length"
+    tokens = whole.logprobs.content
+    streamed = [token for piece in pieces for token in piece.logprobs.content]
+    assert streamed == tokens
+    numbers = chat.network.answer(chat.tokenizer(RENDERED)["input_ids"], 5, 25)
+    answer = b"".join(bytes(token.bytes) for token in tokens)  # the last character may be cut
+    assert answer.decode(errors="replace") == chat.tokenizer.decode(numbers)
+    assert [token.logprob for token in tokens] == pytest.approx([-1 - n / 50400 for n in numbers])
+    assert all([top.token for top in token.top_logprobs] == ["!", '"'] for token in tokens)
+
+
+def test_the_plain_template_is_that_of_completion_records(serve):
+    plain = serve(template="plain")
+    # The model's own answer begins with a space, which must not be doubled in the next turn.
+    talk = [TALK[0], {"role": "assistant", "content": " Hi!"}, TALK[2]]
+    answer = ask(plain, talk, max_tokens=9, seed=1)
+    rendered = "User: Hello\n\nAssistant: Hi!<|endoftext|>\n\nUser: Who?\n\nAssistant:"
+    prompt = plain.tokenizer(rendered)["input_ids"]
+    assert answer["choices"][0]["message"]["content"] == plain.text(prompt, 1, 9)
+    assert plain.tokenizer.eos_token_id in prompt
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "messages: found no value, expected a list of 1 to 1024 messages"),
+        ({"messages": []}, "messages: found [], expected a list of 1 to 1024 messages"),
+        ({"messages": [{"role": "user"}]}, 'messages: found [{"role": "user"}], expected a list'),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: found ["),
+        ({"messages": TALK[1:]}, "messages: the chat template fails: roles must alternate; change"),
+        ({"messages": TALK, "max_tokens": 501}, "max_tokens: found 501, expected at most 500"),
+        (
+            {"messages": TALK, "max_completion_tokens": 501},
+            "max_completion_tokens: found 501, expected at most 500",
+        ),
+        (
+            {"messages": TALK, "top_logprobs": 2},
+            "top_logprobs: found 2, expected no value unless logprobs is true",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "many words " * 100}]},
+            "messages: 207 tokens, but the model's context is 64 tokens; shorten the messages",
+        ),
+        ({"messages": TALK, "prompt": "a"}, "prompt: found an unknown key, expected only model,"),
+        ({"messages": TALK, "model": "gpt-4"}, "the model 'gpt-4' does not exist; use 'fake'"),
+    ],
+)
+def test_errors_name_the_field(chat, wrong, message):
+    for stream in (False, True):
+        response = chat.http.post("/v1/chat/completions", json=wrong | {"stream": stream})
+        assert check_error(response)["message"].startswith(message)
+
+
+def test_paths_of_a_server_that_can_chat(chat):
+    error = chat.refused({"input": "Hello"}, "/v1/responses")[1]
+    assert error["message"] == (
+        "POST /v1/responses: not served; send messages to POST /v1/chat/completions"
+    )
+    described = json.loads(chat.http.get("/openapi.json").text)
+    assert "/v1/chat/completions" in described["paths"]
