@@ -163,6 +163,7 @@ class LocalNodes:
         return Present(hosts, config, missing)
 
     def larger_mesh(self, used: int) -> str:
+        """Return why a restart would give a run that uses `used` hosts a larger mesh, or ""."""
         count = self.present()
         config, usable = self._fit(count)
         if usable <= used:
