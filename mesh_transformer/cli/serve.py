@@ -66,6 +66,7 @@ def main() -> None:
     template = read_template(tokenizer, args.chat_template)
     if template is None and chat_template(tokenizer) is not None:
         template = ChatTemplate(tokenizer)
+    chat = template and template.prompt
     with running_model(args, model, config, only_generate=True) as network:
         metrics = Metrics(args.rows)
         limits = {"queue": args.queue, "stall_seconds": args.stall_seconds}
@@ -73,7 +74,7 @@ def main() -> None:
         engine.warm_up()
         max_tokens = args.max_tokens or network.config.window
         name = args.name or network.config.name
-        service = Service(name, engine, tokenizer, metrics, max_tokens, template)
+        service = Service(name, engine, tokenizer, metrics, max_tokens, chat)
         app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host])
         serve(app, socket, args.drain_seconds)
     # A normal exit of the interpreter takes seconds, and waits forever if the engine is stuck.

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from mesh_transformer.data.chat import ANSWERS, ChatTemplate
-from mesh_transformer.data.inputs import BadInputError
+from mesh_transformer.data.chat import ANSWERS
 from mesh_transformer.generation.prompts import longest_text
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
@@ -35,6 +34,7 @@ from mesh_transformer.serving.requests import (
     invalid,
     prompts_of,
 )
+from mesh_transformer.util import InputError
 
 # Default number of tokens per answer of `POST /complete`, as in the original mesh-transformer-jax.
 ORIGINAL_LENGTH = 512
@@ -50,7 +50,8 @@ class Service:
     Args:
       name: the model's name in requests and responses.
       most_tokens: maximum number of tokens per answer.
-      template: renders conversations as prompts; None for a model that cannot chat.
+      template: function from messages to the text of a prompt, which raises InputError for messages
+        that it refuses; None for a model that cannot chat.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Service:
         tokenizer: Any,
         metrics: Metrics,
         most_tokens: int,
-        template: ChatTemplate | None = None,
+        template: Callable[[list[dict[str, Any]]], str] | None = None,
     ):
         self.name = name
         self.engine = engine
@@ -132,8 +133,8 @@ class Service:
         self._check_length(length or 1, param)
         messages = [message.as_dict() for message in body.messages]
         try:
-            text = await self.run_in_thread(functools.partial(self.template.prompt, messages))
-        except BadInputError as error:
+            text = await self.run_in_thread(functools.partial(self.template, messages))
+        except InputError as error:
             message = f"messages: {error}; change the messages"
             raise ApiError(400, message, param="messages") from None
         prompt = await self._tokens(text, length or 1, "messages", special=False)
