@@ -3,6 +3,10 @@
 First, each request of a fixed set is sent on its own.  Then many clients concurrently send requests
 drawn at random from the same set.  Every answer must equal the one that the same request got when
 it was sent on its own.
+
+With --rates, requests arrive at random times instead, as those of independent users do (a Poisson
+process), at each of the given mean rates in turn.  A request is sent however many are still
+unanswered, so the latencies show at which rate the server can no longer keep up.
 """
 
 import argparse
@@ -18,6 +22,7 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
+from mesh_transformer.performance import pictures
 from mesh_transformer.util import InputError, StoppedError, run_script
 
 WORDS = [
@@ -60,8 +65,36 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--most-tokens", type=int, default=64, help="maximum tokens per answer (default 64)"
     )
+    parser.add_argument(
+        "--lengths",
+        choices=["uniform", "skewed"],
+        default="uniform",
+        help="distribution of the lengths of prompts and answers: uniform, or skewed, in which "
+        "most are short (default uniform)",
+    )
+    parser.add_argument(
+        "--shared-words",
+        type=int,
+        default=0,
+        help="words with which all prompts begin, besides their own (default 0)",
+    )
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        metavar="R",
+        help="mean requests per second that arrive at random times; instead of --clients",
+    )
+    parser.add_argument(
+        "--picture", help="PNG or SVG file for a plot of latency against throughput; with --rates"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default 0)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.picture and not args.rates:
+        raise InputError("--picture requires --rates; add the rates to measure")
+    if args.rates and min(args.rates) <= 0:
+        raise InputError(f"--rates {min(args.rates):g}: expected more than 0 requests per second")
+    return args
 
 
 @dataclasses.dataclass
@@ -86,6 +119,10 @@ class Answer:
         return (self.end - self.first) / max(self.tokens - 1, 1)
 
 
+class RefusedError(StoppedError):
+    """The server's queue is full."""
+
+
 class Client:
     """A client that requests streamed completions; it opens a new connection for each request."""
 
@@ -101,7 +138,8 @@ class Client:
 
         Raises:
           InputError: if the server cannot be reached.
-          StoppedError: if the server returns an error or an incomplete answer.
+          RefusedError: if the server's queue is full.
+          StoppedError: if the server returns another error or an incomplete answer.
         """
         began = time.perf_counter()
         try:
@@ -121,6 +159,8 @@ class Client:
 
     async def _read(self, reader: asyncio.StreamReader, began: float) -> Answer:
         status = (await reader.readline()).decode()
+        if " 429 " in status:
+            raise RefusedError("the server's queue is full")
         if " 200 " not in status:
             raise StoppedError(f"the server returned {status.strip()}: {await reader.read()}")
         pieces, first, tokens = [], None, None
@@ -143,10 +183,18 @@ class Client:
 def make_requests(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw random requests that differ in prompt, length and sampling settings."""
     rng = random.Random(args.seed)
+    shared = rng.choices(WORDS, k=args.shared_words)
+
+    def length(most: int) -> int:
+        if args.lengths == "uniform":
+            return rng.randint(1, most)
+        # The median is a tenth of the maximum, and one in six is more than 2.7 times the median.
+        return min(max(round(most / 10 * rng.lognormvariate(0, 1)), 1), most)
+
     return [
         {
-            "prompt": " ".join(rng.choices(WORDS, k=rng.randint(1, args.most_words))),
-            "max_tokens": rng.randint(1, args.most_tokens),
+            "prompt": " ".join(shared + rng.choices(WORDS, k=length(args.most_words))),
+            "max_tokens": length(args.most_tokens),
             "temperature": rng.choice([0, 0.7, 1.0]),
             "top_p": rng.choice([0.9, 1.0]),
             "seed": rng.randrange(2**32),
@@ -155,69 +203,176 @@ def make_requests(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def report(name: str, answers: list[Answer], seconds: float) -> float:
-    """Print the throughput and the latency of the answers, and return the tokens per second.
+@dataclasses.dataclass
+class Load:
+    """The answers during one measurement.
 
-    Args:
-      name: the name of the measurement, printed first.
-      seconds: the duration of the measurement.
+    Attributes:
+      seconds: duration of the measurement.
+      wrong: number of answers that differ from those given one at a time.
+      refused: number of requests that were refused because the queue was full.
     """
-    rate = sum(answer.tokens for answer in answers) / seconds
 
-    def milliseconds(values: list[float]) -> str:
-        cuts = (
-            statistics.quantiles(values, n=100, method="inclusive") if values[1:] else values * 99
+    answers: list[Answer]
+    seconds: float
+    wrong: int = 0
+    refused: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(answer.tokens for answer in self.answers) / self.seconds
+
+    def first(self) -> list[float]:
+        """Return the percentiles of the times to the first token, in seconds."""
+        return percentiles([answer.first for answer in self.answers])
+
+    def per_token(self) -> list[float]:
+        """Return the percentiles of the times per further token, in seconds."""
+        return percentiles([answer.per_token for answer in self.answers if answer.tokens > 1])
+
+    def report(self, name: str) -> None:
+        """Print the throughput and the latencies.
+
+        Args:
+          name: the name of the measurement, printed first.
+        """
+
+        def milliseconds(values: list[float]) -> str:
+            return " / ".join(f"{1e3 * values[place]:.1f}" for place in PERCENTILES.values())
+
+        refused = f", {self.refused} refused" if self.refused else ""
+        print(
+            f"{name}: {len(self.answers)} answers, {self.tokens_per_second:.1f} tokens/s{refused}; "
+            f"{' / '.join(PERCENTILES)} time to first token {milliseconds(self.first())} ms, "
+            f"per token {milliseconds(self.per_token())} ms"
         )
-        return f"{1e3 * cuts[49]:.1f} / {1e3 * cuts[98]:.1f} ms"
 
-    first = milliseconds([answer.first for answer in answers])
-    per_token = milliseconds([answer.per_token for answer in answers if answer.tokens > 1])
-    print(
-        f"{name}: {len(answers)} answers, {rate:.1f} tokens/s; "
-        f"p50 / p99 time to first token {first}, per token {per_token}"
-    )
-    return rate
+
+PERCENTILES = {"p50": 49, "p90": 89, "p99": 98}  # their places in a list of `percentiles`
+
+
+def percentiles(values: list[float]) -> list[float]:
+    """Return the 99 percentiles of at least one value; NaN if there is none."""
+    if len(values) < 2:
+        return (values or [float("nan")]) * 99
+    return statistics.quantiles(values, n=100, method="inclusive")
 
 
 async def load(args: argparse.Namespace) -> int:
-    """Run both measurements: one request at a time, and then many concurrent clients.
+    """Run all measurements: one request at a time, and then many at the same time.
 
     Returns:
-      The exit status: 1 if an answer of the second measurement differs from that of the first.
+      The exit status: 1 if an answer differs from that to the same request on its own.
     """
     client, requests = Client(args.url, args.api_key), make_requests(args)
     began = time.perf_counter()
     expected = [
         await client.ask(body) for body in tqdm(requests, desc="one at a time", file=sys.stderr)
     ]
-    single = report("one at a time", expected, time.perf_counter() - began)
-
-    answers: list[Answer] = []
-    wrong, rng = 0, random.Random(args.seed)
-    began = time.perf_counter()
-
-    async def work() -> int:
-        nonlocal wrong
-        count = 0
-        while time.perf_counter() - began < args.seconds:
-            index = rng.randrange(len(requests))
-            answers.append(await client.ask(requests[index]))
-            wrong += answers[-1].text != expected[index].text
-            count += 1
-        return count
-
-    with tqdm(total=round(args.seconds), desc="concurrent", file=sys.stderr) as bar:
-        workers = [asyncio.ensure_future(work()) for _ in range(args.clients)]
-        while not all(worker.done() for worker in workers):
-            await asyncio.sleep(0.5)
-            bar.update(min(round(time.perf_counter() - began), bar.total) - bar.n)
-    counts = [worker.result() for worker in workers]
-    concurrent = report(f"{args.clients} clients", answers, time.perf_counter() - began)
-    print(
-        f"{concurrent / single:.2f} times the throughput; {min(counts)} to {max(counts)} answers "
-        f"per client; {wrong} answers differ from those given one at a time"
-    )
+    alone = Load(expected, time.perf_counter() - began)
+    alone.report("one at a time")
+    tester = Tester(client, requests, expected, args.seconds, args.seed)
+    if not args.rates:
+        loads = [await tester.with_clients(args.clients, alone)]
+    else:
+        loads = [await tester.with_arrivals(rate) for rate in sorted(args.rates)]
+    wrong = sum(load.wrong for load in loads)
+    print(f"{wrong} answers differ from those given one at a time")
+    if args.picture:
+        draw(loads, args.picture)
     return 1 if wrong else 0
+
+
+class Tester:
+    """Sends requests drawn at random, and compares their answers with the expected ones.
+
+    Args:
+      expected: the answer to each of the requests on its own.
+      seconds: duration of each measurement.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        requests: list[dict[str, Any]],
+        expected: list[Answer],
+        seconds: float,
+        seed: int,
+    ):
+        self._client, self._requests, self._expected = client, requests, expected
+        self._seconds, self._rng = seconds, random.Random(seed)
+
+    async def _ask(self, load: Load) -> None:
+        index = self._rng.randrange(len(self._requests))
+        try:
+            answer = await self._client.ask(self._requests[index])
+        except RefusedError:
+            load.refused += 1
+            return
+        load.answers.append(answer)
+        load.wrong += answer.text != self._expected[index].text
+
+    async def with_clients(self, clients: int, alone: Load) -> Load:
+        """Measure clients that each send a request when their last one has been answered.
+
+        Args:
+          alone: the measurement of one request at a time, for comparison.
+        """
+        load, began = Load([], 0.0), time.perf_counter()
+
+        async def work() -> int:
+            count = 0
+            while time.perf_counter() - began < self._seconds:
+                await self._ask(load)
+                count += 1
+            return count
+
+        with tqdm(total=round(self._seconds), desc="concurrent", file=sys.stderr) as bar:
+            workers = [asyncio.ensure_future(work()) for _ in range(clients)]
+            while not all(worker.done() for worker in workers):
+                await asyncio.sleep(0.5)
+                bar.update(min(round(time.perf_counter() - began), bar.total) - bar.n)
+        counts = [worker.result() for worker in workers]
+        load.seconds = time.perf_counter() - began
+        load.report(f"{clients} clients")
+        times = load.tokens_per_second / alone.tokens_per_second
+        print(f"{times:.2f} times the throughput; {min(counts)} to {max(counts)} answers each")
+        return load
+
+    async def with_arrivals(self, rate: float) -> Load:
+        """Measure requests that arrive at random times.
+
+        Args:
+          rate: mean number of requests per second.
+        """
+        load, began = Load([], 0.0), time.perf_counter()
+        sent, due = [], self._rng.expovariate(rate)
+        with tqdm(desc=f"{rate:g} requests/s", unit="request", file=sys.stderr) as bar:
+            while due < self._seconds:
+                await asyncio.sleep(max(began + due - time.perf_counter(), 0))
+                sent.append(asyncio.ensure_future(self._ask(load)))
+                sent[-1].add_done_callback(lambda _: bar.update())
+                due += self._rng.expovariate(rate)
+            await asyncio.gather(*sent)
+        load.seconds = time.perf_counter() - began
+        load.report(f"{rate:g} requests/s")
+        return load
+
+
+def draw(loads: list[Load], picture: str) -> None:
+    """Plot the latencies against the throughput; `loads` are in the order of their rates."""
+    figure, axes = pictures.pyplot().subplots(1, 2, figsize=(9, 4), layout="constrained")
+    for axis, title, scale, values in (
+        (axes[0], "time to first token", "log", [load.first() for load in loads]),
+        (axes[1], "time per further token", "linear", [load.per_token() for load in loads]),
+    ):
+        for name, place in PERCENTILES.items():
+            latencies = [1e3 * value[place] for value in values]
+            axis.plot([load.tokens_per_second for load in loads], latencies, marker="o", label=name)
+        axis.set(xlabel="tokens per second", ylabel=f"{title} (ms)", yscale=scale)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    pictures.save(figure, picture)
 
 
 def main() -> int:

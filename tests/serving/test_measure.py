@@ -1,0 +1,62 @@
+"""The load test, against a server on a fake network."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["tests.support.live_fixtures"]
+
+ROOT = Path(__file__).parents[2]
+
+
+def measure(live, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/measure/serving.py", "--url", live.url, "--requests", "12"]
+    return subprocess.run(
+        [*command, "--most-tokens", "9", "--most-words", "20", *words],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_requests_arrive_at_random_times_and_the_latencies_are_drawn(live, tmp_path):
+    picture = tmp_path / "latency.png"
+    words = ["--seconds", "2", "--rates", "5", "20", "--picture", str(picture)]
+    ended = measure(live, *words, "--lengths", "skewed", "--shared-words", "7")
+    assert ended.returncode == 0, ended.stderr
+    alone, slow, fast, last = ended.stdout.splitlines()
+    assert alone.startswith("one at a time: 12 answers, ")
+    for rate, line in (("5", slow), ("20", fast)):
+        assert line.startswith(f"{rate} requests/s: ")
+        assert "p50 / p90 / p99 time to first token " in line
+        assert "nan" not in line
+    assert last == "0 answers differ from those given one at a time"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_answers_are_counted_and_end_with_status_1(serve, monkeypatch):
+    """The network answers otherwise once the expected answers are known."""
+    live = serve(queue=2, rows=1)
+    answer, network = live.network.answer, live.network
+    calls = []
+
+    def changing(prompt, seed, length):
+        calls.append(length)
+        return [number + (len(calls) > 12) for number in answer(prompt, seed, length)]
+
+    monkeypatch.setattr(network, "answer", changing)
+    ended = measure(live, "--seconds", "1", "--rates", "30")
+    assert ended.returncode == 1, ended.stderr
+    assert not ended.stdout.endswith("\n0 answers differ from those given one at a time\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--picture", "a.png"], "error: --picture requires --rates; add the rates to measure"),
+        (["--rates", "0"], "error: --rates 0: expected more than 0 requests per second"),
+    ],
+)
+def test_bad_flags_are_one_line(live, words, message):
+    ended = measure(live, *words)
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (2, message)
