@@ -1,6 +1,7 @@
 """Serve a model over HTTP: OpenAI's completions API, mesh-transformer-jax's API and a web page."""
 
 import argparse
+import sys
 
 from mesh_transformer.cli.arguments import (
     add_host_arguments,
@@ -33,6 +34,11 @@ def parse_args() -> argparse.Namespace:
         ("--stall-seconds", 60, "seconds per model call after which /health fails (default 60)"),
     ):
         parser.add_argument(flag, type=positive, default=default, metavar="N", help=description)
+    parser.add_argument(
+        "--log-requests",
+        action="store_true",
+        help="write a line of JSON about each request to standard error",
+    )
     parser.add_argument(
         "--chat-template",
         metavar="FILE",
@@ -75,7 +81,8 @@ def main() -> None:
         max_tokens = args.max_tokens or network.config.window
         name = args.name or network.config.name
         service = Service(name, engine, tokenizer, metrics, max_tokens, chat)
-        app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host])
+        log = sys.stderr if args.log_requests else None
+        app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host], log)
         serve(app, socket, args.drain_seconds)
     # A normal exit of the interpreter takes seconds, and waits forever if the engine is stuck.
     if engine.close(0) or engine.health_problem is None:

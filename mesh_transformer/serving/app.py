@@ -6,20 +6,22 @@ mesh-transformer-jax.
 
 import asyncio
 import contextlib
+import datetime
 import ipaddress
 import json
 import re
+import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Collection
 from importlib import resources
-from typing import Any
+from typing import Any, TextIO
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -42,6 +44,8 @@ from mesh_transformer.util import InputError, brief
 
 EVENTS = "text/event-stream"
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"  # OpenAI's paths for conversations
+REQUEST_ID = "x-request-id"  # header of requests and responses
+COMPLETION = "completion"  # key of a request's `Completion` in its state
 EXIT_SECONDS = 1.0  # maximum time for the engine to stop after the last answer
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -54,6 +58,7 @@ def create_app(
     keys: Keys,
     origins: list[str] | None = None,
     hosts: Collection[str] = (),
+    log: TextIO | None = None,
 ) -> FastAPI:
     """Return an ASGI application that serves completions from `service`.
 
@@ -64,6 +69,7 @@ def create_app(
       origins: allowed CORS origins.
       hosts: names to accept in the Host header, in addition to those that `KnownHosts` always
         accepts.  The Host header is checked only if clients need no API key.
+      log: where to write a line for each request; see `RequestLog`.
     """
 
     @contextlib.asynccontextmanager
@@ -86,6 +92,7 @@ def create_app(
 
     app.add_middleware(ShutdownResponses)
     app.add_middleware(CountResponses, metrics=service.metrics)
+    app.add_middleware(RequestLog, log=log)
     return app
 
 
@@ -182,6 +189,58 @@ class CountResponses:
             await send(message)
 
         await self.app(scope, receive, watched)
+
+
+class RequestLog:
+    """Middleware that gives each request an id, and writes a line about it when it ends.
+
+    The id is that of the client's header X-Request-Id, or else a random one.  The response has it
+    in the same header.  The line is a JSON object with the time of the request's arrival, its id,
+    client, method, path and status, and its duration in seconds.  For an answer, it also has the
+    number of tokens of the prompts and of what was generated.  The status is null if the request
+    ended without a response.
+
+    Args:
+      log: where to write the lines; None for nowhere.
+    """
+
+    def __init__(self, app: ASGIApp, log: TextIO | None):
+        self.app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        name = given if re.fullmatch(r"[!-~]{1,128}", given) else f"req-{secrets.token_hex(12)}"
+        arrived, began, status = time.time(), time.perf_counter(), None
+        # The endpoints add the `Completion` that answers the request.
+        state = scope["state"] = dict(scope.get("state", {}))
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = name
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        finally:
+            if self._log is not None:
+                completion = state.get(COMPLETION)
+                when = datetime.datetime.fromtimestamp(arrived, datetime.UTC)
+                line = {
+                    "time": when.isoformat(timespec="milliseconds"),
+                    "id": name,
+                    "client": (scope.get("client") or [None])[0],
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "seconds": round(time.perf_counter() - began, 6),
+                } | ({} if completion is None else completion.usage())
+                print(json.dumps(line), file=self._log, flush=True)
 
 
 class Events(StreamingResponse):
@@ -293,12 +352,12 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     async def completions(request: Request) -> Response:
         keys.check(request)
         body = parse(CompletionRequest, await read_json(request))
-        return await _answer(request, body, await service.completion(body))
+        return await _answered(request, body, await service.completion(body))
 
     async def chat(request: Request) -> Response:
         keys.check(request)
         body = parse(ChatRequest, await read_json(request))
-        return await _answer(request, body, await service.chat(body))
+        return await _answered(request, body, await service.chat(body))
 
     async def no_chat(request: Request) -> Response:
         keys.check(request)
@@ -322,13 +381,15 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
         began = time.perf_counter()
         body = parse(ContextRequest, await read_json(request))
         completion = await service.continuation(body)
+        request.scope["state"][COMPLETION] = completion
         text = await unless_disconnected(request, completion.text(), completion)
         seconds = time.perf_counter() - began
         return JSONResponse({"context": body.context, "completion": text, "time": seconds})
 
 
-async def _answer(request: Request, body: SamplingRequest, completion: Completion) -> Response:
+async def _answered(request: Request, body: SamplingRequest, completion: Completion) -> Response:
     """Return the answers in `completion`, as one JSON object or as a stream of events."""
+    request.scope["state"][COMPLETION] = completion
     if body.stream:
         return Events(completion)
     choices = await unless_disconnected(request, completion.json_response(), completion)

@@ -427,7 +427,7 @@ class Completion:
                 yield part
                 part = ""
                 await asyncio.sleep(0)  # so that one fast client cannot block the others
-        yield part + f'], "usage": {json.dumps(self._usage())}}}'
+        yield part + f'], "usage": {json.dumps(self.usage())}}}'
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the answers as server-sent events in OpenAI's format."""
@@ -441,7 +441,7 @@ class Completion:
             yield _event(error.body())
             return
         if usage:
-            yield _event(head | {"choices": [], "usage": self._usage()})
+            yield _event(head | {"choices": [], "usage": self.usage()})
         yield "data: [DONE]\n\n"
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -467,7 +467,8 @@ class Completion:
             "text_offset": [spot.offset for spot in token_offsets],
         }
 
-    def _usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens of the prompts and of the answers so far, and their sum."""
         # A prompt with several answers is counted once, as in OpenAI's API.
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self._choices}
         prompt = sum(prompts.values())

@@ -11,6 +11,8 @@ import numpy as np
 import openai
 import pytest
 
+from tests.support.waiting import wait_until
+
 pytest_plugins = ["tests.support.live_fixtures"]
 
 # Answers.
@@ -265,6 +267,46 @@ def test_lm_eval_local_completions(live, tmp_path):
     [text] = client.generate_until([until])
     # lm-eval uses the seed 1234.
     assert text == live.text([15496], 1234, 40).partition("🎉")[0]
+
+
+def logged(live, name: str) -> dict[str, Any]:
+    """Return the line of the log about the request `name`."""
+
+    def find() -> list[dict[str, Any]]:
+        lines = map(json.loads, live.log.getvalue().splitlines())
+        return [line for line in lines if line["id"] == name]
+
+    (line,) = wait_until(find, f"the line about {name}")
+    return line
+
+
+def test_each_request_has_an_id_and_a_line_in_the_log(live):
+    body = {"prompt": "Hello there", "max_tokens": 7, "n": 2}
+    for stream in (False, True):
+        name = f"mine-{stream}"
+        response = live.http.post(
+            "/v1/completions", json=body | {"stream": stream}, headers={"X-Request-Id": name}
+        )
+        assert response.headers["x-request-id"] == name
+        line = logged(live, name)
+        assert line.pop("seconds") > 0
+        assert line.pop("time").endswith("+00:00")
+        assert line == {
+            "id": name,
+            "client": "127.0.0.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "status": 200,
+            "prompt_tokens": 2,
+            "completion_tokens": 14,
+            "total_tokens": 16,
+        }
+    refused = live.http.post("/v1/completions", json={"beams": 2})
+    assert logged(live, refused.headers["x-request-id"])["status"] == 400
+    for bad in ("a b", "x" * 129, ""):
+        response = live.http.get("/health", headers={"X-Request-Id": bad})
+        assert response.headers["x-request-id"].startswith("req-")
+    assert "Hello" not in live.log.getvalue()
 
 
 def test_metrics_are_prometheus(live):

@@ -1,6 +1,7 @@
 """A server on a fake network with known tokens, for tests that use it over HTTP."""
 
 import contextlib
+import io
 import json
 import socket
 import threading
@@ -37,7 +38,9 @@ class Live:
         listening = listen("127.0.0.1", 0)
         self.address = listening.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
-        app = create_app(self.service, Keys(keys), ["https://page.example"], hosts)
+        self.log = io.StringIO()
+        origins = ["https://page.example"]
+        app = create_app(self.service, Keys(keys), origins, hosts, self.log)
         self.server = make_server(app, drain_seconds)
         self.thread = threading.Thread(target=self.server.run, args=([listening],))
         self.thread.start()
