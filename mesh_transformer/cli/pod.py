@@ -4,6 +4,7 @@ Recovers from failed hosts, and resumes stopped runs.
 """
 
 import argparse
+from typing import Any
 
 from mesh_transformer.cli.arguments import (
     TRAIN_MODES,
@@ -31,8 +32,8 @@ def parse_args() -> argparse.Namespace:
         "--wait",
         type=positive,
         metavar="S",
-        help="continue on fewer devices if hosts do not return, or no TPU can be created, within "
-        "S seconds; with --local-hosts, each host is then a Ray node",
+        help="continue on fewer devices if lost hosts do not return, or the whole TPU cannot be "
+        "created, within S seconds",
     )
     args = parser.parse_args()
     if args.wait and args.mode not in TRAIN_MODES:
@@ -49,20 +50,19 @@ def main() -> None:
         restarts.check_records(config, validate=options["validate"])
     if args.mode != "train":
         harness.load_harness(config)  # fails before a TPU is created if tasks are not available
-    if args.wait:
-        machines = elastic_machines_of(args, config, args.wait)
-    else:
-        machines = machines_of(args, config)
+    machines: Any = (
+        elastic_machines_of(args, config, args.wait) if args.wait else machines_of(args, config)
+    )
     if args.new:
         restarts.delete_run(folder, yes=args.yes)
     with machines as hosts:
-        from mesh_transformer.pod.elastic import ElasticCluster, ElasticHosts
+        from mesh_transformer.pod.elastic import ElasticCluster
 
         copies = new_copies(config) if args.mode in TRAIN_MODES else None
 
         def make():
             options = {"heartbeat": args.heartbeat, "patience": args.patience, "copies": copies}
-            if isinstance(hosts, ElasticHosts):
+            if args.wait:
                 return ElasticCluster(config, hosts, **options)
             return build_model(config, hosts(), **options)
 

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: OpenAI's completions API, mesh-transformer-jax's API and a web page."""
+"""Serve a model over HTTP: OpenAI's API, mesh-transformer-jax's API and a web page."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from mesh_transformer.cli.arguments import (
     positive,
 )
 from mesh_transformer.cli.machines import running_model
-from mesh_transformer.util import exit_now
+from mesh_transformer.util import InputError, exit_now
 
 
 def parse_args() -> argparse.Namespace:
@@ -70,8 +70,11 @@ def main() -> None:
     model = path if config else Source(path)
     tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
     template = read_template(tokenizer, args.chat_template)
-    if template is None and chat_template(tokenizer) is not None:
-        template = ChatTemplate(tokenizer)
+    try:
+        if template is None and chat_template(tokenizer) is not None:
+            template = ChatTemplate(tokenizer)
+    except InputError as error:
+        print(f"no chat: {error}; or give --chat-template", file=sys.stderr, flush=True)
     chat = template and template.prompt
     with running_model(args, model, config, only_generate=True) as network:
         metrics = Metrics(args.rows)

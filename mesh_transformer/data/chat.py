@@ -31,7 +31,7 @@ PLAIN = """\
 {{ message.role | capitalize }}:
 {%- if message.role == 'assistant' %}
 {% generation %} {{ message.content | trim }}{{ eos_token }}{% endgeneration %}
-{% else %} {{ message.content | trim }}{% endif %}
+{% else %} {{ message.content }}{% endif %}
 {% endfor %}
 {% if add_generation_prompt %}{{ '\\n\\n' }}Assistant:{% endif %}
 """
@@ -160,7 +160,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, source: str = ""):
-        own = chat_template(tokenizer)
+        own = None if template else chat_template(tokenizer)
         self.template = template or own or PLAIN
         self.source = source if template else "the tokenizer's" if own else "plain"
         self._tokenizer = tokenizer

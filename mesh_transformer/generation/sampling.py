@@ -8,6 +8,7 @@ serves every request.
 
 import dataclasses
 import math
+import numbers
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -142,10 +143,11 @@ def _biases(given: Any, rows: int | tuple[()]) -> tuple[np.ndarray, np.ndarray]:
 
 def _are_biases(bias: Mapping[Any, Any]) -> bool:
     return all(
-        type(token) is int
-        and 0 <= token < 2**31
-        and type(value) in (int, float)
-        and BIAS.least <= value <= BIAS.most
+        isinstance(token, numbers.Integral)
+        and isinstance(value, numbers.Real)
+        and not any(isinstance(number, bool | np.bool) for number in (token, value))
+        and 0 <= int(token) < 2**31
+        and BIAS.least <= float(value) <= BIAS.most
         for token, value in bias.items()
     )
 

@@ -1,11 +1,11 @@
-"""Runs that shrink when hosts are lost for good, and grow again when they return.
+"""Runs that shrink when hosts are lost for good, and grow again when more can be used.
 
 A run changes its mesh by restarting all hosts: every attempt resumes from the newest saved state,
 which any mesh can restore.
 """
 
 import sys
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from mesh_transformer.config import Config
 from mesh_transformer.pod.cluster import TPUCluster
@@ -27,7 +27,6 @@ class Present(NamedTuple):
     missing: str
 
 
-@runtime_checkable
 class ElasticHosts(Protocol):
     """The hosts of a run; some may be missing."""
 

@@ -165,6 +165,8 @@ class LocalNodes:
     def larger_mesh(self, used: int) -> str:
         """Return why a restart would give a run that uses `used` hosts a larger mesh, or ""."""
         count = self.present()
+        if count <= used:
+            return ""
         config, usable = self._fit(count)
         if usable <= used:
             return ""
@@ -215,7 +217,7 @@ def smaller_tpus(
 
     Args:
       wait: seconds for which only the whole TPU is requested if the zone has no capacity for it.
-        After that, smaller ones are requested as well.
+        After that, smaller ones are requested as well, down to one replica.
 
     Raises:
       InputError: as for `tpu_machines`, and if the TPU is queued.
@@ -224,6 +226,9 @@ def smaller_tpus(
     if spec.queued:
         raise InputError("--wait cannot be combined with --queued; remove one of them")
     types = [part.accelerator_type for part in spec.smaller() if _fits(config, part.devices)]
+    if types:
+        line = f"if there is no {spec.accelerator_type} for {wait:g} s: {', '.join(types)}"
+        print(line, file=sys.stderr, flush=True)
     limits = Limits(smaller_after=wait)
     return _smaller_tpus(config, TpuVm(spec, ssh=ssh, adopt=True, smaller=types, limits=limits))
 
@@ -298,9 +303,9 @@ class ElasticTpu:
 
 
 def _fits(config: Config, size: int) -> bool:
-    """Return whether a run can continue with `size` devices."""
+    """Return whether a run can continue with `size` devices and the same mp."""
     try:
-        return largest_fit(config, [size]).tpu_size == size
+        return largest_fit(config, [size]).cores_per_replica == config.cores_per_replica
     except HostError:
         return False
 

@@ -69,7 +69,7 @@ def create_app(
       origins: allowed CORS origins.
       hosts: names to accept in the Host header, in addition to those that `KnownHosts` always
         accepts.  The Host header is checked only if clients need no API key.
-      log: where to write a line for each request; see `RequestLog`.
+      log: where to write a line of JSON for each request; None for nowhere.
     """
 
     @contextlib.asynccontextmanager

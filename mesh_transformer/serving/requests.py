@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -188,6 +188,7 @@ PROMPT = (
 BOOLEAN = "true or false"
 TEXT = "a text"
 MOST_MESSAGES = 1024
+MESSAGE_KEYS = ("role", "content", "name")
 MESSAGES = (
     f"a list of 1 to {MOST_MESSAGES} messages, each an object with a role and a content, which are "
     "texts"
@@ -215,9 +216,10 @@ class _StrictModel(BaseModel):
 
 
 class StreamOptions(_StrictModel):
-    """The value of the field `stream_options` in a `CompletionRequest`, as in OpenAI's API."""
+    """The value of the field `stream_options`, as in OpenAI's API."""
 
     include_usage: bool | None = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class SamplingRequest(_StrictModel):
@@ -248,7 +250,7 @@ class SamplingRequest(_StrictModel):
     )
     stream: bool = _field(False, BOOLEAN)
     stream_options: StreamOptions | None = _field(
-        None, "an object with no key but include_usage, which is true or false"
+        None, "an object whose key include_usage is true or false, and include_obfuscation false"
     )
     ignore_eos: bool = _field(False, BOOLEAN)
     user: str | None = _field(None, TEXT)
@@ -286,19 +288,32 @@ class CompletionRequest(SamplingRequest):
     suffix: Literal[""] | None = _field(None, "no text, as suffixes are not supported")
 
 
-class TextPart(_StrictModel):
+class _Part(_StrictModel):
+    """A part of a message, or a message; null is the same as no value."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        # A client that sends an answer back as a message sends many keys that are null.
+        if not isinstance(value, dict):
+            return value
+        return {key: item for key, item in value.items() if item is not None}
+
+
+class TextPart(_Part):
     """A part of a message's content, as in OpenAI's API."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_StrictModel):
+class ChatMessage(_Part):
     """A message of a conversation, as in OpenAI's API."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[TextPart]
     name: str | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # of an answer
 
     def as_dict(self) -> dict[str, str]:
         """Return the message in the form that chat templates expect."""
@@ -308,10 +323,15 @@ class ChatMessage(_StrictModel):
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
+class _PlainFormat(_StrictModel):
+    type: Literal["text"]
+
+
 class ChatRequest(SamplingRequest):
     """The body of `POST /v1/chat/completions`.
 
-    `max_completion_tokens` is a newer name of `max_tokens`.
+    `max_completion_tokens` is a newer name of `max_tokens`.  Of the last fields, many clients send
+    the values that change nothing.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] = _field(
@@ -320,6 +340,16 @@ class ChatRequest(SamplingRequest):
     max_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
     max_completion_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
     logprobs: bool = _field(False, BOOLEAN)
+    response_format: _PlainFormat | None = _field(
+        None, 'the object {"type": "text"}, as other formats are not supported'
+    )
+    tools: list[Any] | None = _field(None, "no tools, as they are not supported", max_length=0)
+    tool_choice: Literal["none", "auto"] | None = _field(None, "none or auto")
+    parallel_tool_calls: bool | None = _field(None, BOOLEAN)
+    modalities: list[Literal["text"]] | None = _field(None, "a list of no item but text")
+    store: Literal[False] | None = _field(None, "false, as nothing is stored")
+    metadata: dict[str, str] | None = _field(None, "no values, as nothing is stored", max_length=0)
+    service_tier: Literal["auto", "default"] | None = _field(None, "auto or default")
     top_logprobs: int | None = _field(
         None, f"a whole number from 0 to {ALTERNATIVES}", ge=0, le=ALTERNATIVES
     )
@@ -360,9 +390,14 @@ def parse(kind: type[Body], body: bytes) -> Body:
         return kind.model_validate(values)
     except ValidationError as errors:
         first = errors.errors(include_url=False, include_context=False, include_input=False)[0]
-    # Only the first item of the location is a key that the client sent.  The other items are
-    # pydantic's names for the alternatives of a union.
+    # Only the first item of the location is always a key that the client sent.  The other items may
+    # be pydantic's names for the alternatives of a union.
     key = str(first["loc"][0])
+    if first["type"] == "extra_forbidden" and key == "messages" and len(first["loc"]) == 3:
+        place, extra = first["loc"][1:]
+        where = f"messages[{place}].{brief(json.dumps(extra, ensure_ascii=False)[1:-1])}"
+        message = f"{where}: found an unknown key, expected only {', '.join(MESSAGE_KEYS)}"
+        raise ApiError(400, message, param=where)
     if key not in fields:
         key = brief(json.dumps(key, ensure_ascii=False)[1:-1]) or '""'
         message = f"{key}: found an unknown key, expected only {', '.join(fields)}"

@@ -491,7 +491,9 @@ class ChatCompletion(Completion):
         self._streamed = set[int]()  # the answers of which a chunk has been sent
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._part(index, piece, message={"role": ANSWERS, "content": piece.text})
+        return self._part(
+            index, piece, message={"role": ANSWERS, "content": piece.text, "refusal": None}
+        )
 
     def _chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         role = {} if index in self._streamed else {"role": ANSWERS}

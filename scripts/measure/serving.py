@@ -6,13 +6,15 @@ it was sent on its own.
 
 With --rates, requests arrive at random times instead, as those of independent users do (a Poisson
 process), at each of the given mean rates in turn.  A request is sent however many are still
-unanswered, so the latencies show at which rate the server can no longer keep up.
+unanswered, so the latencies show at which rate the server can no longer keep up.  The throughput
+counts the answers that ended while requests arrived.
 """
 
 import argparse
 import asyncio
 import dataclasses
 import json
+import math
 import random
 import statistics
 import sys
@@ -92,8 +94,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.picture and not args.rates:
         raise InputError("--picture requires --rates; add the rates to measure")
-    if args.rates and min(args.rates) <= 0:
-        raise InputError(f"--rates {min(args.rates):g}: expected more than 0 requests per second")
+    for rate in args.rates or []:
+        if not 0 < rate < math.inf:
+            raise InputError(f"--rates {rate:g}: expected more than 0 requests per second")
     return args
 
 
@@ -119,6 +122,9 @@ class Answer:
         return (self.end - self.first) / max(self.tokens - 1, 1)
 
 
+RETRY_SECONDS = 1.0  # until a client sends another request after one was refused
+
+
 class RefusedError(StoppedError):
     """The server's queue is full."""
 
@@ -133,15 +139,18 @@ class Client:
         self.host, self.port = parts.hostname, parts.port or 80
         self.head = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
 
-    async def ask(self, body: dict[str, Any]) -> Answer:
+    async def ask(self, body: dict[str, Any], began: float | None = None) -> Answer:
         """Send a request and return its answer.
+
+        Args:
+          began: the time from which the answer's seconds are counted (default: now).
 
         Raises:
           InputError: if the server cannot be reached.
           RefusedError: if the server's queue is full.
           StoppedError: if the server returns another error or an incomplete answer.
         """
-        began = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         try:
             reader, writer = await asyncio.open_connection(self.host, self.port)
         except OSError as error:
@@ -209,18 +218,20 @@ class Load:
 
     Attributes:
       seconds: duration of the measurement.
+      tokens: number of tokens of the answers that ended within this time.
       wrong: number of answers that differ from those given one at a time.
       refused: number of requests that were refused because the queue was full.
     """
 
     answers: list[Answer]
     seconds: float
+    tokens: int = 0
     wrong: int = 0
     refused: int = 0
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(answer.tokens for answer in self.answers) / self.seconds
+        return self.tokens / self.seconds
 
     def first(self) -> list[float]:
         """Return the percentiles of the times to the first token, in seconds."""
@@ -269,7 +280,8 @@ async def load(args: argparse.Namespace) -> int:
     expected = [
         await client.ask(body) for body in tqdm(requests, desc="one at a time", file=sys.stderr)
     ]
-    alone = Load(expected, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    alone = Load(expected, seconds, sum(answer.tokens for answer in expected))
     alone.report("one at a time")
     tester = Tester(client, requests, expected, args.seconds, args.seed)
     if not args.rates:
@@ -302,15 +314,23 @@ class Tester:
         self._client, self._requests, self._expected = client, requests, expected
         self._seconds, self._rng = seconds, random.Random(seed)
 
-    async def _ask(self, load: Load) -> None:
+    async def _ask(self, load: Load, began: float, until: float) -> bool:
+        """Send a request; return whether it was answered.
+
+        Args:
+          began: the time from which the answer's seconds are counted.
+          until: the end of the measurement.
+        """
         index = self._rng.randrange(len(self._requests))
         try:
-            answer = await self._client.ask(self._requests[index])
+            answer = await self._client.ask(self._requests[index], began)
         except RefusedError:
             load.refused += 1
-            return
+            return False
         load.answers.append(answer)
+        load.tokens += answer.tokens * (time.perf_counter() <= until)
         load.wrong += answer.text != self._expected[index].text
+        return True
 
     async def with_clients(self, clients: int, alone: Load) -> Load:
         """Measure clients that each send a request when their last one has been answered.
@@ -322,9 +342,11 @@ class Tester:
 
         async def work() -> int:
             count = 0
-            while time.perf_counter() - began < self._seconds:
-                await self._ask(load)
-                count += 1
+            while (now := time.perf_counter()) - began < self._seconds:
+                if await self._ask(load, now, math.inf):
+                    count += 1
+                else:
+                    await asyncio.sleep(RETRY_SECONDS)
             return count
 
         with tqdm(total=round(self._seconds), desc="concurrent", file=sys.stderr) as bar:
@@ -345,16 +367,18 @@ class Tester:
         Args:
           rate: mean number of requests per second.
         """
-        load, began = Load([], 0.0), time.perf_counter()
-        sent, due = [], self._rng.expovariate(rate)
+        load, began = Load([], self._seconds), time.perf_counter()
+        due, end = began + self._rng.expovariate(rate), began + self._seconds
         with tqdm(desc=f"{rate:g} requests/s", unit="request", file=sys.stderr) as bar:
-            while due < self._seconds:
-                await asyncio.sleep(max(began + due - time.perf_counter(), 0))
-                sent.append(asyncio.ensure_future(self._ask(load)))
-                sent[-1].add_done_callback(lambda _: bar.update())
-                due += self._rng.expovariate(rate)
-            await asyncio.gather(*sent)
-        load.seconds = time.perf_counter() - began
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    while due < end:
+                        await asyncio.sleep(max(due - time.perf_counter(), 0))
+                        task = tasks.create_task(self._ask(load, due, end))
+                        task.add_done_callback(lambda _: bar.update())
+                        due += self._rng.expovariate(rate)
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
         load.report(f"{rate:g} requests/s")
         return load
 

@@ -377,8 +377,15 @@ def test_the_penalty_applies_to_tokens_of_the_prompt_and_the_answer(penalty):
 def test_presence_and_frequency_penalties_and_biases_apply_to_the_answer():
     config = small_config(seq=32)
     prompt = random_prompts(config, [9])[0]
-    options = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {2: 0.4, 5: -100}}
-    actual = generate_alone(network_of(config), prompt, 12, temp=0.0, **options)
+    network = network_of(config)
+    plain = generate_alone(network, prompt, 12, temp=0.0)
+    banned, raised = plain[0], plain[-1]
+    options = {
+        "presence_penalty": 0.9,
+        "frequency_penalty": 0.6,
+        "logit_bias": {raised: 4.0, banned: -100},  # repeats a token until the penalties add up
+    }
+    actual = generate_alone(network, prompt, 12, temp=0.0, **options)
     run, answer = full_pass(config, base_of(config)), list[int]()
     for token in actual:
         padded = np.zeros((1, 32), np.uint32)
@@ -386,14 +393,17 @@ def test_presence_and_frequency_penalties_and_biases_apply_to_the_answer():
         padded[0, : len(text)] = text
         logits = np.array(run(padded)[0, len(text) - 1])
         for chosen in set(answer):
-            logits[chosen] -= 0.3 + 0.2 * answer.count(chosen)
-        logits[2] += 0.4
-        logits[5] -= 100
+            logits[chosen] -= 0.9 + 0.6 * answer.count(chosen)
+        logits[raised] += 4
+        logits[banned] -= 100
         assert token == logits.argmax()
         answer.append(token)
-    assert len(set(answer)) < len(answer)  # the frequency counted
-    plain = generate_alone(network_of(config), prompt, 12, temp=0.0)
-    assert plain != actual
+    # Each of the options has an effect, and so has the number of times a token was chosen.
+    for changes in ({"presence_penalty": 0}, {"frequency_penalty": 0}, {"logit_bias": None}):
+        assert generate_alone(network, prompt, 12, temp=0.0, **options | changes) != actual
+    assert 1 < actual.count(raised) < 12
+    once = {"presence_penalty": 1.5, "frequency_penalty": 0}
+    assert generate_alone(network, prompt, 12, temp=0.0, **options | once) != actual
 
 
 def test_a_bias_outside_the_vocabulary_is_refused():

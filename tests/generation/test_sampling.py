@@ -425,7 +425,8 @@ def test_biases_are_checked(bias):
 
 
 def test_rows_may_have_different_biases():
-    settings = sampling.sampler_settings({"logit_bias": [{1: 2.0}, None, {3: 4, 5: 6}]}, 3)
+    third = {np.int32(3): 4, 5: np.float32(6)}
+    settings = sampling.sampler_settings({"logit_bias": [{1: 2.0}, None, third]}, 3)
     assert settings.biased_BN[:, :3].tolist() == [[1, 0, 0], [0, 0, 0], [3, 5, 0]]
     assert settings.bias_BN[:, :3].tolist() == [[2, 0, 0], [0, 0, 0], [4, 6, 0]]
 

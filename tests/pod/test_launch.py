@@ -253,20 +253,32 @@ def test_smaller_tpu_trains_on_a_smaller_mesh(machines, monkeypatch):
     ("changes", "expected"),
     [
         ({}, ["v4-8", "v4-4", "v4-2"]),
-        ({"norm": "layernorm-desync", "cores_per_replica": 4}, ["v4-8"]),
+        ({"cores_per_replica": 4}, ["v4-8"]),
+        ({"norm": "layernorm-desync", "cores_per_replica": 2}, ["v4-8", "v4-4"]),
     ],
 )
 def test_only_types_on_which_the_run_can_continue_are_requested(
-    monkeypatch, tmp_path, changes, expected
+    monkeypatch, capsys, changes, expected
 ):
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(launch, "TpuVm", lambda spec, **options: made.append(options))
     spec = TpuSpec("pod", "us-central2-b", "v4-16")
     launch.smaller_tpus(CONFIG.replace(**changes), spec, 60.0)
     assert made[0]["smaller"] == expected
+    assert f"no v4-16 for 60 s: {', '.join(expected)}\n" in capsys.readouterr().err
     assert made[0]["limits"].smaller_after == 60.0
     with pytest.raises(InputError, match="--wait cannot be combined with --queued"):
         launch.smaller_tpus(CONFIG, dataclasses.replace(spec, queued=True), 60.0)
+
+
+def test_local_nodes_grow_only_if_more_can_be_used(machines, monkeypatch):
+    head: Any = machines
+    nodes = launch.LocalNodes(CONFIG.replace(cores_per_replica=2), head, list("abcd"), 1.0)
+    for present, used, mesh in ((0, 1, ""), (1, 1, ""), (2, 1, "2x2"), (3, 2, ""), (4, 2, "4x2")):
+        monkeypatch.setattr(nodes, "present", lambda present=present: present)
+        line = nodes.larger_mesh(used)
+        expected = f"{present} of 4 hosts are present again, which allows mesh {mesh}"
+        assert line == (expected if mesh else "")
 
 
 def test_wrong_tpu_size_and_missing_ssh_key_are_refused_at_once():

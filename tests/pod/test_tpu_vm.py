@@ -278,6 +278,34 @@ def test_smaller_tpus_are_requested_only_after_a_while(api, make, capsys):
     assert "no more capacity in the zone" in capsys.readouterr().err
 
 
+def test_smaller_tpu_is_requested_even_if_the_first_request_takes_longer(api, make):
+    api.without_capacity, api.create_seconds = {"v4-16"}, 0.4
+    with make(**SMALLER, limits=limits_with(smaller_after=0.1)) as tpu:
+        assert tpu.spec.accelerator_type == "v4-8"
+    assert created_types(api) == ["v4-16", "v4-16", "v4-8"]
+
+
+def test_refused_smaller_type_does_not_end_the_wait(api, make, capsys):
+    """The quota does not allow the smaller TPU, and the whole one can be created a little later."""
+    stockout = grpc.StatusCode.RESOURCE_EXHAUSTED
+    api.create_errors = [(stockout, STOCKOUT), (stockout, QUOTA)]
+    limits = limits_with(smaller_after=0, capacity=20)
+    with make(**SMALLER, limits=limits) as tpu:
+        assert tpu.spec.accelerator_type == "v4-16"
+    assert created_types(api) == ["v4-16", "v4-8", "v4-16"]
+    assert "no more capacity" in (line := capsys.readouterr().err)
+    assert "ask for more quota" in line
+
+
+def test_zone_without_smaller_types_is_named(api, make, capsys):
+    api.create_errors = [(grpc.StatusCode.RESOURCE_EXHAUSTED, STOCKOUT)]
+    options = SMALLER | {"smaller": ("v4-12", "v4-4")}
+    with make(**options, limits=limits_with(smaller_after=0, capacity=20)) as tpu:
+        assert tpu.spec.accelerator_type == "v4-16"
+    line = "the zone europe-west4-a offers none of v4-12, v4-4; requesting only v4-16\n"
+    assert line in capsys.readouterr().err
+
+
 def test_no_capacity_for_any_type_names_the_whole_tpu(api, make):
     api.without_capacity = {"v4-16", "v4-8"}
     with pytest.raises(CapacityError, match=r"v4-16 in .*no more capacity"):

@@ -57,7 +57,7 @@ def test_messages_are_rendered_and_answered(chat):
         content = chat.text(prompt, 3 + index, 20)
         assert choice == {
             "index": index,
-            "message": {"role": "assistant", "content": content},
+            "message": {"role": "assistant", "content": content, "refusal": None},
             "logprobs": None,
             "finish_reason": "length",
         }
@@ -139,6 +139,19 @@ def test_the_plain_template_is_that_of_completion_records(serve):
             {"messages": [{"role": "user", "content": "many words " * 100}]},
             "messages: 207 tokens, but the model's context is 64 tokens; shorten the messages",
         ),
+        (
+            {"messages": [*TALK[:2], {"role": "user", "content": "a", "tool_calls": []}]},
+            "messages[2].tool_calls: found an unknown key, expected only role, content, name",
+        ),
+        (
+            {"messages": TALK, "tools": [{}]},
+            "tools: found [{}], expected no tools, as they are not",
+        ),
+        ({"messages": TALK, "store": True}, "store: found true, expected false, as nothing is"),
+        (
+            {"messages": TALK, "response_format": {"type": "json_object"}},
+            'response_format: found {"type": "json_object"}, expected the object {"type": "text"}',
+        ),
         ({"messages": TALK, "prompt": "a"}, "prompt: found an unknown key, expected only model,"),
         ({"messages": TALK, "model": "gpt-4"}, "the model 'gpt-4' does not exist; use 'fake'"),
     ],
@@ -147,6 +160,34 @@ def test_errors_name_the_field(chat, wrong, message):
     for stream in (False, True):
         response = chat.http.post("/v1/chat/completions", json=wrong | {"stream": stream})
         assert check_error(response)["message"].startswith(message)
+
+
+def test_an_answer_can_be_sent_back_as_a_message(chat, client):
+    """With the keys of the client's own class, most of which are null."""
+    request: dict[str, Any] = {"model": "fake", "seed": 5, "max_tokens": 4}
+    first = client.chat.completions.create(messages=TALK[:1], **request).choices[0].message
+    messages = [TALK[0], first.model_dump(), TALK[2]]
+    assert None in messages[1].values()
+    second = client.chat.completions.create(messages=messages, **request)
+    rendered = f"<user>Hello<assistant>{first.content}<user>Who?<assistant>"
+    prompt = chat.tokenizer(rendered)["input_ids"]
+    assert second.choices[0].message.content == chat.text(prompt, 5, 4)
+
+
+def test_values_that_change_nothing_are_accepted(chat):
+    neutral = {
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+        "modalities": ["text"],
+        "store": False,
+        "metadata": {},
+        "service_tier": "auto",
+        "stream_options": {"include_obfuscation": False},
+    }
+    choices = [ask(chat, seed=1, max_tokens=5, **body)["choices"] for body in ({}, neutral)]
+    assert choices[0] == choices[1]
 
 
 def test_paths_of_a_server_that_can_chat(chat):

@@ -1,5 +1,6 @@
 """The load test, against a server on a fake network."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,9 +35,19 @@ def test_requests_arrive_at_random_times_and_the_latencies_are_drawn(live, tmp_p
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_refused_requests_are_counted(serve):
+    live = serve(queue=1, rows=1)
+    live.network.seconds = 0.05
+    ended = measure(live, "--seconds", "1", "--rates", "40")
+    assert ended.returncode == 0, ended.stderr
+    refused = re.search(r"tokens/s, (\d+) refused;", ended.stdout)
+    assert refused is not None
+    assert int(refused[1]) > 0
+
+
 def test_wrong_answers_are_counted_and_end_with_status_1(serve, monkeypatch):
     """The network answers otherwise once the expected answers are known."""
-    live = serve(queue=2, rows=1)
+    live = serve()
     answer, network = live.network.answer, live.network
     calls = []
 
@@ -55,6 +66,7 @@ def test_wrong_answers_are_counted_and_end_with_status_1(serve, monkeypatch):
     [
         (["--picture", "a.png"], "error: --picture requires --rates; add the rates to measure"),
         (["--rates", "0"], "error: --rates 0: expected more than 0 requests per second"),
+        (["--rates", "1", "nan"], "error: --rates nan: expected more than 0 requests per second"),
     ],
 )
 def test_bad_flags_are_one_line(live, words, message):

@@ -242,10 +242,10 @@ class FakeTpuApi:
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f'Accelerator type "{request.node.accelerator_type}" not found.',
             )
-        if request.node.accelerator_type in self.without_capacity:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, STOCKOUT)
         operation = self._operation()
         time.sleep(self.create_seconds / 2)
+        if request.node.accelerator_type in self.without_capacity:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, STOCKOUT)
         self._new_node(name, request.node, operation.name)
         time.sleep(self.create_seconds / 2)
         if self.create_errors:

@@ -13,6 +13,7 @@ from mesh_transformer.pod.tpu.spec import TpuSpec
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 if TYPE_CHECKING:
+    from google.api_core import retry
     from google.api_core.exceptions import GoogleAPICallError
     from google.cloud import tpu_v2
 
@@ -138,18 +139,11 @@ class TpuApi:
         Args:
           method: the client's method that reads the resource.
         """
-        from google.api_core import exceptions, retry
-
-        repeated = retry.Retry(
-            predicate=retry.if_exception_type(*_no_answer_errors(), exceptions.TooManyRequests),
-            maximum=10.0,
-            timeout=RETRY_SECONDS,
-        )
         try:
             with self._translated():
                 # No retries by the client: signals would be deferred during its pauses as well.
                 request = functools.partial(method, retry=None, timeout=RPC_SECONDS)
-                return repeated(request)(request={"name": name})
+                return self._repeated()(request)(request={"name": name})
         except _MissingError:
             return None
 
@@ -360,18 +354,24 @@ class TpuApi:
         return error_type(f"{subject}: {message}")
 
     def offered(self, types: Iterable[str]) -> list[str]:
-        """Return those of the accelerator types that the zone offers; none if it gives no list."""
-        from google.api_core import exceptions
-
-        try:
-            offered = self._offered_types()
-        except exceptions.GoogleAPICallError:
-            return []
+        """Return those of the accelerator types that the zone offers."""
+        with self._translated():
+            offered = self._repeated()(self._offered_types)()
         return [kind for kind in types if kind in offered]
 
     def _offered_types(self) -> list[str]:
         types = self._client.list_accelerator_types(parent=self._parent, timeout=RPC_SECONDS)
         return sorted({item.type_ for item in types})
+
+    def _repeated(self) -> "retry.Retry":
+        """Return a decorator that repeats a request for `RETRY_SECONDS` if there is no answer."""
+        from google.api_core import exceptions, retry
+
+        return retry.Retry(
+            predicate=retry.if_exception_type(*_no_answer_errors(), exceptions.TooManyRequests),
+            maximum=10.0,
+            timeout=RETRY_SECONDS,
+        )
 
     def _available(self) -> str:
         """Return advice for an invalid request, such as the TPU types that the zone offers."""

@@ -39,7 +39,7 @@ from mesh_transformer.pod.tpu.guard import Guard, ownership_label
 from mesh_transformer.pod.tpu.signals import Signals
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, deadline_script
 from mesh_transformer.pod.tpu.ssh import Hosts
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import HostError, InputError, StoppedError
 
 if TYPE_CHECKING:
     from google.cloud import tpu_v2
@@ -193,27 +193,39 @@ class TpuVm:
         """
         start, poll, smaller = time.monotonic(), self.limits.poll, self._types[1:]
         smaller_after = self.limits.smaller_after if smaller else 0.0
-        if smaller:  # long enough for one attempt with the smaller types
-            capacity_seconds = max(capacity_seconds, smaller_after + poll)
         pause = poll
         while True:
             late = time.monotonic() - start >= smaller_after
-            types = [self._types[0], *(self._api.offered(smaller) if late else [])]
-            failures = []
-            for kind in types:
+            failures: list[Exception] = []
+            for kind in [self._types[0], *(self._offered(smaller) if late else [])]:
+                # The request for the TPU itself has shown that nothing else is wrong with it.
+                bad_type = () if kind == self._types[0] else (InputError,)
                 try:
                     self._wait_ready(self._create(kind))
                     return
-                except (CapacityError, PreemptedError, *retry_on) as error:
+                except (CapacityError, PreemptedError, *bad_type, *retry_on) as error:
                     failures.append(error)
                 self.delete()
             waited = time.monotonic() - start
             seconds = pause if late else min(pause, max(smaller_after - waited, poll))
-            if waited + seconds > capacity_seconds:
+            if late and waited + seconds > capacity_seconds:
                 raise failures[0]
             _say(f"{'; '.join(map(str, failures))}; retrying in {seconds:g} s")
             time.sleep(seconds)
             pause = min(2 * pause, 300.0)
+
+    def _offered(self, types: Sequence[str]) -> list[str]:
+        """Return those of the types that the zone offers; if there are none, say why."""
+        if not types:
+            return []
+        problem = f"the zone {self.spec.zone} offers none of {', '.join(types)}"
+        try:
+            if offered := self._api.offered(types):
+                return offered
+        except (InputError, StoppedError, HostError) as error:
+            problem = str(error)
+        _say(f"{problem}; requesting only {self._types[0]}")
+        return []
 
     def _create(self, kind: str) -> str | None:
         """Request the TPU, and return the name of the API's long-running operation.
@@ -276,8 +288,9 @@ class TpuVm:
             raise name_in_use_error(self.spec)
         if node.accelerator_type not in self._types:
             raise InputError(
-                f"TPU {self.spec.name!r} exists as {node.accelerator_type}, not {self._types[0]}; "
-                f"choose another name, or delete it: {self.spec.delete_command()}"
+                f"TPU {self.spec.name!r} of an earlier run exists as {node.accelerator_type}, not "
+                f"{self._types[0]}; delete it: {self.spec.delete_command()}, or continue a run "
+                "that used it with the flags with which you started it"
             )
         self._use(node.accelerator_type)
         self._may_exist = True
