@@ -218,12 +218,12 @@ def _disturb(run: Training, interruption: Interruption, before: int) -> Outcome:
     wait_until(lambda: last_step(folder) > reached, "progress of the run")
     run.find_heads()  # a new one, if the old one has died
     seconds = time.monotonic() - began
-    message = next(
-        line for line in new_output().splitlines() if "host " in line and "error" not in line
-    )
+    found = re.search(r"([^\r\n]*)\nrestarting all hosts", new_output())
+    assert found is not None
+    message = found[1]
     if kind not in SERVERS:
         assert re.search(rf"host {rank}\b", message), message
-    return Outcome(seconds, message.split("\r")[-1])
+    return Outcome(seconds, message)
 
 
 def assert_same(folder: Path, whole: Path) -> None:
