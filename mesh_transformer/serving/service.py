@@ -488,7 +488,7 @@ class ChatCompletion(Completion):
     def __init__(self, service: Service, body: ChatRequest):
         super().__init__(service, body)
         self._alternatives = body.top_logprobs or 0
-        self._streamed = set[int]()  # the answers of which a chunk has been sent
+        self._streamed = set[int]()  # indices of the answers that have begun
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
         return self._part(

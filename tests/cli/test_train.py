@@ -77,12 +77,17 @@ def test_any_number_of_hosts_trains_like_one_process(tmp_path, monkeypatch, vers
                 assert row[name] == pytest.approx(base[name], rel=OTHER_PROCESSES), row["step"]
                 worst = max(worst, abs(row[name] / base[name] - 1))
     print(f"version {version}: largest relative difference {worst:.1e}")
-    raw = [json.loads(line) for line in (model / "metrics.jsonl").read_text().splitlines()]
-    hosts_in_rows = [sum(name.startswith("host_seconds/") for name in row) for row in raw]
     expected_hosts: list[int] = []
     for hosts, steps in (*HOSTS[version], (0, 30)):
         expected_hosts += [hosts] * (steps - len(expected_hosts))
-    assert hosts_in_rows == expected_hosts
+    assert hosts_in_rows(model) == expected_hosts
+
+
+def hosts_in_rows(folder: Path) -> list[int]:
+    """Return how many hosts computed each step of a run, from its complete metrics rows."""
+    lines = (folder / NAME).read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [sum(name.startswith("host_seconds/") for name in row) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +256,10 @@ def test_a_smaller_tpu_continues_the_run_with_the_same_bits(tmp_path, pod):
             pod.api.without_capacity = without
             pod.switch_on(hosts, devices=4)
             pod.preempt()
-            wait_until(lambda hosts=hosts: last_hosts(lossy) == hosts, f"{hosts} hosts; {run.log}")
+            wait_until(
+                lambda hosts=hosts: hosts_in_rows(lossy)[-1:] == [hosts],
+                f"{hosts} hosts; {run.log}",
+            )
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(SECONDS) == 0, run.log.read_text()[-3000:]
     output = run.log.read_text()
@@ -259,13 +267,6 @@ def test_a_smaller_tpu_continues_the_run_with_the_same_bits(tmp_path, pod):
     assert not pod.api.nodes
     run_to_end(calm, *command(config, calm, "--max-steps", str(last_step(lossy))))
     assert_same_rows(rows_of(lossy), rows_of(calm))
-
-
-def last_hosts(folder: Path) -> int:
-    """Return the number of hosts that computed the newest step."""
-    lines = (folder / NAME).read_text().splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return sum(name.startswith("host_seconds/") for name in rows[-1]) if rows else 0
 
 
 @pytest.mark.slow
