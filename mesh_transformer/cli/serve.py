@@ -66,27 +66,27 @@ def main() -> None:
 
     # This comes before the model is loaded, which takes long, so that errors appear at once.
     keys = Keys(args.api_key_file)
-    socket = listen(args.host, args.port)
-    model = path if config else Source(path)
-    tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
-    template = read_template(tokenizer, args.chat_template)
-    try:
-        if template is None and chat_template(tokenizer) is not None:
-            template = ChatTemplate(tokenizer)
-    except InputError as error:
-        print(f"no chat: {error}; or give --chat-template", file=sys.stderr, flush=True)
-    chat = template and template.prompt
-    with running_model(args, model, config, only_generate=True) as network:
-        metrics = Metrics(args.rows)
-        limits = {"queue": args.queue, "stall_seconds": args.stall_seconds}
-        engine = Engine(network, metrics, rows=args.rows, **limits)
-        engine.warm_up()
-        max_tokens = args.max_tokens or network.config.window
-        name = args.name or network.config.name
-        service = Service(name, engine, tokenizer, metrics, max_tokens, chat)
-        log = sys.stderr if args.log_requests else None
-        app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host], log)
-        serve(app, socket, args.drain_seconds)
+    with listen(args.host, args.port) as socket:
+        model = path if config else Source(path)
+        tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
+        template = read_template(tokenizer, args.chat_template)
+        try:
+            if template is None and chat_template(tokenizer) is not None:
+                template = ChatTemplate(tokenizer)
+        except InputError as error:
+            print(f"no chat: {error}; or give --chat-template", file=sys.stderr, flush=True)
+        chat = template and template.prompt
+        with running_model(args, model, config, only_generate=True) as network:
+            metrics = Metrics(args.rows)
+            limits = {"queue": args.queue, "stall_seconds": args.stall_seconds}
+            engine = Engine(network, metrics, rows=args.rows, **limits)
+            engine.warm_up()
+            max_tokens = args.max_tokens or network.config.window
+            name = args.name or network.config.name
+            service = Service(name, engine, tokenizer, metrics, max_tokens, chat)
+            log = sys.stderr if args.log_requests else None
+            app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host], log)
+            serve(app, socket, args.drain_seconds)
     # A normal exit of the interpreter takes seconds, and waits forever if the engine is stuck.
     if engine.close(0) or engine.health_problem is None:
         exit_now("", 0)
