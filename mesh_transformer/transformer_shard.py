@@ -24,6 +24,7 @@ from mesh_transformer.data.batches import check_batch, check_tokens
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.prefixes import Pool
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows, limit_in_flight, process_rows
@@ -270,9 +271,13 @@ class CausalTransformer:
             self._own_params(), ctx, ctx_length, gen_length, sampler_options or {}
         )
 
-    def batch(self, rows: int) -> Batch:
-        """Return a `Batch` of `rows` empty rows, which generates with the current parameters."""
-        return self._generator.batch(self._own_params(), rows)
+    def batch(self, rows: int, pool: Pool | None = None) -> Batch:
+        """Return a `Batch` of `rows` empty rows, which generates with the current parameters.
+
+        Args:
+          pool: the size of the batch's pool of prompt blocks; None for a batch without a pool.
+        """
+        return self._generator.batch(self._own_params(), rows, pool)
 
     def only_generate(self) -> None:
         """Free the state, keeping only the weights that `generate`, `batch` and `score` use.

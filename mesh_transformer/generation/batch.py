@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts, Weights
+from mesh_transformer.generation.prefixes import Chunks, Pool
 from mesh_transformer.generation.prompts import check_biases, check_prompts, check_texts
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
 from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
@@ -29,12 +30,17 @@ from mesh_transformer.model.attention import LayerCache
 from mesh_transformer.util import InputError, bucket
 
 
-def decode_specs(config: Config) -> decode.DecodeState:
-    """Return the PartitionSpecs of a `DecodeState`: batch rows split over dp, heads over mp."""
+def decode_specs(config: Config, *, pool: bool = False) -> decode.DecodeState:
+    """Return the PartitionSpecs of a `DecodeState`: rows and blocks split over dp, heads over mp.
+
+    Args:
+      pool: whether the batch has a pool of blocks.
+    """
     rows, cache = P("dp"), P("dp", "mp")
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
     caches = (LayerCache(cache, cache),) * config.layers
-    return decode.DecodeState(caches, rows, rows, rows, rows, rows, settings)
+    blocks = caches if pool else None
+    return decode.DecodeState(caches, rows, rows, rows, rows, rows, settings, blocks)
 
 
 def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
@@ -58,25 +64,25 @@ def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
     )
 
 
-def compile_empty(config: Config, mesh: Mesh) -> Callable[[int, int], decode.DecodeState]:
-    """Return a jitted function (rows, slots) -> `DecodeState` of a batch without prompts.
+def compile_empty(config: Config, mesh: Mesh, pool: bool) -> Callable[..., decode.DecodeState]:
+    """Return a jitted function (rows, slots, blocks, block) -> state of a batch without prompts.
 
-    `rows` is the number of rows on all replicas together, and `slots` the number of positions in
-    each row's KV cache.
+    `rows` and `blocks` are the numbers of rows and of the pool's blocks on all replicas together;
+    `slots` and `block` are the numbers of positions of each (see `decode.empty`).
     """
     return jax.jit(
         functools.partial(decode.empty, config, mp=mesh.shape["mp"]),
-        static_argnums=(0, 1),
-        out_shardings=named(mesh, decode_specs(config)),
+        static_argnums=(0, 1, 2, 3),
+        out_shardings=named(mesh, decode_specs(config, pool=pool)),
     )
 
 
-def compile_grow(config: Config, mesh: Mesh) -> Callable[..., decode.DecodeState]:
+def compile_grow(config: Config, mesh: Mesh, pool: bool) -> Callable[..., decode.DecodeState]:
     """Return a jitted function (state, slots) -> the same state with a larger KV cache.
 
     `slots` is the new number of positions in each row's KV cache.
     """
-    layout = named(mesh, decode_specs(config))
+    layout = named(mesh, decode_specs(config, pool=pool))
     return jax.jit(decode.grow, static_argnums=1, out_shardings=layout)
 
 
@@ -91,26 +97,28 @@ def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[...
     return compiled(function, config, mesh, specs, rows)
 
 
-def compile_prefill(config: Config, mesh: Mesh, alternatives: int | None) -> Callable[..., Any]:
+def compile_prefill(
+    config: Config, mesh: Mesh, alternatives: int | None, width: int, pool: bool
+) -> Callable[..., Any]:
     """Return `decode.prefill`, compiled as a function (weights, state, prompts) -> (state, chosen).
 
-    The `state` that is passed in is donated.  See `decode.prefill` for `alternatives`.
+    The `state` that is passed in is donated.  See `decode.prefill` for `alternatives` and `width`.
     """
-    rows, state = P("dp"), decode_specs(config)
-    prompts = decode.Prompts(rows, rows, rows, state.settings)
-    function = functools.partial(decode.prefill, alternatives=alternatives)
+    rows, state = P("dp"), decode_specs(config, pool=pool)
+    prompts = decode.Prompts(*(rows,) * 6, settings=state.settings)
+    function = functools.partial(decode.prefill, alternatives=alternatives, width=width)
     specs = (decode.weight_specs(config), state, prompts)
     return compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)
 
 
 def compile_decode(
-    config: Config, mesh: Mesh, alternatives: int | None, most: int
+    config: Config, mesh: Mesh, alternatives: int | None, most: int, pool: bool = False
 ) -> Callable[..., Any]:
     """Return `decode.decode`, compiled: (weights, state, left, steps) -> (state, chosen).
 
     The `state` that is passed in is donated.  See `decode.decode` for all arguments.
     """
-    state = decode_specs(config)
+    state = decode_specs(config, pool=pool)
     function = functools.partial(decode.decode, alternatives=alternatives, most=most)
     specs = (decode.weight_specs(config), state, P("dp"), P())
     return compiled(function, config, mesh, specs, (state, P("dp")), donate_argnums=1)
@@ -145,8 +153,8 @@ class Generator:
         self.rows = rows
         # The parameters' arrays (None after `cache_weights`), and the weights computed from them.
         self._made: tuple[list[Array] | None, Weights] | None = None
-        self.empty = compile_empty(self.config, mesh)
-        self.grow = compile_grow(self.config, mesh)
+        self.empty = functools.cache(functools.partial(compile_empty, self.config, mesh))
+        self.grow = functools.cache(functools.partial(compile_grow, self.config, mesh))
         self._score = functools.cache(functools.partial(compile_score, self.config, mesh))
         self.prefill = functools.cache(functools.partial(compile_prefill, self.config, mesh))
         self.decode = functools.cache(functools.partial(compile_decode, self.config, mesh))
@@ -206,11 +214,12 @@ class Generator:
             top_logprob=scored.top_logprob[..., :alternatives],
         )
 
-    def batch(self, params: Any, rows: int) -> "Batch":
+    def batch(self, params: Any, rows: int, pool: Pool | None = None) -> "Batch":
         """Return an idle `Batch` with `rows` rows in this process.
 
         Args:
           params: the model's parameters, or None to use the cached weights.
+          pool: the size of the pool of blocks; None for a batch without a pool.
 
         Raises:
           InputError: if `rows` is not a positive multiple of the number of replicas in this
@@ -222,7 +231,7 @@ class Generator:
                 f"{len(self.rows.replicas)}, the number of replicas in this process; add or remove "
                 "rows"
             )
-        return Batch(self, self.weights(params), rows)
+        return Batch(self, self.weights(params), rows, pool)
 
     def generate(
         self,
@@ -264,7 +273,7 @@ class Batch:
       left: number of tokens that each row may still generate, int32 [rows].
     """
 
-    def __init__(self, generator: Generator, weights: Weights, rows: int):
+    def __init__(self, generator: Generator, weights: Weights, rows: int, pool: Pool | None = None):
         self.rows = rows
         self.left = np.zeros(rows, np.int32)
         self._length = np.zeros(rows, np.int32)  # tokens in each row's cache
@@ -273,8 +282,11 @@ class Batch:
         self._replicas = len(generator.rows.replicas)
         window = generator.config.window
         slots = bucket(1, SMALLEST_CACHE, window)
-        self._state: DecodeState = generator.empty(
-            rows // self._replicas * generator.rows.dp, slots
+        self._pool = pool
+        blocks, block = pool or (0, 1)
+        dp = generator.rows.dp
+        self._state: DecodeState = generator.empty(pool is not None)(
+            rows // self._replicas * dp, slots, blocks * dp, block
         )
 
     def reserve(self, positions: int) -> None:
@@ -287,7 +299,7 @@ class Batch:
         """
         slots = bucket(positions, SMALLEST_CACHE, self._generator.config.window)
         if slots > self._state.slots:
-            self._state = self._generator.grow(self._state, slots)
+            self._state = self._generator.grow(self._pool is not None)(self._state, slots)
 
     def insert(
         self,
@@ -297,12 +309,18 @@ class Batch:
         settings: SamplerSettings,
         *,
         alternatives: int | None = None,
+        chunks: Chunks | None = None,
         longest: int | None = None,
         most: int | None = None,
+        reach: int | None = None,
     ) -> Chosen:
         """Put prompts into `rows`, and choose the first token of each prompt's answer.
 
         The previous contents of these rows are discarded.
+
+        A long prompt can be inserted in several calls, with other calls between them: its first
+        chunk, then its first two with `chunks`, and so on.  In all calls but the last one the
+        length is 1, and the chosen token is meaningless.
 
         Args:
           rows: the index of the row for each prompt.
@@ -313,10 +331,14 @@ class Batch:
           settings: the sampling settings, with one value per prompt.
           alternatives: number of most likely tokens to return with their logprobs; the chosen
             tokens' logprobs are then returned too.  None returns no logprobs.
-          longest: length in tokens of the longest prompt in any process.  Required only with
-            several processes.
+          chunks: which positions of each prompt to compute, and which blocks of the pool to copy.
+            None computes the whole prompts.
+          longest: largest number of tokens of one prompt that any process computes.  Required only
+            with several processes.  It may be larger than necessary.
           most: largest number of prompts that any process inserts into one replica.  Required only
             if the processes insert different numbers of prompts; some may then insert none.
+          reach: length in tokens of the longest prompt in any process, if `chunks` begin after the
+            first position in any process.  Required only with several processes.
 
         Returns:
           A `Chosen` with the first token of each answer, as numpy arrays in the order of `prompts`.
@@ -329,21 +351,34 @@ class Batch:
         window = self._generator.config.window
         texts, length, left = check_texts(self._generator.config, prompts, lengths)
         check_biases(self._generator.config, settings)
-        width = bucket(min(longest or length.max(), window), SMALLEST_PROMPT, window)
-        self.reserve(width)
+        begin = np.zeros(len(texts), np.int32) if chunks is None else chunks.begin_P
+        longest = longest or int((length - begin).max())
+        width = bucket(min(longest, window), SMALLEST_PROMPT, window)
+        slots = width
+        if reach is not None or begin.any():  # some prompts attend to tokens that the cache holds
+            self.reserve(max(reach or int(length.max()), width))
+            slots = self._state.slots
+        self.reserve(slots)
         # The last row is a dummy prompt.  The index -1 in a group (see `_groups`) selects it.
-        tokens = np.zeros((len(texts) + 1, width), np.uint32)
+        tokens = np.zeros((len(texts) + 1, slots), np.uint32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
         local = np.asarray(rows, np.int32) % (self.rows // self._replicas)
+        # The blocks of the pool to load and to save, and none for the dummy.
+        blocks_PJ = np.full((2, len(texts) + 1, slots // self._pool.block if self._pool else 0), -1)
+        if chunks is not None and self._pool is not None:
+            own = np.array(chunks[1:])[:, :, : blocks_PJ.shape[2]]
+            blocks_PJ[:, : len(texts), : own.shape[2]] = own
         with_dummy = Prompts(
             tokens,
             np.append(length, np.int32(1)),
             np.append(local, np.int32(self.rows)),  # out of range, so that it is not written
-            jax.tree.map(lambda x, idle: np.concatenate([x, idle[None]]), settings, decode.IDLE),
+            np.append(begin, np.int32(0)),
+            *blocks_PJ.astype(np.int32),
+            settings=jax.tree.map(lambda x, idle: np.r_[x, idle[None]], settings, decode.IDLE),
         )
         groups = self._groups(rows, width, most)
-        results = [self._prefill(group, with_dummy, alternatives) for group in groups]
+        results = [self._prefill(group, with_dummy, alternatives, width) for group in groups]
         self._length[list(rows)], self.left[list(rows)] = length, left - 1
         places = np.concatenate(groups)
         order = np.argsort(places)[np.count_nonzero(places < 0) :]
@@ -374,11 +409,14 @@ class Batch:
             place[: len(queue)] = queue
         return [part.reshape(-1) for part in np.split(places, places.shape[1] // size, axis=1)]
 
-    def _prefill(self, group: np.ndarray, prompts: Prompts, alternatives: int | None) -> Chosen:
+    def _prefill(
+        self, group: np.ndarray, prompts: Prompts, alternatives: int | None, width: int
+    ) -> Chosen:
         """Insert the prompts whose indices are in `group`, in one prefill call."""
         generator = self._generator
         placed = generator.rows.place(jax.tree.map(lambda x: x[group], prompts), P("dp"))
-        self._state, chosen = generator.prefill(alternatives)(self._weights, self._state, placed)
+        run = generator.prefill(alternatives, width, self._pool is not None)
+        self._state, chosen = run(self._weights, self._state, placed)
         return self._fetched(chosen)
 
     def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
@@ -396,7 +434,7 @@ class Batch:
             raise InputError(f"generate: steps is {steps}, expected 1 to {MOST_STEPS}")
         ahead = np.minimum(self.left, steps)
         self.reserve(int((self._length + ahead).max()))
-        run = self._generator.decode(alternatives, MOST_STEPS)
+        run = self._generator.decode(alternatives, MOST_STEPS, self._pool is not None)
         # `place` may share memory with its argument, and `self.left` changes below.
         left = self._generator.rows.place(self.left.copy(), P("dp"))
         self._state, chosen = run(self._weights, self._state, left, np.int32(steps))

@@ -2,11 +2,17 @@
 
 A row's keys and values are stored in a ring buffer of S slots: position p is stored in slot p mod
 S.  When the buffer is full, each new position overwrites the oldest one.  `prefill` inserts prompts
-while the other rows wait, and `decode` generates tokens in all rows.  The layers are unrolled, and
-each has its own arrays, because a loop over stacked arrays would copy each layer's slice.
+or pieces of prompts while the other rows wait, and `decode` generates tokens in all rows.  The
+layers are unrolled, and each has its own arrays, because a loop over stacked arrays would copy each
+layer's slice.
+
+Beside the rows' caches, a batch can have a pool of blocks.  A block holds the keys and values of
+`block` consecutive positions of a prompt, from a multiple of `block` on.  `prefill` copies blocks
+from the pool to a row, for the beginning of a prompt, and back.  `prefixes.Prefixes` decides which.
 
 Array names end in their shape: B rows of the batch, P inserted prompts, T tokens of a prompt or
-text, S slots, D model, H heads, K head size, V vocabulary, M tokens per call, N alternatives.
+text, S slots, D model, H heads, K head size, V vocabulary, M tokens per call, N alternatives, C
+positions of a block, J blocks of a row, L blocks of the pool.
 """
 
 from typing import Any, NamedTuple
@@ -37,11 +43,18 @@ IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0}, ())
 
 
 class Prompts(NamedTuple):
-    """Prompts to insert into a batch, left-aligned; the padding after a prompt is ignored."""
+    """Prompts to insert into a batch, left-aligned; the padding after a prompt is ignored.
 
-    tokens_PT: Any
+    The keys and values before position `begin_P` are not computed: they are in the row, from an
+    earlier piece of the same prompt, or in the pool.
+    """
+
+    tokens_PS: Any
     length_P: Any
     row_P: Any  # each prompt's row within its replica; a prompt with a row out of range is dropped
+    begin_P: Any
+    load_PJ: Any  # for each block of the prompt, the block of the pool to copy, or -1
+    save_PJ: Any  # for each block of the prompt, the block of the pool to copy it to, or -1
     settings: SamplerSettings
 
 
@@ -68,6 +81,7 @@ class DecodeState(NamedTuple):
     seen_BV: Any  # whether the row's prompt or answer contains each token
     count_BV: Any  # how many times the row's answer contains each token
     settings: SamplerSettings
+    pool: tuple[LayerCache, ...] | None  # [L, H, C, K], one per layer
 
     @property
     def slots(self) -> int:
@@ -119,30 +133,37 @@ def weight_specs(config: Config) -> Weights:
     return specs | {name: int8.layout(declared[name]) for name in MATRICES}
 
 
-def empty(config: Config, rows: int, slots: int, mp: int = 1) -> DecodeState:
+def empty(
+    config: Config, rows: int, slots: int, blocks: int = 0, block: int = 1, mp: int = 1
+) -> DecodeState:
     """Return the state of a batch with `rows` rows, no prompts, and `slots` cache slots per row.
 
     The arrays are global; jit this function with `out_shardings` to choose their sharding.
 
     Args:
+      blocks: number of blocks of the pool; 0 for no pool.
+      block: number of positions per block.
       mp: the number of shards that the heads are split over.
     """
-    shape = (rows, padded_size(config.n_heads, mp), slots, config.d_head)
+    heads = padded_size(config.n_heads, mp)
 
     def zeros(dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((rows,), dtype)
 
+    def caches(count: int, positions: int) -> tuple[LayerCache, ...]:
+        shape = (count, heads, positions, config.d_head)
+        one = LayerCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+        return (one,) * config.layers
+
     return DecodeState(
-        tuple(
-            LayerCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
-            for _ in range(config.layers)
-        ),
+        caches(rows, slots),
         length_B=zeros(),
         token_B=zeros(jnp.uint32),
         generated_B=zeros(),
         seen_BV=jnp.zeros((rows, config.n_vocab), bool),
         count_BV=jnp.zeros((rows, config.n_vocab), jnp.int32),
         settings=jax.tree.map(lambda value: jnp.full((rows, *value.shape), value), IDLE),
+        pool=caches(blocks, block) if blocks else None,
     )
 
 
@@ -276,6 +297,7 @@ def prefill(
     state: DecodeState,
     prompts: Prompts,
     alternatives: int | None,
+    width: int,
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
@@ -284,30 +306,42 @@ def prefill(
     The previous contents of these rows are discarded.
 
     Args:
+      prompts: S is the number of slots that the prompts' tokens attend to.
       alternatives: number of most likely tokens to return with their logprobs; the chosen tokens'
         logprobs are then returned too.  None returns no logprobs.
+      width: number of positions to compute, from `begin_P` on, or the last ones of the S slots if
+        these are fewer.  If it is S, `begin_P` must be 0.
 
     Returns:
       The new state and the chosen tokens [P].
     """
-    tokens_PT, length_P, row_P, settings = prompts
-    count, width = tokens_PT.shape
-    positions_PT = jnp.arange(width)[None]
-    context = _context(weights, positions_PT, positions_PT, None, config, par)
-    x_PTD, new_caches = _forward(weights, tokens_PT, context, None, config, par)
+    tokens_PS, length_P, row_P, begin_P, load_PJ, save_PJ, settings = prompts
+    count, slots = tokens_PS.shape
+    slots_1S = jnp.arange(slots)[None]
+    if width == slots:
+        old_caches, tokens_PT = None, tokens_PS
+        begin_P = jnp.zeros_like(begin_P)
+        context = _context(weights, slots_1S, slots_1S, None, config, par)
+    else:
+        old_caches = _beginnings(state, row_P, load_PJ, slots)
+        begin_P = jnp.minimum(begin_P, slots - width)  # so that all positions have a slot
+        positions_PT = begin_P[:, None] + jnp.arange(width)
+        tokens_PT = jnp.take_along_axis(tokens_PS, positions_PT, axis=1)
+        context = _context(weights, positions_PT, slots_1S, begin_P, config, par)
+    x_PTD, new_caches = _forward(weights, tokens_PT, context, old_caches, config, par)
 
     def put(rows: Array, values: Array, *index: Any) -> Array:
         return rows.at[(row_P, *index)].set(values, mode="drop")
 
-    first_slots = (slice(None), slice(width))
+    first_slots = (slice(None), slice(slots))
     caches = jax.tree.map(lambda old, new: put(old, new, *first_slots), state.caches, new_caches)
-    last_PTD = jnp.take_along_axis(x_PTD, (length_P - 1)[:, None, None], axis=1)
+    last_PTD = jnp.take_along_axis(x_PTD, (length_P - 1 - begin_P)[:, None, None], axis=1)
     logits_PV = _logits(weights, last_PTD, config, par)
 
     prompt_rows = jnp.arange(count)[:, None]
-    in_prompt_PT = positions_PT < length_P[:, None]
+    in_prompt_PS = slots_1S < length_P[:, None]
     seen_PV = jnp.zeros((count, config.n_vocab), bool)
-    seen_PV = seen_PV.at[prompt_rows, tokens_PT.astype(jnp.int32)].max(in_prompt_PT)
+    seen_PV = seen_PV.at[prompt_rows, tokens_PS.astype(jnp.int32)].max(in_prompt_PS)
     generated_P = jnp.zeros_like(length_P)
     count_PV = jnp.zeros((count, config.n_vocab), jnp.int32)
     token_P = choose(logits_PV, settings, generated_P, seen_PV, count_PV)
@@ -321,8 +355,50 @@ def prefill(
         put(state.seen_BV, seen_PV),
         put(state.count_BV, count_PV),
         jax.tree.map(put, state.settings, settings),
+        _saved(state.pool, new_caches, save_PJ),
     )
     return state, _chosen(logits_PV, token_P, alternatives)
+
+
+def _beginnings(
+    state: DecodeState, row_P: Array, load_PJ: Array, slots: int
+) -> tuple[LayerCache, ...]:
+    """Return the first `slots` slots of rows, after copying the blocks `load_PJ` of the pool."""
+
+    def own(cache_BHSK: Array) -> Array:
+        return cache_BHSK[row_P, :, :slots]
+
+    def with_blocks(cache_BHSK: Array, pool_LHCK: Array) -> Array:
+        old_PHSK = own(cache_BHSK)
+        positions = load_PJ.shape[1] * pool_LHCK.shape[2]
+        blocks_PHJCK = jnp.moveaxis(pool_LHCK[load_PJ], 1, 2)
+        loaded_PHSK = blocks_PHJCK.reshape(*old_PHSK.shape[:2], positions, -1)
+        loaded_PS = jnp.repeat(load_PJ >= 0, pool_LHCK.shape[2], axis=1)
+        first_PHSK = old_PHSK[:, :, :positions]
+        first_PHSK = jnp.where(loaded_PS[:, None, :, None], loaded_PHSK, first_PHSK)
+        return old_PHSK.at[:, :, :positions].set(first_PHSK)
+
+    if state.pool is None:
+        return jax.tree.map(own, state.caches)
+    return jax.tree.map(with_blocks, state.caches, state.pool)
+
+
+def _saved(
+    pool: tuple[LayerCache, ...] | None, caches: tuple[LayerCache, ...], save_PJ: Array
+) -> tuple[LayerCache, ...] | None:
+    """Return the pool after copying the blocks `save_PJ` of the rows `caches` to it."""
+    if pool is None:
+        return None
+
+    def saved(pool_LHCK: Array, cache_PHSK: Array) -> Array:
+        count, heads, _, size = cache_PHSK.shape
+        places, block = save_PJ.shape[1], pool_LHCK.shape[2]
+        first_PHSK = cache_PHSK[:, :, : places * block]
+        blocks_PHJCK = first_PHSK.reshape(count, heads, places, block, size)
+        to_PJ = jnp.where(save_PJ >= 0, save_PJ, len(pool_LHCK))  # out of range, so not written
+        return pool_LHCK.at[to_PJ].set(jnp.moveaxis(blocks_PHJCK, 2, 1), mode="drop")
+
+    return jax.tree.map(saved, pool, caches)
 
 
 def _step(
@@ -366,6 +442,7 @@ def _step(
         state.seen_BV.at[rows_B, token_B].set(True),
         state.count_BV.at[rows_B, token_B].add(added_B),
         state.settings,
+        state.pool,
     )
     return state, _chosen(logits_BV, token_B, alternatives)
 
@@ -406,4 +483,6 @@ def decode(
         state, new = _step(weights, state, left_B > step, alternatives, config, par)
         return state, jax.tree.map(lambda buffer, x: buffer.at[:, step].set(x), chosen, new)
 
-    return jax.lax.fori_loop(0, steps, body, (state, chosen))
+    first = (state._replace(pool=None), chosen)  # decoding does not use the pool
+    decoded, chosen = jax.lax.fori_loop(0, steps, body, first)
+    return decoded._replace(pool=state.pool), chosen

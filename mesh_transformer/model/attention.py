@@ -135,12 +135,16 @@ def attend(
 
 
 def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
-    """Return the cache with the key and value of one position per batch row replaced.
+    """Return the cache with the keys and values of one or several positions per row replaced.
 
     Args:
-      new: the keys and values to write, with S = 1.
-      slot_B: for each batch row, the position in the cache (index along S) to write to.
+      new: the keys and values to write; S is the number of positions.
+      slot_B: for each batch row, the position in the cache (index along S) to write to.  It is the
+        first one if there are several, which must all lie within the cache.
     """
+    if new.k_BHSK.shape[2] > 1:
+        put = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
+        return jax.tree.map(lambda x, y: put(x, y.astype(x.dtype), slot_B), cache, new)
     if len(slot_B) == 1:
         # On a device with one head, writing one row is a single update.  XLA on CPUs turns it into
         # an operation that copies the whole cache.  Writing the row twice avoids that.

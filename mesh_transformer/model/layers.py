@@ -40,7 +40,7 @@ class Context(NamedTuple):
 
     positions_BT: Array
     bias_BHTS: Array | None  # None if `attend` is given, which applies the mask itself
-    slot_B: Array | None = None  # the cache slot that each row's new key and value are written to
+    slot_B: Array | None = None  # the cache slot of each row's first new key and value
     attend: Attend | None = None  # used instead of `attention.attend`, which needs `bias_BHTS`
     dropout: Dropout | None = None  # the layer's random numbers; None without dropout
 
@@ -309,9 +309,9 @@ class TransformerLayer(hk.Module):
     Their outputs are added before they are summed over mp, so that one sum over mp suffices.  In
     the block gpt2, the feed-forward reads the residual stream with the attention's output added.
 
-    Calling the module with a KV cache requires one new token per batch row.  The token's key and
-    value are written to the cache at `context.slot_B`, and the token attends to all cached
-    positions that `context.bias_BHTS` does not mask.  Without a cache, tokens attend to each other.
+    If the module is called with a KV cache, the tokens' keys and values are written to the cache
+    from `context.slot_B` on, and the tokens attend to all cached positions that `context.bias_BHTS`
+    does not mask.  Without a cache, tokens attend to each other.
 
     Returns:
       The layer's contribution to the residual stream, [B, T, D], and a cache: the updated cache or,

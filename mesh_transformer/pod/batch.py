@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.prefixes import Chunks, Pool
 from mesh_transformer.generation.prompts import check_biases, check_texts
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.placement import process_rows
@@ -42,6 +43,7 @@ class ClusterBatch:
 
     Args:
       rows: total number of rows, a positive multiple of the number of replicas.
+      pool: the size of each replica's pool of prompt blocks; None for a batch without a pool.
 
     Attributes:
       rows: total number of rows, divided into one block of equal size per replica.
@@ -54,7 +56,7 @@ class ClusterBatch:
         other.
     """
 
-    def __init__(self, cluster: Cluster, rows: int):
+    def __init__(self, cluster: Cluster, rows: int, pool: Pool | None = None):
         if rows < 1 or rows % cluster.dp:
             raise InputError(
                 f"generate: the batch has {rows} rows, expected a positive multiple of "
@@ -66,7 +68,7 @@ class ClusterBatch:
         self._replica = np.arange(rows) // (rows // cluster.dp)  # replica of each row
         self._host_rows = process_rows(cluster.replicas, rows // cluster.dp)
         self._cluster = cluster
-        cluster.call("batch", *[(len(own),) for own in self._host_rows])
+        cluster.call("batch", *[(len(own), pool) for own in self._host_rows])
 
     def reserve(self, positions: int) -> None:
         """Grow the KV cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
@@ -80,12 +82,16 @@ class ClusterBatch:
         settings: SamplerSettings,
         *,
         alternatives: int | None = None,
+        chunks: Chunks | None = None,
+        longest: int | None = None,
     ) -> Chosen:
         """Put prompts into `rows` and choose the first token of each answer; see `Batch.insert`."""
         texts, length, left = check_texts(self._cluster.config, prompts, lengths)
         check_biases(self._cluster.config, settings)
         row_ids = np.asarray(rows)
         most = int(np.bincount(self._replica[row_ids]).max())  # most prompts in any replica
+        begin = np.zeros_like(length) if chunks is None else chunks.begin_P
+        reach = int(length.max()) if begin.any() else None
         # For each host, the indices of the prompts that go into its rows.
         shares = [np.flatnonzero(np.isin(row_ids, own)) for own in self._host_rows]
         arguments = [
@@ -95,8 +101,10 @@ class ClusterBatch:
                 left[share],
                 jax.tree.map(lambda x, share=share: x[share], settings),
                 alternatives,
-                int(length.max()),
+                jax.tree.map(lambda x, share=share: x[share], chunks),
+                longest or int((length - begin).max()),
                 most,
+                reach,
             )
             for own, share in zip(self._host_rows, shares, strict=True)
         ]

@@ -27,6 +27,7 @@ from ray import exceptions
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.prefixes import Pool
 from mesh_transformer.generation.prompts import check_prompts
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
@@ -279,15 +280,16 @@ class TPUCluster:
         batch = self.batch(-(-len(prompts) // self.dp) * self.dp)
         return np.concatenate(list(stream_tokens(batch, prompts, gen_length, settings)), axis=1)
 
-    def batch(self, rows: int) -> ClusterBatch:
+    def batch(self, rows: int, pool: Pool | None = None) -> ClusterBatch:
         """Return a batch of idle rows for generation; see `CausalTransformer.batch`.
 
         The hosts hold only the newest batch; methods of an older batch raise InputError.
 
         Args:
           rows: total number of rows; a multiple of the number of replicas.
+          pool: the size of each replica's pool of prompt blocks; None for a batch without a pool.
         """
-        self.newest_batch = ClusterBatch(self, rows)
+        self.newest_batch = ClusterBatch(self, rows, pool)
         return self.newest_batch
 
     def only_generate(self) -> None:

@@ -32,6 +32,7 @@ from mesh_transformer.checkpoint.orbax_handlers import SAVE_SECONDS
 from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.prefixes import Pool
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import AllRows
 from mesh_transformer.mesh.program import compile_together
@@ -118,9 +119,9 @@ class EveryHost(CausalTransformer):
         with self._call():
             return super().score(tokens, alternatives)
 
-    def batch(self, rows: int) -> "_Batch":  # type: ignore[override]
+    def batch(self, rows: int, pool: Pool | None = None) -> "_Batch":  # type: ignore[override]
         with self._call():
-            return _Batch(super().batch(rows), self._call)
+            return _Batch(super().batch(rows, pool), self._call)
 
     def claim(self, folder: AnyPath) -> None:
         """Lock a model folder; see `CausalTransformer.claim`.

@@ -15,6 +15,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.evaluation import all_steps, validation
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.prefixes import Pool
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.storage.access import delete_step, local_path, reason
@@ -51,16 +52,17 @@ class RestartingCluster:
         self.config = self._cluster.config
         self.dp = self._cluster.dp
 
-    def batch(self, rows: int) -> ClusterBatch:
+    def batch(self, rows: int, pool: Pool | None = None) -> ClusterBatch:
         """Return a batch of idle rows for generation, retrying after a host failure.
 
         Args:
           rows: total number of rows, a multiple of the number of replicas.
+          pool: the size of each replica's pool of prompt blocks; None for a batch without a pool.
 
         Raises:
           HostError: if all `ATTEMPTS` attempts fail, or if `close` has been called.
         """
-        return self._call_with_retries(lambda cluster: cluster.batch(rows))
+        return self._call_with_retries(lambda cluster: cluster.batch(rows, pool))
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Compute the losses of predicting `target` from `obs`, retrying after a host failure.

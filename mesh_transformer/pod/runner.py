@@ -20,6 +20,7 @@ from mesh_transformer.checkpoint.state_tree import check_same_run, leaves
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import Batch
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.prefixes import Chunks, Pool
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import process_rows
@@ -281,10 +282,10 @@ class NetworkRunner:
         return {name: np.asarray(rows) for name, rows in self._started.eval(sample).items()}
 
     @_one_line_errors
-    def batch(self, rows: int) -> None:
+    def batch(self, rows: int, pool: Pool | None) -> None:
         """Create a batch of `rows` idle rows in this process, replacing the previous batch."""
         self._batch = None  # freed first, so that memory never holds two batches
-        self._batch = self._started.batch(rows)
+        self._batch = self._started.batch(rows, pool)
 
     @_one_line_errors
     def reserve(self, positions: int) -> None:
@@ -299,13 +300,15 @@ class NetworkRunner:
         lengths: np.ndarray,
         settings: SamplerSettings,
         alternatives: int | None,
+        chunks: Chunks | None,
         longest: int,
         most: int,
+        reach: int | None,
     ) -> Chosen:
         """Put prompts into this process's rows, and choose the first token of each answer.
 
-        `Batch.insert` describes the arguments and the result.  `alternatives`, `longest` and `most`
-        must be the same in all processes.
+        `Batch.insert` describes the arguments and the result.  `alternatives`, `longest`, `most`
+        and `reach` must be the same in all processes.
         """
         return self._running.insert(
             rows,
@@ -313,8 +316,10 @@ class NetworkRunner:
             lengths,
             settings,
             alternatives=alternatives,
+            chunks=chunks,
             longest=longest,
             most=most,
+            reach=reach,
         )
 
     @_one_line_errors

@@ -2,11 +2,17 @@
 
 One worker thread runs the network for all requests.  Between two decode calls, the thread makes at
 most one prefill or scoring call, which limits the delay for the requests that are already in the
-batch.
+batch.  A long prompt is inserted in chunks, one per call.  Chunks and the prompts of other requests
+take turns.
+
+The keys and values of prompts are kept in blocks, and prompts that begin with the same tokens take
+them from there.
 """
 
 import collections
 import dataclasses
+import functools
+import itertools
 import logging
 import sys
 import threading
@@ -18,17 +24,17 @@ import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.generation.sampling import SamplingOptions
-from mesh_transformer.network import Batch, Network
+from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.serving.prefill import (
+    ALTERNATIVES,
+    CHUNK,
+    MIN_WIDTH,
+    PREFILL_SIZES,
+    Prefiller,
+)
 from mesh_transformer.util import bucket
 
-ALTERNATIVES = 5  # number of most likely tokens delivered with each logprob
-# Allowed numbers of prompts per prefill call, each with its own compiled program.  A call uses the
-# largest one for which there are enough prompts and free rows.
-PREFILL_SIZES = (4, 2, 1)
-# Maximum number of tokens, including padding, in a prefill call with several prompts.
-PREFILL_TOKENS = 512
-MIN_WIDTH = 16  # the smallest width that prompts are padded to
 STOPPING = "the server is stopping"
 STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as stalled
 
@@ -81,6 +87,9 @@ class Request:
       cancelled: whether `Engine.cancel` has been called for this request.
       began: when the request was created, as a value of `time.perf_counter`.
       generated: number of tokens generated so far.
+      row: the request's batch row, once it has one.
+      filled: number of prompt tokens in the row's cache.
+      cached: number of prompt tokens whose keys and values were not computed for this request.
     """
 
     prompt: np.ndarray
@@ -93,6 +102,9 @@ class Request:
     cancelled: bool = False
     began: float = dataclasses.field(default_factory=time.perf_counter)
     generated: int = 0
+    row: int = -1
+    filled: int = 0
+    cached: int = 0
 
 
 class QueueFullError(Exception):
@@ -121,6 +133,7 @@ class Engine:
       queue: maximum number of waiting requests.
       steps: maximum number of tokens per row in a decode call.  New requests join the batch only
         between decode calls.
+      chunk, kept_tokens, fixed_shapes: see `Prefiller`.
       stall_seconds: time after which `health_problem` reports that a turn (a prefill or scoring
         call, then a decode call) has stalled.  Call `warm_up` before `start`, so that no turn
         includes a compilation.
@@ -137,6 +150,9 @@ class Engine:
         rows: int = 16,
         queue: int = 256,
         steps: int = 4,
+        chunk: int = CHUNK,
+        kept_tokens: int | None = None,
+        fixed_shapes: bool = False,
         stall_seconds: float = STALL_SECONDS,
     ):
         self.network = network
@@ -144,17 +160,29 @@ class Engine:
         self.queue = queue
         self.steps = steps
         self.stall_seconds = stall_seconds
+        self._new_prefiller = functools.partial(
+            Prefiller,
+            network,
+            metrics,
+            rows,
+            chunk=chunk,
+            kept_tokens=kept_tokens,
+            fixed_shapes=fixed_shapes,
+        )
+        self._prefiller = self._new_prefiller()
         self.failure: Exception | None = None
         self._metrics = metrics
         self._waiting: collections.deque[Request] = collections.deque()
         self._admitted: list[Request] = []  # taken from the queue, but not yet in a row
-        self._active: dict[int, Request] = {}  # the requests in the batch, by row
+        self._filling: collections.deque[Request] = collections.deque()  # inserted in chunks
+        self._active: dict[int, Request] = {}  # the requests that generate, by row
+        self._chunks_first = False  # whether chunks have precedence over new requests
+        self._step_seconds = 0.0  # the time of a decode step, in the most recent call
         # The times at which the most recent requests finished.
         self._finished: collections.deque[float] = collections.deque(maxlen=32)
         self._turn_began: float | None = None  # None between turns
         self._closing = False
         self._wake = threading.Condition()
-        self._batch = self._new_batch()
         self._worker = threading.Thread(target=self._run, name="engine", daemon=True)
         metrics.watch(waiting=lambda: self.waiting, active=lambda: self.active)
 
@@ -166,7 +194,7 @@ class Engine:
     @property
     def active(self) -> int:
         """Number of batch rows with a request."""
-        return len(self._active)
+        return len(self._active) + len(self._filling)
 
     @property
     def health_problem(self) -> str | None:
@@ -186,21 +214,12 @@ class Engine:
     def warm_up(self) -> None:
         """Compile all programs that requests will need; call this while no requests are served."""
         config = self.network.config
-        window = config.window
-        widths = [min(MIN_WIDTH * 2**n, window) for n in range(window.bit_length())]
-        widths = list(dict.fromkeys(widths))
+        widths = sorted({bucket(n, MIN_WIDTH, config.seq) for n in range(1, config.seq)})
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
-            self._score_text(np.zeros(min(width, config.seq), np.int32))
-            prompt = np.zeros(width, np.int32)
-            for size in PREFILL_SIZES:
-                if size == 1 or (size <= self.rows and size * width <= PREFILL_TOKENS):
-                    settings = SamplingOptions.stacked([SamplingOptions()] * size)
-                    prompts, lengths = [prompt] * size, np.ones(size, np.int32)
-                    self._batch.insert(
-                        range(size), prompts, lengths, settings, alternatives=ALTERNATIVES
-                    )
+            self._score_text(np.zeros(width, np.int32))
+        self._prefiller.warm_up()
         for alternatives in (None, ALTERNATIVES):
-            self._batch.decode(1, alternatives)
+            self._prefiller.batch.decode(1, alternatives)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Put all of the requests in the queue, or none of them.
@@ -212,7 +231,7 @@ class Engine:
         with self._wake:
             if self._closing or self.failure is not None:
                 raise StoppedEngineError(STOPPING)
-            free = self.rows - len(self._active) - len(self._admitted)
+            free = self.rows - self.active - len(self._admitted)
             if len(self._waiting) + len(requests) > self.queue + max(free, 0):
                 raise QueueFullError(len(self._waiting), self._retry_after())
             self._waiting.extend(requests)
@@ -251,17 +270,12 @@ class Engine:
         rate = len(self._finished) / max(time.perf_counter() - self._finished[0], 1e-3)
         return min(max(round(1 / rate), 1), 60)
 
-    def _new_batch(self) -> Batch:
-        batch = self.network.batch(self.rows)
-        batch.reserve(self.network.config.window)  # now, because growing later would compile again
-        return batch
-
     def _run(self) -> None:
         while self.failure is None:
             with self._wake:
-                while not (self._waiting or self._active or self._closing):
+                while not (self._waiting or self.active or self._closing):
                     self._wake.wait()
-                if self._closing and not (self._waiting or self._active):
+                if self._closing and not (self._waiting or self.active):
                     return
                 self._admitted = self._next_requests()
             self._turn_began = time.monotonic()
@@ -279,8 +293,9 @@ class Engine:
 
     def _end_running(self, error: Exception) -> None:
         """End all requests of the current turn, with `error` as their last update."""
-        served = set(self._admitted) | set(self._active.values())
+        served = {*self._admitted, *self._filling, *self._active.values()}
         self._admitted = []
+        self._filling.clear()
         self._active.clear()
         for request in served:
             self._deliver(request, Progress(ended=True, error=error))
@@ -288,7 +303,7 @@ class Engine:
     def _start_over(self) -> None:
         """Create a new batch and compile all programs; on failure, stop the engine permanently."""
         try:
-            self._batch = self._new_batch()
+            self._prefiller = self._new_prefiller()
             self.warm_up()  # restarted hosts have no compiled programs
         except Exception as failure:  # any error must be reported to the waiting clients
             log.exception("cannot make a new batch; stopping the engine")
@@ -312,32 +327,45 @@ class Engine:
     def _next_requests(self) -> list[Request]:
         """Remove the next turn's requests from the front of the queue, and return them.
 
-        The result is either one request to score or the requests for one prefill call.  The result
-        is empty if no request is waiting, or if no batch row is free for a prefill.
+        The result is either one request to score, requests to insert in chunks, or the requests for
+        one prefill call.  The result is empty if no request is waiting, if no batch row is free for
+        a prefill, or if it is the turn of the chunks.
         """
-        if self._waiting and self._waiting[0].score:
+        if not self._waiting or (self._filling and self._chunks_first):
+            return []
+        if self._waiting[0].score:
             return [self._waiting.popleft()]
-        free = sum(request.cancelled for request in self._active.values())
-        free += self.rows - len(self._active)
+        free = sum(request.cancelled for request in [*self._active.values(), *self._filling])
+        free += self.rows - self.active
         longest, fitting = 0, 0
-        for request in self._waiting:
+        chunks = self._prefiller.in_chunks(self._waiting[0].prompt)
+        for request in itertools.islice(self._waiting, min(free, PREFILL_SIZES[0])):
             longest = max(longest, len(request.prompt))
-            crowded = fitting and longest * (fitting + 1) > PREFILL_TOKENS
-            if request.score or crowded or fitting == free:
+            crowded = fitting and not self._prefiller.may_share_call(fitting + 1, longest)
+            if request.score or self._prefiller.in_chunks(request.prompt) != chunks:
+                break
+            if crowded and not chunks:
                 break
             fitting += 1
-        size = next((size for size in PREFILL_SIZES if size <= fitting), 0)
+        size = fitting if chunks else next((n for n in PREFILL_SIZES if n <= fitting), 0)
         return [self._waiting.popleft() for _ in range(size)]
 
     def _turn(self) -> None:
         """Free the rows of cancelled requests, prefill or score new requests, then decode."""
         for row in [row for row, request in self._active.items() if request.cancelled]:
             self._free(row)
+        self._filling = collections.deque(r for r in self._filling if not r.cancelled)
         admitted = self._admitted
         if admitted and admitted[0].score:
             self._score(admitted[0])
-        elif admitted:
+        elif admitted and not self._prefiller.in_chunks(admitted[0].prompt):
             self._prefill(admitted)
+        else:
+            for request in admitted:
+                self._begin_filling(request)
+            self._fill()
+            admitted = []
+        self._chunks_first = bool(admitted)
         self._admitted = []
         if self._active:
             self._decode()
@@ -365,21 +393,57 @@ class Engine:
 
     def _prefill(self, admitted: list[Request]) -> None:
         """Put requests into free batch rows, and deliver the first token of each answer."""
-        began = time.perf_counter()
-        rows = [row for row in range(self.rows) if row not in self._active][: len(admitted)]
-        chosen = self._batch.insert(
+        rows = self._free_rows()[: len(admitted)]
+        chosen = self._prefiller.insert(
             rows,
             [request.prompt for request in admitted],
-            np.array([request.length for request in admitted], np.int32),
-            SamplingOptions.stacked([request.settings for request in admitted]),
-            alternatives=ALTERNATIVES,  # even if unused: one program per width
+            [request.length for request in admitted],
+            [request.settings for request in admitted],
         )
-        now = time.perf_counter()
-        self._metrics.prefill(now - began, sum(len(request.prompt) for request in admitted))
         for index, (row, request) in enumerate(zip(rows, admitted, strict=True)):
-            self._metrics.first_token(now - request.began)
-            self._active[row] = request
-            self._advance(row, request, _tokens(_part(chosen, slice(index, index + 1))))
+            request.row = row
+            self._begin_answer(request, _tokens(_part(chosen, slice(index, index + 1))))
+
+    def _free_rows(self) -> list[int]:
+        """Return the rows without a request."""
+        used = {*self._active, *(request.row for request in self._filling)}
+        return [row for row in range(self.rows) if row not in used]
+
+    def _begin_filling(self, request: Request) -> None:
+        """Give a request a row, if possible in a replica that keeps the prompt's beginning."""
+        request.row = self._prefiller.best_row(request.prompt, self._free_rows())
+        self._filling.append(request)
+
+    def _fill(self) -> None:
+        """Insert the next chunks of prompts; after a prompt's last one, deliver its first token."""
+        seconds = self._step_seconds * self.steps if self._active else None
+        left = self._prefiller.chunk
+        for _ in range(min(len(self._filling), PREFILL_SIZES[0])):
+            request = self._filling[0]
+            filled, cached, chosen = self._prefiller.insert_chunk(
+                request.row,
+                request.prompt,
+                request.filled,
+                request.length,
+                request.settings,
+                left,
+                seconds,
+            )
+            left -= self._prefiller.cost(filled - request.filled - cached)
+            request.filled, request.cached = filled, request.cached + cached
+            self._filling.popleft()
+            if chosen is None:
+                self._filling.append(request)
+            else:
+                self._begin_answer(request, _tokens(chosen))
+            if left <= 0:
+                break
+
+    def _begin_answer(self, request: Request, tokens: list[Token]) -> None:
+        """Let a request whose prompt is in its row generate, and deliver its first token."""
+        self._metrics.first_token(time.perf_counter() - request.began)
+        self._active[request.row] = request
+        self._advance(request.row, request, tokens)
 
     def _decode(self) -> None:
         """Make one decode call, and deliver the new tokens of all active rows."""
@@ -388,8 +452,9 @@ class Engine:
         # If requests are waiting, decode only until the first row is free for one of them.
         steps = min(self.steps, min(left) if self._waiting else max(left))
         logprobs = any(request.logprobs for request in self._active.values())
-        chosen = self._batch.decode(steps, ALTERNATIVES if logprobs else None)
-        self._metrics.decode(time.perf_counter() - began, steps)
+        chosen = self._prefiller.batch.decode(steps, ALTERNATIVES if logprobs else None)
+        self._step_seconds = (time.perf_counter() - began) / steps
+        self._metrics.decode(self._step_seconds * steps, steps)
         for row, request in list(self._active.items()):
             ahead = min(steps, request.length - request.generated)
             self._advance(row, request, _tokens(_part(chosen, (row, slice(ahead)))))
@@ -411,7 +476,7 @@ class Engine:
     def _free(self, row: int) -> None:
         """Remove the request from a batch row, and make the row idle so that it can be reused."""
         del self._active[row]
-        self._batch.release([row])
+        self._prefiller.batch.release([row])
 
 
 def _part(chosen: Any, index: Any) -> Any:

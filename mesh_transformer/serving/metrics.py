@@ -34,6 +34,8 @@ class Metrics:
 
         self.answers = counter("http_responses", "Responses by path and status", "path", "status")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed")
+        cached = "Prompt tokens whose keys and values were kept from earlier prompts"
+        self._cached = counter("cached_prompt_tokens", cached)
         self._tokens = counter("generated_tokens", "Generated tokens")
         self._waiting = gauge("queue_length", "Requests waiting for a batch row")
         self._active = gauge("rows_active", "Batch rows with a request")
@@ -63,6 +65,10 @@ class Metrics:
         """Record the duration of a prefill call and its number of prompt tokens."""
         self._prefill.observe(seconds)
         self._prompt_tokens.inc(tokens)
+
+    def cached(self, tokens: int) -> None:
+        """Record that `tokens` tokens of a prompt did not have to be computed."""
+        self._cached.inc(tokens)
 
     def first_token(self, seconds: float) -> None:
         """Record the time from a request's arrival to its first token."""

@@ -22,7 +22,7 @@ from mesh_transformer.generation.sampling import (
     RANGES,
     SamplingOptions,
 )
-from mesh_transformer.serving.engine import ALTERNATIVES
+from mesh_transformer.serving.prefill import ALTERNATIVES
 from mesh_transformer.util import InputError, brief
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -330,17 +330,20 @@ def test_calls_with_similar_lengths_share_compiled_functions():
     def compilations() -> list[int]:
         return [
             run._cache_size()
-            for run in (generator.prefill(None), generator.decode(None, MOST_STEPS))
+            for run in (
+                *(generator.prefill(None, width, False) for width in (32, 64)),
+                generator.decode(None, MOST_STEPS, False),
+            )
         ]
 
     network.generate(prompts, [17] * 4, 9, SAMPLED)
-    assert compilations() == [1, 1]
+    assert compilations() == [1, 0, 1]
     # Other lengths in the same bucket, other settings, more tokens, or three rows instead of four.
     network.generate(prompts, [32, 17, 20, 1], 40, GREEDY | {"repetition_penalty": 1.1})
     network.generate(prompts[:3], [25] * 3, 1)
-    assert compilations() == [1, 1]
+    assert compilations() == [1, 0, 1]
     network.generate(prompts, [33] * 4, 3)
-    assert compilations() == [2, 1]
+    assert compilations() == [1, 1, 1]
 
 
 def test_repetition_penalty_matches_hugging_face():

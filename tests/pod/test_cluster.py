@@ -180,12 +180,15 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.slow
-def test_engine_over_hosts_matches_a_single_process(cluster, single):
+@pytest.mark.parametrize("options", [{}, {"chunk": 4, "fixed_shapes": True}], ids=["", "chunks"])
+def test_engine_over_hosts_matches_a_single_process(cluster, single, options):
     cluster.init()
     single.init()
-    engine = Engine(cluster, Metrics(4), rows=4)
+    engine = Engine(cluster, Metrics(4), rows=4, **options)
     engine.start()
     clients = random_clients(8, seed=3, n_vocab=VOCAB, logprobs=True)
+    for client in clients:  # equal beginnings, which the chunks take from earlier prompts
+        client.request.prompt = np.concatenate((np.arange(9), client.request.prompt))
     scored = Client(np.arange(9), 0, score=True)
     engine.submit([client.request for client in [*clients, scored]])
     for client in clients:
@@ -198,6 +201,7 @@ def test_engine_over_hosts_matches_a_single_process(cluster, single):
     # As above, the hosts add in a different order.
     np.testing.assert_allclose([t.logprob for t in prompt[1:]], expected.logprob[0], atol=1e-5)
     engine.close()
+    assert any(client.request.cached for client in clients) == bool(options)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ class FakeCluster:
         self.ended = False
         self.error: Exception | None = None
 
-    def batch(self, rows: int) -> tuple[int, int]:
+    def batch(self, rows: int, pool: Any = None) -> tuple[int, int]:
         if self.error is not None:
             self.ended = isinstance(self.error, HostError)
             raise self.error

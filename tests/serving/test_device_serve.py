@@ -175,8 +175,8 @@ from tests.support.fake_network import FakeNetwork
 class Stuck(FakeNetwork):
     name = "stuck"
 
-    def batch(self, rows):
-        batch = super().batch(rows)
+    def batch(self, rows, pool=None):
+        batch = super().batch(rows, pool)
         insert = batch.insert
 
         def once(rows, prompts, *rest, **options):

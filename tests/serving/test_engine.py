@@ -11,8 +11,6 @@ import pytest
 
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving.engine import (
-    ALTERNATIVES,
-    PREFILL_TOKENS,
     Engine,
     Progress,
     QueueFullError,
@@ -21,6 +19,7 @@ from mesh_transformer.serving.engine import (
     Token,
 )
 from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.serving.prefill import ALTERNATIVES, PREFILL_TOKENS
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.support.fake_network import FakeNetwork
 
@@ -346,10 +345,131 @@ def test_warm_up_compiles_every_later_call(pe):
 def padded(call):
     """Return a call as it is compiled, with the width that the network pads prompts to."""
     kind, *sizes = call
-    if kind != "insert":
+    if kind not in ("insert", "chunk"):
         return kind, *(sizes if kind == "score" else [])
     count, width = sizes
     return kind, count, min(max(1 << (width - 1).bit_length(), 16), 1000)
+
+
+def calls_of(network, *kinds):
+    return [call for call in network.calls if call[0] in kinds]
+
+
+def long_network(window=2000):
+    return FakeNetwork(range(100), n_vocab=100, window=window)
+
+
+def test_long_prompts_take_turns_with_decoding_and_short_prompts(start):
+    network = long_network()
+    engine = start(network, chunk=64)
+    first = held(network, engine)
+    rng = np.random.default_rng(0)
+    order, clients = [], []
+    for length in (1500, 40, 30, 20):
+        client = Client(rng.integers(0, 100, length), 50)
+        begun = client.request.deliver
+
+        def record(progress, length=length, begun=begun):
+            order.append(length)
+            begun(progress)
+
+        client.request.deliver = record
+        clients.append(client)
+    decoding = Client([1], 10**4)
+    engine.submit([decoding.request, *(client.request for client in clients)])
+    network.allowed.set()
+    for client in [first, *clients]:
+        assert len(client.numbers()) == client.request.length
+    engine.cancel(decoding.request)
+    assert list(dict.fromkeys(order))[-1] == 1500  # the short prompts did not wait for it
+    kinds = [call[0] for call in network.calls if call[0] != "batch"]
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
+    assert all(length == 1 for kind, length in runs if kind != "decode")
+    chunks = calls_of(network, "chunk")
+    assert all(count == 1 and width <= 64 for _, count, width in chunks)
+    assert len(chunks) >= 1500 // 64
+
+
+def test_equal_beginnings_are_computed_once(start):
+    network = long_network()
+    engine = start(network, chunk=64)
+    common = np.random.default_rng(1).integers(0, 100, 1000)
+    clients = [Client([*common, n], 3) for n in range(4)]
+    engine.submit([client.request for client in clients])
+    for client in clients:
+        assert client.numbers() == network.answer(client.request.prompt, 0, 3)
+    # Each row computes at least the tokens after the last complete block.
+    computed = sum(count * width for _, count, width in calls_of(network, "insert", "chunk"))
+    assert computed <= 1000 + 4 * 17
+    assert sum(client.request.cached for client in clients) == 4 * 1001 - computed
+    again = Client([*common[:500], 7], 3)
+    engine.submit([again.request])
+    again.finish()
+    assert again.request.cached == 496  # 31 blocks of 16
+    short = Client([*common[:30], 7], 3)
+    engine.submit([short.request])
+    short.finish()
+    assert short.request.cached == 0  # it may share a call with others, which saves more
+
+
+def test_nothing_is_kept_if_the_pool_is_empty(start):
+    network = long_network()
+    engine = start(network, chunk=64, kept_tokens=0)
+    for _ in range(2):
+        client = Client(range(99), 3)
+        engine.submit([client.request])
+        client.finish()
+        assert client.request.cached == 0
+    widths = [width for _, _, width in calls_of(network, "insert", "chunk")]
+    assert widths == [64, 35, 64, 35]
+
+
+def test_a_cancelled_long_prompt_frees_its_row(start):
+    network = long_network(10**5)
+    engine = start(network, rows=1, chunk=16, kept_tokens=0)
+    long, after = Client(np.zeros(10**5, int), 3), Client([1, 2], 3)
+    engine.submit([long.request])
+    while not calls_of(network, "chunk"):
+        time.sleep(0.001)
+    engine.submit([after.request])
+    engine.cancel(long.request)
+    assert after.numbers() == network.answer([1, 2], 0, 3)
+    assert len(calls_of(network, "chunk")) < 10**5 // 16
+    assert engine.active == 0
+    assert long.news.empty()
+
+
+def test_a_failure_between_two_chunks_forgets_what_was_kept(start):
+    network = long_network()
+    engine = start(network, chunk=64)
+    prompt = np.random.default_rng(2).integers(0, 100, 500)
+    network.failures = [None, None, RuntimeError("device lost")]
+    failed = Client(prompt, 3)
+    engine.submit([failed.request])
+    with pytest.raises(RuntimeError, match="device lost"):
+        failed.finish()
+    again = Client(prompt, 3)
+    engine.submit([again.request])
+    assert again.numbers() == network.answer(prompt, 0, 3)
+    assert again.request.cached == 0
+
+
+def test_chunks_shrink_while_other_rows_wait_for_them(start):
+    engine = start(long_network())
+    prefiller = engine._prefiller
+    for took, seconds, expected in [
+        (0.1, 0.05, 128),
+        (0.1, 0.05, 64),
+        (0.1, 0.05, 32),
+        (0.1, 0.05, 32),  # never shorter
+        (0.03, 0.05, 32),
+        (0.02, 0.05, 64),
+        (0.1, None, 128),
+        (0.1, None, 256),
+        (0.1, None, 256),  # never longer
+    ]:
+        prefiller._adapt(took, seconds)
+        assert prefiller.chunk == expected
 
 
 @pytest.mark.slow
@@ -360,14 +480,14 @@ def test_engine_on_a_real_network_matches_generate(small, partitioning):
     clients = random_clients(40, seed=9, n_vocab=128, logprobs=True)
     engine = Engine(network, Metrics(8), rows=8)
     engine.warm_up()
-    prefill = network._generator.prefill(ALTERNATIVES)
-    compiled = prefill._cache_size()
+    prefills = [network._generator.prefill(ALTERNATIVES, width, True) for width in (16, 32)]
+    compiled = [prefill._cache_size() for prefill in prefills]
     engine.start()
     engine.submit([client.request for client in clients])
     results = [client.finish() for client in clients]
     engine.close()
     # Nothing was compiled again, although a replica gets 4, 3, 2 or 1 of 4 prompts.
-    assert prefill._cache_size() == compiled
+    assert [prefill._cache_size() for prefill in prefills] == compiled
     for client, tokens in zip(clients, results, strict=True):
         request = client.request
         options = request.settings.options()

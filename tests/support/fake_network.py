@@ -22,9 +22,10 @@ class FakeNetwork:
     """Generates `script`: with seed s, the n-th token after T prompt tokens is script[s + T + n].
 
     Attributes:
-      calls: the calls of the engine, in order: ("insert", rows, width) or ("decode", steps).
+      calls: the calls of the engine, in order: ("insert", rows, width), ("chunk", rows, width) for
+        prompts whose beginning is not computed, or ("decode", steps).
       allowed: while this event is cleared, calls wait until it is set again.
-      failures: exceptions that the next calls raise.
+      failures: exceptions that the next calls raise, or None for a call that succeeds.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class FakeNetwork:
         self.allowed.set()
         self.settings: Any = None  # of the last prompts
         self.waits = False  # whether a call is waiting
-        self.failures: list[Exception] = []
+        self.failures: list[Exception | None] = []
         self.seconds = 0.0  # duration of each call
 
-    def batch(self, rows: int) -> "FakeBatch":
+    def batch(self, rows: int, pool: Any = None) -> "FakeBatch":
         self.call("batch")
         return FakeBatch(self, rows)
 
@@ -52,8 +53,8 @@ class FakeNetwork:
         self.waits = False
         time.sleep(self.seconds)
         self.calls.append(what)
-        if self.failures:
-            raise self.failures.pop(0)
+        if self.failures and (failure := self.failures.pop(0)):
+            raise failure
 
     def answer(self, prompt: Sequence[int], seed: int, length: int) -> list[int]:
         begin = seed + len(prompt)
@@ -96,8 +97,12 @@ class FakeBatch:
         settings: SamplerSettings,
         *,
         alternatives: int | None = None,
+        chunks: Any = None,
+        longest: int | None = None,
     ) -> FakeChosen:
-        self._network.call("insert", len(rows), max(map(len, prompts)))
+        begin = np.zeros(len(rows), int) if chunks is None else chunks.begin_P
+        width = longest or max(len(x) - int(at) for x, at in zip(prompts, begin, strict=True))
+        self._network.call("chunk" if begin.any() else "insert", len(rows), width)
         self._network.settings = settings
         requests = zip(
             rows, prompts, np.broadcast_to(lengths, len(rows)), settings.seed_B, strict=True

@@ -1,0 +1,218 @@
+"""Putting prompts into the rows of a batch: short ones together, long ones in chunks.
+
+The keys and values of prompts are kept in the batch's pool of blocks.  A prompt that begins with
+the same tokens as an earlier one takes them from there (see `generation.prefixes`).
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from mesh_transformer.generation.prefixes import Chunks, Pool, Prefixes
+from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
+from mesh_transformer.network import Network
+from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.util import bucket
+
+ALTERNATIVES = 5  # number of most likely tokens delivered with each logprob
+# Allowed numbers of prompts per prefill call, each with its own compiled program.  A call uses the
+# largest one for which there are enough prompts and free rows.
+PREFILL_SIZES = (4, 2, 1)
+# Maximum number of tokens, including padding, in a prefill call with several prompts.
+PREFILL_TOKENS = 512
+MIN_WIDTH = 16  # the smallest width that prompts are padded to
+CHUNK = 256  # default maximum number of tokens of a prompt per prefill call
+SHORTEST_CHUNK = 32  # to which chunks may shrink so that running requests do not wait long
+BLOCK = 16  # positions per block of the pool
+# A short prompt is inserted alone, after its kept beginning, if this saves so many positions.
+# Otherwise it may share a call with others.
+SAVING = 64
+KEPT_WINDOWS = 4  # default size of each replica's pool, in windows
+
+
+class Prefiller:
+    """Puts prompts into the rows of a new batch.
+
+    Args:
+      network: the network that creates the batch.
+      rows: number of rows of the batch.
+      chunk: maximum number of tokens of a prompt per prefill call.
+      kept_tokens: number of prompt tokens whose keys and values each replica keeps for later
+        prompts; None keeps `KEPT_WINDOWS` windows, and 0 none.
+      fixed_shapes: whether to compute each prompt alone, in chunks that are all padded to `chunk`
+        tokens.  The tokens of an answer then do not depend, even by rounding, on other requests or
+        on what is kept.
+
+    Attributes:
+      batch: the batch, whose rows have room for as many tokens as the window.
+      chunk: maximum number of tokens of the next chunk.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        metrics: Metrics,
+        rows: int,
+        *,
+        chunk: int = CHUNK,
+        kept_tokens: int | None = None,
+        fixed_shapes: bool = False,
+    ):
+        window = network.config.window
+        self._window, self._fixed, self._metrics = window, fixed_shapes, metrics
+        self._longest = self.chunk = min(chunk, window)
+        kept = KEPT_WINDOWS * window if kept_tokens is None else kept_tokens
+        block = self._longest if fixed_shapes else BLOCK
+        self._pool = Pool(kept // block, block) if kept >= block else None
+        self._prefixes = [Prefixes(self._pool) for _ in range(network.dp) if self._pool]
+        self._rows, self._rows_per_replica = rows, rows // network.dp
+        self.batch = network.batch(rows, self._pool)
+        self.batch.reserve(window)  # now, because growing later would compile again
+
+    def warm_up(self) -> None:
+        """Compile all programs that `insert` and `insert_chunk` will need."""
+        longest, window = self._longest, self._window
+        widths = sorted({bucket(n, MIN_WIDTH, window) for n in range(1, longest + 1)})
+        widths = [longest] if self._fixed else widths
+        none = SamplingOptions()
+        for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
+            for size in PREFILL_SIZES:
+                if size == 1 or self.may_share_call(size, width):
+                    prompts = [np.zeros(width, np.int32)] * size
+                    self._insert(range(size), prompts, [1] * size, [none] * size, 0, None)
+            if width < window:
+                prompt = np.zeros(window, np.int32)
+                self._insert([0], [prompt], [1], [none], window - width, None)
+
+    def may_share_call(self, count: int, longest: int) -> bool:
+        """Return whether `insert` may get `count` prompts at once, the longest of this length."""
+        return not self._fixed and count <= self._rows and count * longest <= PREFILL_TOKENS
+
+    def in_chunks(self, prompt: np.ndarray) -> bool:
+        """Return whether a prompt is for `insert_chunk`, as it is long or its beginning is kept."""
+        prompt = prompt[-self._window :]
+        if self._fixed or len(prompt) > self._longest:
+            return True
+        kept = max((self._kept(prompt, prefixes) for prefixes in self._prefixes), default=0)
+        return self.cost(len(prompt)) - self.cost(len(prompt) - kept) >= SAVING
+
+    def cost(self, tokens: int) -> int:
+        """Return how many positions a call computes for this many tokens, with the padding."""
+        return self._longest if self._fixed else bucket(tokens, MIN_WIDTH)
+
+    def best_row(self, prompt: np.ndarray, free: Sequence[int]) -> int:
+        """Return the row of `free` in the replica that keeps most of the prompt's beginning."""
+        if not self._prefixes:
+            return free[0]
+        prompt = prompt[-self._window :]
+        return max(free, key=lambda row: self._kept(prompt, self._prefixes[self._replica(row)]))
+
+    def insert(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[np.ndarray],
+        lengths: Sequence[int],
+        settings: Sequence[SamplingOptions],
+    ) -> Any:
+        """Put prompts into rows, and choose the first token of each answer; see `Batch.insert`."""
+        began = time.perf_counter()
+        prompts = [prompt[-self._window :] for prompt in prompts]
+        blocks = [self._use(row, prompt, 0) for row, prompt in zip(rows, prompts, strict=True)]
+        chosen = self._insert(rows, prompts, lengths, settings, 0, blocks)
+        self._metrics.prefill(time.perf_counter() - began, sum(map(len, prompts)))
+        return chosen
+
+    def insert_chunk(
+        self,
+        row: int,
+        prompt: np.ndarray,
+        filled: int,
+        length: int,
+        settings: SamplingOptions,
+        most: int,
+        seconds: float | None,
+    ) -> tuple[int, int, Any]:
+        """Put the next chunk of a prompt into a row.
+
+        Args:
+          prompt: token ids [T], of which the last `config.window` are used.
+          filled: number of the prompt's tokens that the row holds, from earlier calls.
+          length: number of tokens to generate.
+          most: maximum number of tokens of this chunk, beside `chunk`.
+          seconds: time that a chunk should take at most, to which the next chunk's size is
+            adapted; None if no other request waits for it.
+
+        Returns:
+          The number of the prompt's tokens that the row holds now, how many of these were kept
+          before, and the first token of the answer, which is None before the prompt's end.
+        """
+        began, prompt, begin = time.perf_counter(), prompt[-self._window :], filled
+        if self._prefixes:
+            begin = max(begin, self._kept(prompt, self._prefixes[self._replica(row)]))
+        end = min(begin + min(most, self.chunk), len(prompt))
+        last = end == len(prompt)
+        chosen = self._insert(
+            [row],
+            [prompt[:end]],
+            [length if last else 1],
+            [settings if last else EVALUATION_DEFAULTS],
+            begin,
+            [self._use(row, prompt[:end], begin)],
+        )
+        took = time.perf_counter() - began
+        self._metrics.prefill(took, end - begin)
+        self._metrics.cached(begin - filled)
+        if not self._fixed and end - begin == self.chunk:
+            self._adapt(took, seconds)
+        return end, begin - filled, chosen if last else None
+
+    def _adapt(self, took: float, seconds: float | None) -> None:
+        """Choose the size of the next chunk, given how long a chunk took and may take."""
+        if seconds is not None and took > seconds:
+            self.chunk = max(self.chunk // 2, min(SHORTEST_CHUNK, self._longest))
+        elif seconds is None or took < seconds / 2:
+            self.chunk = min(self.chunk * 2, self._longest)
+
+    def _insert(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[np.ndarray],
+        lengths: Sequence[int],
+        settings: Sequence[SamplingOptions],
+        begin: int,
+        blocks: Sequence[tuple[np.ndarray, np.ndarray]] | None,
+    ) -> Any:
+        """Call `Batch.insert` for the positions from `begin` on.
+
+        Args:
+          blocks: for each prompt, the blocks of the pool to load and to save; None for none.
+        """
+        load_PJ, save_PJ = np.full((2, len(prompts), self._window), -1, np.int32)
+        for at, (load_J, save_J) in enumerate(blocks or ()):
+            load_PJ[at, : len(load_J)], save_PJ[at, : len(save_J)] = load_J, save_J
+        return self.batch.insert(
+            rows,
+            prompts,
+            np.array(lengths, np.int32),
+            SamplingOptions.stacked(settings),
+            alternatives=ALTERNATIVES,  # even if unused: one program per width
+            chunks=Chunks(np.full(len(prompts), begin, np.int32), load_PJ, save_PJ),
+            longest=self._longest if self._fixed else None,
+        )
+
+    def _use(self, row: int, prompt: np.ndarray, begin: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the blocks to load and to save for a prompt; see `Prefixes.use`."""
+        if not self._prefixes:
+            return np.zeros(0, np.int32), np.zeros(0, np.int32)
+        return self._prefixes[self._replica(row)].use(prompt, begin)
+
+    def _kept(self, prompt: np.ndarray, prefixes: Prefixes) -> int:
+        """Return how many of the prompt's first tokens are in the pool."""
+        return len(prefixes.find(prompt)) * prefixes.pool.block
+
+    def _replica(self, row: int) -> int:
+        return row // self._rows_per_replica
