@@ -35,6 +35,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """Parse a flag's value as 0 or a positive integer; for use as argparse's `type`."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or a positive integer")
+    return int(text)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that accepts `_` for `-` in flags, such as --max_steps for --max-steps."""
 

@@ -7,6 +7,7 @@ from mesh_transformer.cli.arguments import (
     add_host_arguments,
     model_arguments,
     model_parser,
+    natural,
     positive,
 )
 from mesh_transformer.cli.machines import running_model
@@ -34,6 +35,26 @@ def parse_args() -> argparse.Namespace:
         ("--stall-seconds", 60, "seconds per model call after which /health fails (default 60)"),
     ):
         parser.add_argument(flag, type=positive, default=default, metavar="N", help=description)
+    parser.add_argument(
+        "--prefix-cache",
+        type=natural,
+        metavar="N",
+        help="tokens of prompts that each replica keeps for prompts with the same beginning "
+        "(default: 4 times the model's window)",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="maximum tokens of a prompt between two decoding steps (default 256)",
+    )
+    parser.add_argument(
+        "--fixed-shapes",
+        action="store_true",
+        help="compute each prompt alone, in equal chunks, so that an answer does not depend on "
+        "other requests even by rounding",
+    )
     parser.add_argument(
         "--log-requests",
         action="store_true",
@@ -78,8 +99,16 @@ def main() -> None:
         chat = template and template.prompt
         with running_model(args, model, config, only_generate=True) as network:
             metrics = Metrics(args.rows)
-            limits = {"queue": args.queue, "stall_seconds": args.stall_seconds}
-            engine = Engine(network, metrics, rows=args.rows, **limits)
+            engine = Engine(
+                network,
+                metrics,
+                rows=args.rows,
+                queue=args.queue,
+                chunk=args.chunk,
+                kept_tokens=args.prefix_cache,
+                fixed_shapes=args.fixed_shapes,
+                stall_seconds=args.stall_seconds,
+            )
             engine.warm_up()
             max_tokens = args.max_tokens or network.config.window
             name = args.name or network.config.name

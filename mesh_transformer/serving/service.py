@@ -467,16 +467,21 @@ class Completion:
             "text_offset": [spot.offset for spot in token_offsets],
         }
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens of the prompts and of the answers so far, and their sum."""
         # A prompt with several answers is counted once, as in OpenAI's API.
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self._choices}
+        cached = dict(prompts)
+        for choice in self._choices:
+            name = id(choice.prompt)
+            cached[name] = min(cached[name], choice.request.cached)
         prompt = sum(prompts.values())
         completion = sum(choice.answer.tokens for choice in self._choices if choice.answer)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
 

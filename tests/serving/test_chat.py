@@ -65,6 +65,7 @@ def test_messages_are_rendered_and_answered(chat):
         "prompt_tokens": len(prompt),
         "completion_tokens": 40,
         "total_tokens": len(prompt) + 40,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 

@@ -36,6 +36,7 @@ def test_prompt_can_be_text_or_tokens(live, prompt):
         "prompt_tokens": len(tokens),
         "completion_tokens": 40,
         "total_tokens": len(tokens) + 40,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -300,6 +301,7 @@ def test_each_request_has_an_id_and_a_line_in_the_log(live):
             "prompt_tokens": 2,
             "completion_tokens": 14,
             "total_tokens": 16,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
     refused = live.http.post("/v1/completions", json={"beams": 2})
     assert logged(live, refused.headers["x-request-id"])["status"] == 400
