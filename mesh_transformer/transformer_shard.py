@@ -226,19 +226,28 @@ class CausalTransformer:
         logits = self._logits(self._params(), rows.place(rows.pad(tokens), P("dp")))
         return rows.fetch(logits.block_until_ready(), len(tokens))
 
-    def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
+    def score(
+        self, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None = None
+    ) -> Chosen:
         """Return each token's logprob given the tokens before it; a row's first token has none.
 
         Args:
           tokens: token ids [B, T]; T is from 2 to `config.seq` + 1.
           alternatives: number of most likely tokens to return for each position, from 0 to n_vocab.
+          beginning: token ids [S] of a text that all rows continue; together they have at most
+            `config.seq` + 1 tokens.  Its keys and values are computed once, and kept for the next
+            call with the same beginning.
 
         Returns:
           A `Chosen` tuple of numpy arrays: [B, T - 1], and [B, T - 1, alternatives] for the most
           likely tokens.  As in `generate`, weights are f32 on CPUs, elsewhere in `config.dtype`.
         """
-        tokens = check_tokens(self.config, "tokens", tokens, 2, longest=self.config.seq + 1)
-        return self._generator.score(self._own_params(), tokens, alternatives)
+        longest = self.config.seq + 1
+        if beginning is not None:
+            beginning = check_tokens(self.config, "beginning", beginning, 1, longest=longest - 2)
+            longest -= len(beginning)
+        tokens = check_tokens(self.config, "tokens", tokens, 2, longest=longest)
+        return self._generator.score(self._own_params(), tokens, alternatives, beginning)
 
     def generate(
         self,

@@ -69,7 +69,7 @@ def check_tokens(
     if not np.issubdtype(tokens.dtype, np.integer):
         raise InputError(f"{name} has dtype {tokens.dtype}, expected integer token ids")
     if tokens.ndim != rank or not tokens.size or tokens.shape[-1] > longest:
-        dimensions = "[A, B, T]" if rank == 3 else "[B, T]"
+        dimensions = ("[T]", "[B, T]", "[A, B, T]")[rank - 1]
         raise InputError(
             f"{name} has shape {tokens.shape}, expected {dimensions} "
             f"with T from 1 to {longest} (seq is {config.seq})"

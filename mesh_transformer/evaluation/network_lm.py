@@ -1,10 +1,11 @@
 """lm-eval's model interface for a network: tokenization, batching, scoring and generation."""
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from lm_eval import utils
@@ -92,36 +93,96 @@ class NetworkLM(TemplateLM):
         texts = [
             _joined(context, continuation, self.max_length) for _, context, continuation in requests
         ]
+        sizes = [len(continuation) for _, _, continuation in requests]
+        # At least one token before the continuation, which its first logprob needs.
+        free = [len(text) - size - 1 for text, size in zip(texts, sizes, strict=True)]
+        network = self.network
+        shared = common_beginnings(
+            texts, free, copies=network.dp, overhead=network.batch_size * self.max_length
+        )
+        alone = sorted(set(range(len(texts))) - {i for _, group in shared for i in group})
         results: dict[int, tuple[float, bool]] = {}
+        with _bar("scoring", len(texts), disable_tqdm) as bar:
+            for length, group in shared:
+                self._score_after(length, group, texts, sizes, results, bar)
+            self._score_alone(alone, texts, sizes, results, bar)
+        return [results[index] for index in range(len(texts))]
+
+    def _score_alone(
+        self,
+        indices: Sequence[int],
+        texts: Sequence[list[int]],
+        sizes: Sequence[int],
+        results: dict[int, tuple[float, bool]],
+        bar: Any,
+    ) -> None:
+        """Score the continuations of the texts `indices`, and add them to `results`.
+
+        Args:
+          sizes: number of tokens of each continuation.
+          bar: the progress bar.
+        """
         pending: deque[tuple[Sequence[int], dict[str, Any]]] = deque()
 
         def read(group: Sequence[int], scored: dict[str, Any]) -> None:
             loss_BT, correct_BT = (np.asarray(scored[key]) for key in ("all_loss", "correct"))
             for row, index in enumerate(group):
                 end = len(texts[index]) - 1
-                span = slice(end - len(requests[index][2]), end)
+                span = slice(end - sizes[index], end)
                 logprob = -float(loss_BT[row, span].sum(dtype=np.float64))
                 results[index] = logprob, bool(correct_BT[row, span].all())
             bar.update(len(group))
 
-        with _bar("scoring", len(texts), disable_tqdm) as bar:
-            # All batches have about the same number of tokens: batches of shorter texts have more
-            # rows.
-            for width, rows, group in _groups(
-                map(len, texts), self.network.batch_size, self.max_length, self.max_length
-            ):
-                self._check_stopped()
-                tokens = np.zeros((rows, width + 1), np.uint32)
-                # Attention is causal, so the padding after a text does not affect it.
-                for row, index in zip(tokens, group, strict=False):
-                    row[: len(texts[index])] = texts[index]
-                scored = self.network.eval({"obs": tokens[:, :-1], "target": tokens[:, 1:]})
-                pending.append((group, scored))
-                if len(pending) > IN_FLIGHT:
-                    read(*pending.popleft())
-            for group, scored in pending:
-                read(group, scored)
-        return [results[index] for index in range(len(texts))]
+        # All batches have about the same number of tokens: batches of shorter texts have more rows.
+        lengths = [len(texts[index]) for index in indices]
+        for width, rows, chosen in _groups(
+            lengths, self.network.batch_size, self.max_length, self.max_length
+        ):
+            self._check_stopped()
+            group = [indices[at] for at in chosen]
+            tokens = _padded([texts[index] for index in group], rows, width + 1)
+            scored = self.network.eval({"obs": tokens[:, :-1], "target": tokens[:, 1:]})
+            pending.append((group, scored))
+            if len(pending) > IN_FLIGHT:
+                read(*pending.popleft())
+        for group, scored in pending:
+            read(group, scored)
+
+    def _score_after(
+        self,
+        length: int,
+        indices: Sequence[int],
+        texts: Sequence[list[int]],
+        sizes: Sequence[int],
+        results: dict[int, tuple[float, bool]],
+        bar: Any,
+    ) -> None:
+        """Like `_score_alone`, for texts whose first `length` tokens are equal.
+
+        The keys and values of these tokens are computed once.
+        """
+        beginning = np.array(texts[indices[0]][:length])
+        rests = [texts[index][length:] for index in indices]
+        rows = self.network.batch_size
+        # The scores of attention take as much memory per token as those of a whole text.
+        for width, most, chosen in _groups(
+            map(len, rests), rows, self.max_length, self.max_length // 4
+        ):
+            self._check_stopped()
+            rows = min(bucket(len(chosen), 1), most)
+            width = min(width, self.max_length - length)
+            tokens = _padded([rests[at] for at in chosen], rows, width + 1)
+            try:
+                scored = self.network.score(tokens, 1, beginning)
+            except HostError:  # see `generate_until`
+                scored = self.network.score(tokens, 1, beginning)
+            for row, at in enumerate(chosen):
+                end = len(rests[at]) - 1
+                span = slice(end - sizes[indices[at]], end)
+                logprob = float(scored.logprob[row, span].sum(dtype=np.float64))
+                greedy = scored.top_token[row, span, 0] == scored.token[row, span]
+                results[indices[at]] = logprob, bool(greedy.all())
+            bar.update(len(chosen))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate an answer to each request, up to the first stop sequence of its task."""
@@ -140,9 +201,7 @@ class NetworkLM(TemplateLM):
                 arguments = [prompts[index] for index in group], chosen, group, end
                 try:
                     texts = self._generate_batch(*arguments)
-                except (
-                    HostError
-                ):  # a RestartingCluster restarts its hosts; other networks fail again
+                except HostError:  # a RestartingCluster restarts its hosts; others fail again
                     texts = self._generate_batch(*arguments)
                 answers |= zip(group, texts, strict=True)
                 bar.update(len(group))
@@ -288,6 +347,86 @@ def _joined(context: list[int], continuation: list[int], longest: int) -> list[i
             "seq); leave out the task that it belongs to"
         )
     return (context + continuation)[-(longest + 1) :]
+
+
+def _padded(texts: Sequence[list[int]], rows: int, width: int) -> np.ndarray:
+    """Return texts as token ids [rows, width], left-aligned.
+
+    Attention is causal, so the padding after a text does not affect it.
+    """
+    tokens = np.zeros((rows, width), np.uint32)
+    for row, text in zip(tokens, texts, strict=False):
+        row[: len(text)] = text
+    return tokens
+
+
+def common_beginnings(
+    texts: Sequence[list[int]], most: Sequence[int], copies: int, overhead: int
+) -> list[tuple[int, list[int]]]:
+    """Divide texts into groups that begin with the same tokens, to compute these once per group.
+
+    The groups are chosen so that they save as many tokens as possible.  Texts that are in no group
+    have too little in common with others.
+
+    Args:
+      texts: token ids.
+      most: for each text, how many of its first tokens may be computed apart from the rest.
+      copies: how many times a beginning is computed.
+      overhead: number of tokens that a group must save beyond that.
+
+    Returns:
+      For each group: the number of equal tokens, and the indices of its texts.
+    """
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    # Neighbours in this order are merged into groups, those with the longest common beginning
+    # first.  A group is an interval, stored at its first and last place.
+    groups = [_Group(at, at + 1, most[index], 0, None) for at, index in enumerate(order)]
+    common = [_equal(texts[one], texts[other]) for one, other in itertools.pairwise(order)]
+    for at in sorted(range(len(common)), key=lambda at: -common[at]):
+        left, right = groups[at], groups[at + 1]
+        length = min(common[at], left.length, right.length)
+        together = (right.end - left.begin - copies) * length - overhead
+        apart = left.saved + right.saved
+        whole = together > apart
+        merged = _Group(
+            left.begin,
+            right.end,
+            length,
+            max(together, apart),
+            None if whole else (left, right),
+        )
+        groups[merged.begin] = groups[merged.end - 1] = merged
+    result, rest = [], [groups[0]] if order else []
+    while rest:
+        group = rest.pop()
+        if group.parts is not None:
+            rest += group.parts
+        elif group.saved > 0:
+            result.append((group.length, order[group.begin : group.end]))
+    return result
+
+
+class _Group(NamedTuple):
+    """Texts that are next to each other in lexicographic order.
+
+    Attributes:
+      length: number of tokens with which all of them begin.
+      saved: number of tokens saved by computing beginnings once.
+      parts: the two parts whose beginnings are computed apart; None if there is only one beginning.
+    """
+
+    begin: int
+    end: int
+    length: int
+    saved: int
+    parts: "tuple[_Group, _Group] | None"
+
+
+def _equal(one: list[int], other: list[int]) -> int:
+    """Return the number of tokens with which both texts begin."""
+    pairs = zip(one, other, strict=False)
+    different = (at for at, (a, b) in enumerate(pairs) if a != b)
+    return next(different, min(len(one), len(other)))
 
 
 def _bar(description: str, total: int, disable: bool) -> Any:

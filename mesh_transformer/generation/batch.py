@@ -86,14 +86,31 @@ def compile_grow(config: Config, mesh: Mesh, pool: bool) -> Callable[..., decode
     return jax.jit(decode.grow, static_argnums=1, out_shardings=layout)
 
 
-def compile_score(config: Config, mesh: Mesh, alternatives: int) -> Callable[..., Any]:
-    """Return `decode.score`, compiled as a function (weights, tokens, following) -> `Chosen`.
+def before_specs(config: Config) -> decode.Before:
+    """Return the PartitionSpecs of a `Before`: heads split over mp."""
+    cache = P(None, "mp")
+    return decode.Before((LayerCache(cache, cache),) * config.layers, P())
 
-    See `decode.score` for the arguments and for `alternatives`.
+
+def compile_before(config: Config, mesh: Mesh) -> Callable[..., decode.Before]:
+    """Return `decode.before`, compiled as a function (weights, tokens, length) -> `Before`."""
+    specs = (decode.weight_specs(config), P(), P())
+    return compiled(decode.before, config, mesh, specs, before_specs(config))
+
+
+def compile_score(
+    config: Config, mesh: Mesh, alternatives: int, after: bool = False
+) -> Callable[..., Any]:
+    """Return `decode.score`, compiled as a function (weights, tokens, following, text) -> `Chosen`.
+
+    Args:
+      alternatives: see `decode.score`, also for the function's arguments.
+      after: whether the function is called with a `text` that is not None.
     """
     rows = P("dp")
     function = functools.partial(decode.score, alternatives=alternatives)
-    specs = (decode.weight_specs(config), rows, rows)
+    text = before_specs(config) if after else None
+    specs = (decode.weight_specs(config), rows, rows, text)
     return compiled(function, config, mesh, specs, rows)
 
 
@@ -156,6 +173,9 @@ class Generator:
         self.empty = functools.cache(functools.partial(compile_empty, self.config, mesh))
         self.grow = functools.cache(functools.partial(compile_grow, self.config, mesh))
         self._score = functools.cache(functools.partial(compile_score, self.config, mesh))
+        self._before = compile_before(self.config, mesh)
+        # The last beginning that `score` got, and its keys and values.
+        self._begun: tuple[bytes, decode.Before] | None = None
         self.prefill = functools.cache(functools.partial(compile_prefill, self.config, mesh))
         self.decode = functools.cache(functools.partial(compile_decode, self.config, mesh))
 
@@ -174,7 +194,9 @@ class Generator:
             return self._made[1]
         arrays = jax.tree.leaves(params)
         if self._made is None or not _identical(self._made[0], arrays):
-            self._made = None  # free the old weights first, so that only one copy is in memory
+            self._made = self._begun = (
+                None  # free the old weights first, so that only one copy is in memory
+            )
             self._made = (arrays, self._weights(params))
         return self._made[1]
 
@@ -192,9 +214,11 @@ class Generator:
         Weights that were cached by `cache_weights` are kept.
         """
         if self._made is not None and self._made[0] is not None:
-            self._made = None
+            self._made = self._begun = None
 
-    def score(self, params: Any, tokens: np.ndarray, alternatives: int) -> Chosen:
+    def score(
+        self, params: Any, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None
+    ) -> Chosen:
         """Return the logprobs of the tokens in each row; see `CausalTransformer.score`."""
         if tokens.shape[1] < 2:
             raise InputError(
@@ -206,13 +230,27 @@ class Generator:
                 "value of n_vocab"
             )
         placed = self.rows.place(self.rows.pad(tokens), P("dp"))
-        compute = self._score(max(alternatives, 1))  # which needs the most likely token itself
-        scored = compute(self.weights(params), placed[:, :-1], placed[:, 1:])
+        weights = self.weights(params)
+        text = None if beginning is None else self._text(weights, beginning)
+        # The program needs the most likely token itself.
+        compute = self._score(max(alternatives, 1), text is not None)
+        scored = compute(weights, placed[:, :-1], placed[:, 1:], text)
         scored = jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
         return scored._replace(
             top_token=scored.top_token[..., :alternatives],
             top_logprob=scored.top_logprob[..., :alternatives],
         )
+
+    def _text(self, weights: Weights, tokens: np.ndarray) -> decode.Before:
+        """Return the keys and values of the text that all rows follow, token ids [T]."""
+        name = tokens.tobytes()
+        if self._begun is None or self._begun[0] != name:
+            self._begun = None  # freed first, so that memory never holds two texts
+            width = bucket(len(tokens), SMALLEST_PROMPT, self.config.seq)
+            padded = np.zeros((1, width), np.uint32)
+            padded[0, : len(tokens)] = tokens
+            self._begun = name, self._before(weights, padded, np.int32(len(tokens)))
+        return self._begun[1]
 
     def batch(self, params: Any, rows: int, pool: Pool | None = None) -> "Batch":
         """Return an idle `Batch` with `rows` rows in this process.

@@ -71,6 +71,13 @@ class Chosen(NamedTuple):
     top_logprob: Any = None  # of `top_token`, in nats
 
 
+class Before(NamedTuple):
+    """The keys and values of a text that all rows of a batch follow."""
+
+    caches_1HSK: tuple[LayerCache, ...]  # one per layer
+    length: Any  # number of tokens of the text; the slots after it are padding
+
+
 class DecodeState(NamedTuple):
     """The state of a batch during generation: KV caches, last tokens and sampling settings."""
 
@@ -188,11 +195,12 @@ def _forward(
 ) -> tuple[Array, tuple[LayerCache, ...]]:
     """Run the embedding and all layers, without the final norm.
 
-    If `caches` is None, the tokens attend only to each other.
+    If `caches` is None, the tokens attend only to each other.  See `layers.TransformerLayer` for
+    the other cases.
 
     Returns:
-      The residual stream x_BTD, and one cache per layer: the updated cache or, if `caches` is None,
-      the keys and values of `tokens_BT`.
+      The residual stream x_BTD, and one cache per layer: the updated cache or, if `caches` is not
+      updated, the keys and values of `tokens_BT`.
     """
     parts = transformer.transforms(config, par)
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
@@ -257,10 +265,20 @@ def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chose
     return Chosen(token_B, logprob_B1[:, 0], top_token_BN.astype(jnp.uint32), top_logprob_BN)
 
 
+def before(
+    weights: Weights, tokens_1S: Array, length: Array, config: Config, par: Parallel
+) -> Before:
+    """Return the keys and values of the first `length` tokens of a text, for `score`."""
+    positions_1S = jnp.arange(tokens_1S.shape[1])[None]
+    context = _context(weights, positions_1S, positions_1S, None, config, par)
+    return Before(_forward(weights, tokens_1S, context, None, config, par)[1], length)
+
+
 def score(
     weights: Weights,
     tokens_BT: Array,
     following_BT: Array,
+    text: Before | None,
     alternatives: int,
     config: Config,
     par: Parallel,
@@ -272,15 +290,22 @@ def score(
     Args:
       tokens_BT: token ids of B texts.
       following_BT: the token that follows each of `tokens_BT` in its text.
+      text: what all B texts begin with, before `tokens_BT`; None if that is nothing.
       alternatives: number of most likely tokens to return for each position, at least 1.
 
     Returns:
       A `Chosen` that contains `following_BT`, the logprobs of these tokens [B, T], and the most
       likely tokens at each position [B, T, N].
     """
-    positions_1T = jnp.arange(tokens_BT.shape[1])[None]
-    context = _context(weights, positions_1T, positions_1T, None, config, par)
-    x_BTD, _ = _forward(weights, tokens_BT, context, None, config, par)
+    positions_1T = keys_1S = jnp.arange(tokens_BT.shape[1])[None]
+    if text is not None:
+        positions_1T += text.length
+        slots = jnp.arange(text.caches_1HSK[0].k_BHSK.shape[2])
+        in_text_1S = jnp.where(slots < text.length, slots, -1)[None]
+        keys_1S = jnp.concatenate((in_text_1S, positions_1T), axis=1)
+    context = _context(weights, positions_1T, keys_1S, None, config, par)
+    caches = None if text is None else text.caches_1HSK
+    x_BTD, _ = _forward(weights, tokens_BT, context, caches, config, par)
     logits_BTV = _own_logits(weights, x_BTD, config, par)
     loss_BT, log_sum_BT, _ = cross_entropy(logits_BTV, following_BT, par)
     # Find the most likely tokens of each shard of the vocabulary, then the most likely of these.

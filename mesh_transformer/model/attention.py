@@ -134,6 +134,36 @@ def attend(
     return jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS, v_BHSK)
 
 
+def attend_after(
+    q_BTHK: Array, before_1HSK: LayerCache, own_BHTK: LayerCache, bias_BHTS: Array
+) -> Array:
+    """Compute softmax attention of rows that all follow the same text, as [B, T, H, K].
+
+    This is `attend` over the text's keys followed by the row's own keys, but the text's keys are
+    not copied for each row.
+
+    Args:
+      before_1HSK: the keys and values of the text.
+      own_BHTK: the keys and values of the rows.
+      bias_BHTS: as for `attend`; here S is the sum of both numbers of keys.
+    """
+    scale = q_BTHK.shape[-1] ** -0.5
+    k_HSK, v_HSK = (x[0] for x in before_1HSK)
+    before = k_HSK.shape[1]
+    kind: Any = {"preferred_element_type": jnp.float32}
+    scores_BHTS = jnp.concatenate(
+        (
+            jnp.einsum("BTHK,HSK->BHTS", q_BTHK, k_HSK, **kind),
+            jnp.einsum("BTHK,BHSK->BHTS", q_BTHK, own_BHTK.k_BHSK, **kind),
+        ),
+        axis=-1,
+    )
+    probs_BHTS = jax.nn.softmax(scores_BHTS * scale + bias_BHTS).astype(v_HSK.dtype)
+    y_BTHK = jnp.einsum("BHTS,HSK->BTHK", probs_BHTS[..., :before], v_HSK, **kind)
+    y_BTHK += jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS[..., before:], own_BHTK.v_BHSK, **kind)
+    return y_BTHK.astype(v_HSK.dtype)
+
+
 def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
     """Return the cache with the keys and values of one or several positions per row replaced.
 

@@ -26,7 +26,15 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 from mesh_transformer.model import lora
-from mesh_transformer.model.attention import MASKED, Attend, LayerCache, attend, rotate, write
+from mesh_transformer.model.attention import (
+    MASKED,
+    Attend,
+    LayerCache,
+    attend,
+    attend_after,
+    rotate,
+    write,
+)
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at
 
 # checkpoint_name of the residual stream between attention and feed-forward, if the latter reads it
@@ -311,7 +319,8 @@ class TransformerLayer(hk.Module):
 
     If the module is called with a KV cache, the tokens' keys and values are written to the cache
     from `context.slot_B` on, and the tokens attend to all cached positions that `context.bias_BHTS`
-    does not mask.  Without a cache, tokens attend to each other.
+    does not mask.  If `context.slot_B` is None, the cache holds a text that all rows follow, and
+    stays as it is.  Without a cache, tokens attend to each other.
 
     Returns:
       The layer's contribution to the residual stream, [B, T, D], and a cache: the updated cache or,
@@ -511,8 +520,10 @@ class TransformerLayer(hk.Module):
         new = LayerCache(jnp.moveaxis(k_BTHK, 1, 2), jnp.moveaxis(v_BTHK, 1, 2))
         if cache is None:
             cache = new
+        elif context.slot_B is None:
+            assert context.bias_BHTS is not None
+            return attend_after(q_BTHK, cache, new, context.bias_BHTS), new
         else:
-            assert context.slot_B is not None
             cache = write(cache, new, context.slot_B)
         drop = None
         if context.dropout is not None and c.dropout_attention:

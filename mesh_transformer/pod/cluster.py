@@ -261,10 +261,12 @@ class TPUCluster:
             name: self._joined([result[name] for result in results], count) for name in results[0]
         }
 
-    def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
+    def score(
+        self, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None = None
+    ) -> Chosen:
         """Return each token's logprob given the tokens before it; see `CausalTransformer.score`."""
         shares = self._shares(self._padded(tokens))
-        results = self.call("score", *[(*share, alternatives) for share in shares])
+        results = self.call("score", *[(*share, alternatives, beginning) for share in shares])
         return Chosen(*(self._joined(parts, len(tokens)) for parts in zip(*results, strict=True)))
 
     def generate(

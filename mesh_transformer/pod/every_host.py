@@ -115,9 +115,11 @@ class EveryHost(CausalTransformer):
         with self._call():
             return super().eval(sample)
 
-    def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
+    def score(
+        self, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None = None
+    ) -> Chosen:
         with self._call():
-            return super().score(tokens, alternatives)
+            return super().score(tokens, alternatives, beginning)
 
     def batch(self, rows: int, pool: Pool | None = None) -> "_Batch":  # type: ignore[override]
         with self._call():

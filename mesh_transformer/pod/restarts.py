@@ -103,9 +103,11 @@ class RestartingCluster:
         """Number of sequences per microbatch, summed over all replicas."""
         return self._cluster.batch_size
 
-    def score(self, tokens: np.ndarray, alternatives: int) -> Chosen:
+    def score(
+        self, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None = None
+    ) -> Chosen:
         """Return the logprob of each token given the tokens before it; see `TPUCluster.score`."""
-        return self._cluster.score(tokens, alternatives)
+        return self._cluster.score(tokens, alternatives, beginning)
 
     def close(self) -> None:
         """Shut down the hosts immediately, even during a call, and never restart them."""

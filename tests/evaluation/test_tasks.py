@@ -1,6 +1,8 @@
 """lm-eval tasks: logprobs and answers in batches, and scores against lm-eval's HF model."""
 
 import builtins
+import functools
+import itertools
 import json
 import sys
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from lm_eval.tasks import TaskManager
 import eval_harness
 from mesh_transformer.checkpoint import hf
 from mesh_transformer.data.tokenizer import load_tokenizer
-from mesh_transformer.evaluation import harness
+from mesh_transformer.evaluation import harness, network_lm
 from mesh_transformer.evaluation import tasks as lm_eval_tasks
 from mesh_transformer.evaluation.harness import Harness
 from mesh_transformer.evaluation.network_lm import NetworkLM
@@ -85,6 +87,72 @@ def test_batching_does_not_change_the_logprobs_of_continuations(model):
         assert greedy == (best[-len(continuation_tokens) :].tolist() == continuation_tokens)
     assert [greedy for _, greedy in answers[-3:]] == [True] * 3
     assert not all(greedy for _, greedy in answers)
+
+
+def test_common_beginnings_do_not_change_the_logprobs(model, monkeypatch):
+    """Two questions with many examples in common, of which each has several answers."""
+    rng = np.random.default_rng(6)
+    examples = words(rng, 18)
+    contexts = [f"{examples} {words(rng, 4)}" for _ in range(200)] + [words(rng, 5)]
+    pairs = [(context, " " + words(rng, 2)) for context in contexts for _ in range(2)]
+    requests = [make_request(*pair) for pair in pairs]
+    score, sizes = model.network.score, []
+
+    def counted(tokens, alternatives, beginning):
+        sizes.append((len(beginning), tokens.shape))
+        return score(tokens, alternatives, beginning)
+
+    monkeypatch.setattr(model.network, "score", counted)
+    actual = model.loglikelihood(requests, disable_tqdm=True)
+    beginning = len(model.tok_encode(examples))
+    assert {size for size, _ in sizes} == {beginning}
+    assert sum(rows for _, (rows, _) in sizes) >= 400
+    monkeypatch.setattr(network_lm, "common_beginnings", lambda *args, **kwargs: [])
+    sizes.clear()
+    expected = model.loglikelihood(requests, disable_tqdm=True)
+    assert not sizes
+    # In f32, logits of up to 16 differ by up to 2e-5 between widths, and a few are summed.
+    np.testing.assert_allclose(
+        [logprob for logprob, _ in actual], [logprob for logprob, _ in expected], atol=1e-4
+    )
+    assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_groups_save_as_much_as_any_choice_of_intervals(seed):
+    """The reference tries all ways to divide the sorted texts into groups."""
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(0, 2, rng.integers(3, 12)).tolist() for _ in range(rng.integers(1, 10))]
+    limited = seed % 2 == 1
+    most = [int(rng.integers(0, len(text))) if limited else len(text) for text in texts]
+    copies, overhead = int(rng.integers(1, 3)), int(rng.integers(0, 4))
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+
+    def saved(group):
+        columns = zip(*(texts[index] for index in group), strict=False)
+        equal = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
+        length = min([len(list(equal)), *(most[index] for index in group)])
+        return (len(group) - copies) * length - overhead, length
+
+    @functools.cache
+    def best(begin):
+        if begin == len(order):
+            return 0
+        ends = range(begin + 1, len(order) + 1)
+        return max(max(0, saved(order[begin:end])[0]) + best(end) for end in ends)
+
+    groups = network_lm.common_beginnings(texts, most, copies, overhead)
+    members = [index for _, group in groups for index in group]
+    assert len(members) == len(set(members))
+    total = 0
+    for length, group in groups:
+        gain, longest = saved(group)
+        assert length == longest
+        assert gain > 0
+        total += gain
+    assert total <= best(0)
+    if not limited:
+        assert total == best(0)
 
 
 def test_a_long_text_is_scored_in_windows(model):
