@@ -471,6 +471,25 @@ run_script(main)
 """
 
 
+def test_ctrl_c_may_leave_the_lock_of_a_call_held(hosts, monkeypatch):
+    """The interrupt arrives in `wait`, which holds these locks for a moment."""
+    held = []
+
+    def interrupted(futures, *_):
+        for future in futures:
+            future._condition.acquire()
+        held.extend(futures)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tpu_ssh, "wait", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            hosts.run("sleep 1200", seconds=3000)
+    finally:
+        for future in held:
+            future._condition.release()
+
+
 def test_ctrl_c_does_not_wait_for_the_command(host, key):
     command = [sys.executable, "-c", INTERRUPTED, str(key), str(host.port)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)

@@ -37,6 +37,7 @@ Result = TypeVar("Result")
 
 SHOWN_LINES = 40  # last lines to print from each output stream of a failing command
 KEEPALIVE_SECONDS = 15  # time between two keepalive messages
+WAIT_SECONDS = 0.5  # a signal that arrives just before the main thread waits is handled after this
 SILENCE_SECONDS = 60  # time after which a host that does not respond counts as lost
 PUT_SECONDS = 300.0  # time limit per file
 CONNECT_SECONDS = 30  # time limit of each stage of an attempt: TCP, SSH banner, login
@@ -201,24 +202,30 @@ class Hosts:
         self._stopping.clear()
         pool = ThreadPoolExecutor(max_workers=max(1, count))
         bar = tqdm(total=count, desc=_short(what), unit="host", leave=False, disable=count < 2)
+        end = True
         try:
             futures = [pool.submit(function, host) for host in self._numbers]
             for future in futures:
                 future.add_done_callback(lambda _: bar.update())
             limit = seconds + self.options.connect_seconds + CONNECT_SECONDS
-            done, pending = wait(futures, timeout=limit, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            deadline, pending = time.monotonic() + limit, futures
+            while pending and (left := deadline - time.monotonic()) > 0:
+                done, pending = wait(futures, min(left, WAIT_SECONDS), FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
             if pending:
                 silent = self._numbers[min(futures.index(future) for future in pending)]
                 raise self._lost(silent, what, f"gave no answer for {limit:g} s")
             return [future.result() for future in futures]
-        except BaseException:
+        except BaseException as error:
+            # Ctrl-C may interrupt `wait` while it holds a future's lock.  That lock is then never
+            # released, and the call's thread waits for it forever.
+            end = isinstance(error, Exception)
             self._stopping.set()
-            self.close()  # ends the calls in the other threads, also after Ctrl-C
+            self.close()  # ends the calls in the other threads
             raise
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=end, cancel_futures=True)
             bar.close()
 
     def _connect(self, host: int) -> "Connection":
