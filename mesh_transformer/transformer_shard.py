@@ -280,13 +280,14 @@ class CausalTransformer:
             self._own_params(), ctx, ctx_length, gen_length, sampler_options or {}
         )
 
-    def batch(self, rows: int, pool: Pool | None = None) -> Batch:
+    def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> Batch:
         """Return a `Batch` of `rows` empty rows, which generates with the current parameters.
 
         Args:
           pool: the size of the batch's pool of prompt blocks; None for a batch without a pool.
+          guesses: number of tokens that a decode step may guess (see `Batch.decode`).
         """
-        return self._generator.batch(self._own_params(), rows, pool)
+        return self._generator.batch(self._own_params(), rows, pool, guesses)
 
     def only_generate(self) -> None:
         """Free the state, keeping only the weights that `generate`, `batch` and `score` use.

@@ -50,6 +50,13 @@ def parse_args() -> argparse.Namespace:
         help="maximum tokens of a prompt between two decoding steps (default 256)",
     )
     parser.add_argument(
+        "--speculate",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="tokens to guess per decoding step from earlier text, while it saves time (default 0)",
+    )
+    parser.add_argument(
         "--fixed-shapes",
         action="store_true",
         help="compute each prompt alone, in equal chunks, so that an answer does not depend on "
@@ -104,6 +111,7 @@ def main() -> None:
                 metrics,
                 rows=args.rows,
                 queue=args.queue,
+                speculate=args.speculate,
                 chunk=args.chunk,
                 kept_tokens=args.prefix_cache,
                 fixed_shapes=args.fixed_shapes,

@@ -40,7 +40,7 @@ def decode_specs(config: Config, *, pool: bool = False) -> decode.DecodeState:
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
     caches = (LayerCache(cache, cache),) * config.layers
     blocks = caches if pool else None
-    return decode.DecodeState(caches, rows, rows, rows, rows, rows, settings, blocks)
+    return decode.DecodeState(caches, *(rows,) * 6, settings=settings, pool=blocks)
 
 
 def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
@@ -129,16 +129,24 @@ def compile_prefill(
 
 
 def compile_decode(
-    config: Config, mesh: Mesh, alternatives: int | None, most: int, pool: bool = False
+    config: Config,
+    mesh: Mesh,
+    alternatives: int | None,
+    most: int,
+    pool: bool = False,
+    guesses: int = 0,
 ) -> Callable[..., Any]:
-    """Return `decode.decode`, compiled: (weights, state, left, steps) -> (state, chosen).
+    """Return `decode.decode`, compiled: (weights, state, left, steps) -> (state, chosen, made).
 
     The `state` that is passed in is donated.  See `decode.decode` for all arguments.
     """
     state = decode_specs(config, pool=pool)
-    function = functools.partial(decode.decode, alternatives=alternatives, most=most)
-    specs = (decode.weight_specs(config), state, P("dp"), P())
-    return compiled(function, config, mesh, specs, (state, P("dp")), donate_argnums=1)
+    function = functools.partial(
+        decode.decode, alternatives=alternatives, most=most, guesses=guesses
+    )
+    rows = P("dp")
+    specs = (decode.weight_specs(config), state, rows, P())
+    return compiled(function, config, mesh, specs, (state, rows, rows), donate_argnums=1)
 
 
 # Prompts are padded to this width times a power of two, so that few programs are compiled.
@@ -146,6 +154,7 @@ SMALLEST_PROMPT = 16
 # The number of cache slots is also rounded up to this times a power of two, because every new
 # number of slots compiles a new program.
 SMALLEST_CACHE = 256
+SLOT_UNIT = 16  # a cache that is larger than the window has a multiple of this number of slots
 # Maximum number of tokens that a replica processes in one prefill call, unless a single prompt has
 # more.  Attention memory grows with this number times the width that the prompts are padded to.
 PREFILL_TOKENS = 4096
@@ -252,12 +261,13 @@ class Generator:
             self._begun = name, self._before(weights, padded, np.int32(len(tokens)))
         return self._begun[1]
 
-    def batch(self, params: Any, rows: int, pool: Pool | None = None) -> "Batch":
+    def batch(self, params: Any, rows: int, pool: Pool | None = None, guesses: int = 0) -> "Batch":
         """Return an idle `Batch` with `rows` rows in this process.
 
         Args:
           params: the model's parameters, or None to use the cached weights.
           pool: the size of the pool of blocks; None for a batch without a pool.
+          guesses: number of tokens that a decode step may guess (see `Batch.decode`).
 
         Raises:
           InputError: if `rows` is not a positive multiple of the number of replicas in this
@@ -269,7 +279,7 @@ class Generator:
                 f"{len(self.rows.replicas)}, the number of replicas in this process; add or remove "
                 "rows"
             )
-        return Batch(self, self.weights(params), rows, pool)
+        return Batch(self, self.weights(params), rows, pool, guesses)
 
     def generate(
         self,
@@ -311,16 +321,26 @@ class Batch:
       left: number of tokens that each row may still generate, int32 [rows].
     """
 
-    def __init__(self, generator: Generator, weights: Weights, rows: int, pool: Pool | None = None):
+    def __init__(
+        self,
+        generator: Generator,
+        weights: Weights,
+        rows: int,
+        pool: Pool | None = None,
+        guesses: int = 0,
+    ):
         self.rows = rows
         self.left = np.zeros(rows, np.int32)
         self._length = np.zeros(rows, np.int32)  # tokens in each row's cache
         self._generator = generator
         self._weights = weights
         self._replicas = len(generator.rows.replicas)
-        window = generator.config.window
-        slots = bucket(1, SMALLEST_CACHE, window)
-        self._pool = pool
+        self._pool, self._guesses = pool, guesses
+        # A step writes its guesses over the oldest positions, which must be out of the window.
+        self._most_slots = generator.config.window
+        if guesses:
+            self._most_slots = -(-(self._most_slots + guesses) // SLOT_UNIT) * SLOT_UNIT
+        slots = bucket(1, SMALLEST_CACHE, self._most_slots)
         blocks, block = pool or (0, 1)
         dp = generator.rows.dp
         self._state: DecodeState = generator.empty(pool is not None)(
@@ -335,7 +355,7 @@ class Batch:
         `insert` or `decode`, call `reserve` with the largest number of tokens that any row of any
         process needs.
         """
-        slots = bucket(positions, SMALLEST_CACHE, self._generator.config.window)
+        slots = bucket(positions + self._guesses, SMALLEST_CACHE, self._most_slots)
         if slots > self._state.slots:
             self._state = self._generator.grow(self._pool is not None)(self._state, slots)
 
@@ -457,31 +477,43 @@ class Batch:
         self._state, chosen = run(self._weights, self._state, placed)
         return self._fetched(chosen)
 
-    def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
-        """Generate up to `steps` more tokens in every row; no row exceeds its limit in `left`.
+    def decode(
+        self, steps: int, alternatives: int | None = None, *, speculate: bool = False
+    ) -> Chosen:
+        """Make decode steps, each of which generates one token per row, or more by speculation.
+
+        No row exceeds its limit in `left`, from which the generated tokens are subtracted.
 
         Args:
-          steps: number of tokens per row, from 1 to `MOST_STEPS` (32).
+          steps: number of steps, from 1 to `MOST_STEPS` (32).
           alternatives: as for `insert`.
+          speculate: whether to guess tokens, as many per step as the batch was made for.  A step
+            then generates all tokens up to the first wrong guess.  The tokens are the same.
 
         Returns:
-          A `Chosen` with the new tokens, as numpy arrays [rows, steps, ...].  Values after a row's
-          last token are meaningless.
+          A `Chosen` with the new tokens, as numpy arrays [rows, M, ...], where M is the largest
+          number of tokens that a row may have generated.  Values after a row's last token are
+          meaningless.
         """
         if not 1 <= steps <= MOST_STEPS:
             raise InputError(f"generate: steps is {steps}, expected 1 to {MOST_STEPS}")
-        ahead = np.minimum(self.left, steps)
-        self.reserve(int((self._length + ahead).max()))
-        run = self._generator.decode(alternatives, MOST_STEPS, self._pool is not None)
+        guesses = self._guesses if speculate else 0
+        most = steps * (1 + guesses)
+        self.reserve(int((self._length + np.minimum(self.left, most)).max()))
+        run = self._generator.decode(alternatives, MOST_STEPS, self._pool is not None, guesses)
         # `place` may share memory with its argument, and `self.left` changes below.
         left = self._generator.rows.place(self.left.copy(), P("dp"))
-        self._state, chosen = run(self._weights, self._state, left, np.int32(steps))
-        self._length += ahead
-        self.left -= ahead
-        return jax.tree.map(lambda x: x[:, :steps], self._fetched(chosen))
+        self._state, chosen, made = run(self._weights, self._state, left, np.int32(steps))
+        made = self._fetched(made) if guesses else np.minimum(self.left, steps)
+        self._length += made
+        self.left -= made
+        return jax.tree.map(lambda x: x[:, :most], self._fetched(chosen))
 
-    def _fetched(self, chosen: Chosen) -> Chosen:
-        """Return this process's rows of `chosen` as numpy arrays."""
+    def _fetched(self, tree: Any) -> Any:
+        """Return this process's rows of the arrays in `tree` as numpy arrays."""
         rows = self._generator.rows
-        count = chosen.token.shape[0] // rows.dp * self._replicas
-        return jax.tree.map(lambda x: np.asarray(rows.fetch(x, count)), chosen)
+
+        def fetched(x: Array) -> np.ndarray:
+            return np.asarray(rows.fetch(x, len(x) // rows.dp * self._replicas))
+
+        return jax.tree.map(fetched, tree)

@@ -29,6 +29,7 @@ from mesh_transformer.generation.sampling import (
     sampler_settings,
     top_tokens,
 )
+from mesh_transformer.generation.speculation import guess
 from mesh_transformer.mesh.declaration import map_declared, padded_size
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import lora, transformer
@@ -87,6 +88,7 @@ class DecodeState(NamedTuple):
     generated_B: Any  # number of tokens chosen so far
     seen_BV: Any  # whether the row's prompt or answer contains each token
     count_BV: Any  # how many times the row's answer contains each token
+    history_BS: Any  # the tokens in the cache and the pending token; position p is in slot p mod S
     settings: SamplerSettings
     pool: tuple[LayerCache, ...] | None  # [L, H, C, K], one per layer
 
@@ -169,6 +171,7 @@ def empty(
         generated_B=zeros(),
         seen_BV=jnp.zeros((rows, config.n_vocab), bool),
         count_BV=jnp.zeros((rows, config.n_vocab), jnp.int32),
+        history_BS=jnp.zeros((rows, slots), jnp.uint32),
         settings=jax.tree.map(lambda value: jnp.full((rows, *value.shape), value), IDLE),
         pool=caches(blocks, block) if blocks else None,
     )
@@ -181,8 +184,12 @@ def grow(state: DecodeState, slots: int) -> DecodeState:
     overwritten its oldest positions, and the others would be in the wrong slots of the larger ring
     buffer.
     """
-    padding = ((0, 0), (0, 0), (0, slots - state.slots), (0, 0))
-    return state._replace(caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.caches))
+    more = (0, slots - state.slots)
+    padding = ((0, 0), (0, 0), more, (0, 0))
+    return state._replace(
+        caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.caches),
+        history_BS=jnp.pad(state.history_BS, ((0, 0), more)),
+    )
 
 
 def _forward(
@@ -218,7 +225,7 @@ def _context(
     weights: Weights,
     positions_BT: Array,
     key_positions_BS: Array,
-    slot_B: Array | None,
+    slots: Array | None,
     config: Config,
     par: Parallel,
 ) -> Context:
@@ -230,7 +237,7 @@ def _context(
     if config.pe == "t5":
         relative = transformer.transforms(config, par)["relative"]
         bias_BHTS += relative.apply(weights["relative"], positions_BT, key_positions_BS)
-    return Context(positions_BT, bias_BHTS, slot_B)
+    return Context(positions_BT, bias_BHTS, slots)
 
 
 def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
@@ -241,12 +248,12 @@ def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -
 
 
 def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
-    """Return the logits [B, V] of `x_BTD`, which must have a single position (T = 1).
+    """Return the logits of `x_BTD` as [B T, V]: those of all positions of a row, then the next row.
 
     Every device gets the logits of the full vocabulary.
     """
-    logits_BTV = _own_logits(weights, x_BTD, config, par)
-    return par.shard(par.gather(logits_BTV)[:, 0, : config.n_vocab], "dp", None)
+    logits_BTV = par.gather(_own_logits(weights, x_BTD, config, par))[..., : config.n_vocab]
+    return par.shard(logits_BTV.reshape(-1, config.n_vocab), "dp", None)
 
 
 def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
@@ -369,16 +376,18 @@ def prefill(
     seen_PV = seen_PV.at[prompt_rows, tokens_PS.astype(jnp.int32)].max(in_prompt_PS)
     generated_P = jnp.zeros_like(length_P)
     count_PV = jnp.zeros((count, config.n_vocab), jnp.int32)
-    token_P = choose(logits_PV, settings, generated_P, seen_PV, count_PV)
-    seen_PV = seen_PV.at[prompt_rows[:, 0], token_P].set(True)
-    count_PV = count_PV.at[prompt_rows[:, 0], token_P].set(1)
+    token_P = choose(logits_PV, settings, generated_P, lambda: (seen_PV, count_PV))
+    answered_PV = seen_PV.at[prompt_rows[:, 0], token_P].set(True)
+    counted_PV = count_PV.at[prompt_rows[:, 0], token_P].set(1)
+    history_BS = put(state.history_BS, tokens_PS, slice(slots))
     state = DecodeState(
         caches,
         put(state.length_B, length_P),
         put(state.token_B, token_P),
         put(state.generated_B, generated_P + 1),
-        put(state.seen_BV, seen_PV),
-        put(state.count_BV, count_PV),
+        put(state.seen_BV, answered_PV),
+        put(state.count_BV, counted_PV),
+        put(history_BS, token_P, length_P % state.slots),
         jax.tree.map(put, state.settings, settings),
         _saved(state.pool, new_caches, save_PJ),
     )
@@ -429,47 +438,87 @@ def _saved(
 def _step(
     weights: Weights,
     state: DecodeState,
-    active_B: Array,
+    left_B: Array,
     alternatives: int | None,
+    guesses: int,
     config: Config,
     par: Parallel,
-) -> tuple[DecodeState, Chosen]:
-    """Add each row's pending token to the cache, and choose the next token of each active row.
+) -> tuple[DecodeState, Chosen, Array]:
+    """Add each row's pending token to the cache, and choose the next tokens of each active row.
+
+    Of the guessed tokens, those that are chosen are added to the cache too.
 
     Args:
-      active_B: whether each row generates a token; the other rows stay as they are.
+      left_B: number of tokens that each row may still generate; rows with 0 stay as they are.
       alternatives: as for `prefill`.
+      guesses: as for `decode`.
+
+    Returns:
+      The new state, the chosen tokens [B, 1 + guesses], and how many of them each row has
+      generated; the others are meaningless.
     """
-    last_B1 = state.length_B[:, None]
-    slots_1S = jnp.arange(state.slots)[None]
+    active_B, last_B1 = left_B > 0, state.length_B[:, None]
+    slots_1S, next_T = jnp.arange(state.slots)[None], jnp.arange(1 + guesses)
+    guess_BG = guess(state.history_BS, state.length_B, guesses)
+    tokens_BT = jnp.concatenate((state.token_B[:, None], guess_BG), axis=1)
+    positions_BT = last_B1 + next_T
     # The position that each slot holds: the newest one stored in this slot, up to the position of
-    # the pending token.  It is negative if the slot is empty.
-    key_positions_BS = last_B1 - (last_B1 - slots_1S) % state.slots
-    slot_B = state.length_B % state.slots
-    context = _context(weights, last_B1, key_positions_BS, slot_B, config, par)
-    x_BTD, caches = _forward(weights, state.token_B[:, None], context, state.caches, config, par)
-    logits_BV = _logits(weights, x_BTD, config, par)
+    # the last new token.  It is negative if the slot is empty.
+    newest_B1 = last_B1 + guesses
+    key_positions_BS = newest_B1 - (newest_B1 - slots_1S) % state.slots
+    slot_BT = positions_BT % state.slots
+    context = _context(weights, positions_BT, key_positions_BS, slot_BT, config, par)
+    x_BTD, caches = _forward(weights, tokens_BT, context, state.caches, config, par)
+    logits_NV = _logits(weights, x_BTD, config, par)  # N: all positions of all rows
     # Idle rows use the settings `IDLE`, so that their old settings do not slow down other rows.
     settings = jax.tree.map(
         lambda x, idle: jnp.where(active_B.reshape(-1, *[1] * idle.ndim), x, idle),
         state.settings,
         IDLE,
     )
-    token_B = choose(logits_BV, settings, state.generated_B, state.seen_BV, state.count_BV)
-    token_B = jnp.where(active_B, token_B, state.token_B)
+
+    def occurrences() -> tuple[Array, Array]:
+        """Return what each position has seen, and how often, if all guesses before it are right."""
+        if not guesses:
+            return state.seen_BV, state.count_BV
+        is_guess_BGV = guess_BG[..., None] == jnp.arange(config.n_vocab, dtype=guess_BG.dtype)
+        more_BGV = jnp.cumsum(is_guess_BGV, axis=1, dtype=jnp.int32)
+        more_BTV = jnp.pad(more_BGV, ((0, 0), (1, 0), (0, 0)))
+        seen_BTV = state.seen_BV[:, None] | (more_BTV > 0)
+        count_BTV = state.count_BV[:, None] + more_BTV
+        return seen_BTV.reshape(logits_NV.shape), count_BTV.reshape(logits_NV.shape)
+
+    chosen_N = choose(
+        logits_NV,
+        jax.tree.map(lambda x: jnp.repeat(x, 1 + guesses, axis=0), settings),
+        (state.generated_B[:, None] + next_T).reshape(-1),
+        occurrences,
+    )
+    chosen_BT = chosen_N.reshape(positions_BT.shape)
     added_B = active_B.astype(jnp.int32)
-    rows_B = jnp.arange(len(token_B))
+    if guesses:
+        right_BG = jnp.cumprod(chosen_BT[:, :-1] == guess_BG, axis=1, dtype=jnp.int32)
+        added_B = jnp.minimum(added_B + right_BG.sum(axis=1), left_B) * added_B
+    chosen_BT = jnp.where(active_B[:, None], chosen_BT, tokens_BT[:, :1])
+    is_added_BT = next_T < added_B[:, None]
+    newest_BT = jnp.maximum(added_B - 1, 0)[:, None]
+    token_B = jnp.take_along_axis(chosen_BT, newest_BT, axis=1)[:, 0]
+    rows_B1 = jnp.arange(len(added_B))[:, None]
+    # Where nothing is added, the slot is out of range, so that nothing is written.
+    slot_BT = jnp.where(is_added_BT, (positions_BT + 1) % state.slots, state.slots)
     state = DecodeState(
         caches,
         state.length_B + added_B,
         token_B,
         state.generated_B + added_B,
-        state.seen_BV.at[rows_B, token_B].set(True),
-        state.count_BV.at[rows_B, token_B].add(added_B),
+        state.seen_BV.at[rows_B1, chosen_BT].max(is_added_BT),
+        state.count_BV.at[rows_B1, chosen_BT].add(is_added_BT.astype(jnp.int32)),
+        state.history_BS.at[rows_B1, slot_BT].set(chosen_BT, mode="drop"),
         state.settings,
         state.pool,
     )
-    return state, _chosen(logits_BV, token_B, alternatives)
+    chosen = _chosen(logits_NV, chosen_BT.reshape(-1), alternatives)
+    return state, jax.tree.map(lambda x: x.reshape(*chosen_BT.shape, *x.shape[1:]), chosen), added_B
 
 
 def decode(
@@ -479,35 +528,54 @@ def decode(
     steps: Array,
     alternatives: int | None,
     most: int,
+    guesses: int,
     config: Config,
     par: Parallel,
-) -> tuple[DecodeState, Chosen]:
-    """Generate `steps` more tokens in every row, or `left_B` tokens if that is fewer.
+) -> tuple[DecodeState, Chosen, Array]:
+    """Make `steps` decode steps, each of which generates one token per row, or more with guesses.
 
     Args:
       left_B: number of tokens that each row may still generate, int32; a row with 0 generates none.
-      steps: number of tokens per row, at most `most`; may be traced, so one program serves any
-        number.
+      steps: number of steps, at most `most`; may be traced, so one program serves any number.
       alternatives: as for `prefill`.
-      most: size of the token axis of the result, a Python int.
+      most: maximum number of steps, a Python int.
+      guesses: number of tokens to guess per step (see `speculation`); a step generates from 1 to
+        1 + `guesses` tokens per row.  The state must have at least `config.window` + `guesses`
+        slots, or as many as any row has positions.
 
     Returns:
-      The new state and the tokens [B, most].  In each row, only the first min(steps, left_B) tokens
-      are valid.
+      The new state, the tokens [B, most * (1 + guesses)], and how many each row has generated,
+      [B].  In each row, only these are valid.
     """
-    shapes = jax.eval_shape(
-        lambda s: _step(weights, s, left_B > 0, alternatives, config, par)[1], state
-    )
+    width = 1 + guesses
+
+    def step(state: DecodeState, left_B: Array) -> tuple[DecodeState, Chosen, Array]:
+        return _step(weights, state, left_B, alternatives, guesses, config, par)
+
+    shapes = jax.eval_shape(step, state, left_B)[1]
     chosen = jax.tree.map(
-        lambda x: par.zeros((x.shape[0], most, *x.shape[1:]), x.dtype, "dp", *(None,) * x.ndim),
+        lambda x: par.zeros(
+            (x.shape[0], most * width, *x.shape[2:]), x.dtype, "dp", *(None,) * (x.ndim - 1)
+        ),
         shapes,
     )
 
-    def body(step: Array, carry: tuple[DecodeState, Chosen]) -> tuple[DecodeState, Chosen]:
-        state, chosen = carry
-        state, new = _step(weights, state, left_B > step, alternatives, config, par)
-        return state, jax.tree.map(lambda buffer, x: buffer.at[:, step].set(x), chosen, new)
+    def body(
+        at: Array, carry: tuple[DecodeState, Chosen, Array]
+    ) -> tuple[DecodeState, Chosen, Array]:
+        state, chosen, made_B = carry
+        state, new, added_B = step(state, left_B - made_B)
+        rows_B1 = jnp.arange(len(made_B))[:, None]
+        place_BT = made_B[:, None] + jnp.arange(width)  # later steps replace what is not added
 
-    first = (state._replace(pool=None), chosen)  # decoding does not use the pool
-    decoded, chosen = jax.lax.fori_loop(0, steps, body, first)
-    return decoded._replace(pool=state.pool), chosen
+        def put(buffer: Array, x: Array) -> Array:
+            if not guesses:
+                return buffer.at[:, at].set(x[:, 0])
+            return buffer.at[rows_B1, place_BT].set(x)
+
+        return state, jax.tree.map(put, chosen, new), made_B + added_B
+
+    # Decoding does not use the pool.
+    first = (state._replace(pool=None), chosen, jnp.zeros_like(left_B))
+    decoded, chosen, made_B = jax.lax.fori_loop(0, steps, body, first)
+    return decoded._replace(pool=state.pool), chosen, made_B

@@ -487,8 +487,7 @@ def choose(
     logits_BV: Array,
     settings: SamplerSettings,
     generated_B: Array,
-    seen_BV: Array,
-    count_BV: Array,
+    occurrences: Callable[[], tuple[Array, Array]],
 ) -> Array:
     """Choose each row's next token, uint32 [B].
 
@@ -503,7 +502,8 @@ def choose(
 
     Args:
       generated_B: number of tokens chosen so far in each row, which is the n of the random key.
-      seen_BV, count_BV: as in `adjusted`.
+      occurrences: returns `seen_BV` and `count_BV` (see `adjusted`), which are computed only if a
+        row needs them.
     """
     logits_BV = finite(logits_BV)
     unchanged_B = (settings.penalty_B == 1) & (settings.presence_B == 0)
@@ -511,7 +511,7 @@ def choose(
     logits_BV = jax.lax.cond(
         jnp.all(unchanged_B),
         lambda: logits_BV,
-        lambda: adjusted(logits_BV, settings, seen_BV, count_BV),
+        lambda: adjusted(logits_BV, settings, *occurrences()),
     )
     greedy_B = settings.temp_B < GREEDY_BELOW
 

@@ -164,17 +164,25 @@ def attend_after(
     return y_BTHK.astype(v_HSK.dtype)
 
 
-def write(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
+def write(cache: LayerCache, new: LayerCache, slots: Array) -> LayerCache:
     """Return the cache with the keys and values of one or several positions per row replaced.
 
     Args:
-      new: the keys and values to write; S is the number of positions.
-      slot_B: for each batch row, the position in the cache (index along S) to write to.  It is the
-        first one if there are several, which must all lie within the cache.
+      new: the keys and values to write; S is the number of positions, T.
+      slots: the positions in the cache (indices along S) to write to, [B, T]; or only each row's
+        first one, [B], if the others follow it within the cache.
     """
-    if new.k_BHSK.shape[2] > 1:
+    if slots.ndim == 1:
         put = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
-        return jax.tree.map(lambda x, y: put(x, y.astype(x.dtype), slot_B), cache, new)
+        return jax.tree.map(lambda x, y: put(x, y.astype(x.dtype), slots), cache, new)
+    for at in range(slots.shape[1]):
+        one = jax.tree.map(lambda x, at=at: x[:, :, at : at + 1], new)
+        cache = _write_one(cache, one, slots[:, at])
+    return cache
+
+
+def _write_one(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
+    """Return the cache with one position per row replaced, in the slot `slot_B`."""
     if len(slot_B) == 1:
         # On a device with one head, writing one row is a single update.  XLA on CPUs turns it into
         # an operation that copies the whole cache.  Writing the row twice avoids that.

@@ -48,7 +48,7 @@ class Context(NamedTuple):
 
     positions_BT: Array
     bias_BHTS: Array | None  # None if `attend` is given, which applies the mask itself
-    slot_B: Array | None = None  # the cache slot of each row's first new key and value
+    slots: Array | None = None  # the cache slots of the new keys and values (see `attention.write`)
     attend: Attend | None = None  # used instead of `attention.attend`, which needs `bias_BHTS`
     dropout: Dropout | None = None  # the layer's random numbers; None without dropout
 
@@ -318,8 +318,8 @@ class TransformerLayer(hk.Module):
     the block gpt2, the feed-forward reads the residual stream with the attention's output added.
 
     If the module is called with a KV cache, the tokens' keys and values are written to the cache
-    from `context.slot_B` on, and the tokens attend to all cached positions that `context.bias_BHTS`
-    does not mask.  If `context.slot_B` is None, the cache holds a text that all rows follow, and
+    from `context.slots` on, and the tokens attend to all cached positions that `context.bias_BHTS`
+    does not mask.  If `context.slots` is None, the cache holds a text that all rows follow, and
     stays as it is.  Without a cache, tokens attend to each other.
 
     Returns:
@@ -520,11 +520,11 @@ class TransformerLayer(hk.Module):
         new = LayerCache(jnp.moveaxis(k_BTHK, 1, 2), jnp.moveaxis(v_BTHK, 1, 2))
         if cache is None:
             cache = new
-        elif context.slot_B is None:
+        elif context.slots is None:
             assert context.bias_BHTS is not None
             return attend_after(q_BTHK, cache, new, context.bias_BHTS), new
         else:
-            cache = write(cache, new, context.slot_B)
+            cache = write(cache, new, context.slots)
         drop = None
         if context.dropout is not None and c.dropout_attention:
             drop = context.dropout.drop_probs(c.dropout_attention, q_BTHK.shape[1], par)

@@ -44,6 +44,7 @@ class ClusterBatch:
     Args:
       rows: total number of rows, a positive multiple of the number of replicas.
       pool: the size of each replica's pool of prompt blocks; None for a batch without a pool.
+      guesses: number of tokens that a decode step may guess (see `Batch.decode`).
 
     Attributes:
       rows: total number of rows, divided into one block of equal size per replica.
@@ -56,7 +57,7 @@ class ClusterBatch:
         other.
     """
 
-    def __init__(self, cluster: Cluster, rows: int, pool: Pool | None = None):
+    def __init__(self, cluster: Cluster, rows: int, pool: Pool | None = None, guesses: int = 0):
         if rows < 1 or rows % cluster.dp:
             raise InputError(
                 f"generate: the batch has {rows} rows, expected a positive multiple of "
@@ -67,8 +68,8 @@ class ClusterBatch:
         self._length = np.zeros(rows, np.int32)  # tokens in each row's cache
         self._replica = np.arange(rows) // (rows // cluster.dp)  # replica of each row
         self._host_rows = process_rows(cluster.replicas, rows // cluster.dp)
-        self._cluster = cluster
-        cluster.call("batch", *[(len(own), pool) for own in self._host_rows])
+        self._cluster, self._guesses = cluster, guesses
+        cluster.call("batch", *[(len(own), pool, guesses) for own in self._host_rows])
 
     def reserve(self, positions: int) -> None:
         """Grow the KV cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
@@ -116,20 +117,26 @@ class ClusterBatch:
         """Make `rows` idle, so that they generate no more tokens."""
         self.left[np.asarray(rows, np.intp)] = 0
 
-    def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
-        """Generate up to `steps` more tokens in every row; see `Batch.decode`."""
-        ahead = np.minimum(self.left, steps)
+    def decode(
+        self, steps: int, alternatives: int | None = None, *, speculate: bool = False
+    ) -> Chosen:
+        """Make decode steps in every row; see `Batch.decode`."""
+        most = steps * (1 + self._guesses * speculate)
         # Each host knows only its own rows, but all hosts must reserve the same size.
-        needed = int((self._length + ahead).max())
+        needed = int((self._length + np.minimum(self.left, most)).max())
         idle = [np.flatnonzero(self.left[own] == 0) for own in self._host_rows]
-        results = self._call("decode", *[(steps, alternatives, needed, rows) for rows in idle])
-        self._length += ahead
-        self.left -= ahead
-        if any(
-            (left != self.left[own]).any()
-            for (left, _), own in zip(results, self._host_rows, strict=True)
-        ):
-            raise self._cluster.failed("the hosts disagree on how many tokens each row has left")
+        arguments = [(steps, alternatives, speculate, needed, rows) for rows in idle]
+        results = self._call("decode", *arguments)
+        left = self.left - np.minimum(self.left, steps)  # or less, by speculation
+        for (own_left, _), own in zip(results, self._host_rows, strict=True):
+            if speculate:
+                left[own] = own_left
+            elif (own_left != left[own]).any():
+                raise self._cluster.failed(
+                    "the hosts disagree on how many tokens each row has left"
+                )
+        self._length += self.left - left
+        self.left = left
         return self._gathered([chosen for _, chosen in results], self._host_rows)
 
     def _call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:

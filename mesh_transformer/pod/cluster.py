@@ -282,7 +282,7 @@ class TPUCluster:
         batch = self.batch(-(-len(prompts) // self.dp) * self.dp)
         return np.concatenate(list(stream_tokens(batch, prompts, gen_length, settings)), axis=1)
 
-    def batch(self, rows: int, pool: Pool | None = None) -> ClusterBatch:
+    def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> ClusterBatch:
         """Return a batch of idle rows for generation; see `CausalTransformer.batch`.
 
         The hosts hold only the newest batch; methods of an older batch raise InputError.
@@ -290,8 +290,9 @@ class TPUCluster:
         Args:
           rows: total number of rows; a multiple of the number of replicas.
           pool: the size of each replica's pool of prompt blocks; None for a batch without a pool.
+          guesses: number of tokens that a decode step may guess (see `Batch.decode`).
         """
-        self.newest_batch = ClusterBatch(self, rows, pool)
+        self.newest_batch = ClusterBatch(self, rows, pool, guesses)
         return self.newest_batch
 
     def only_generate(self) -> None:

@@ -121,9 +121,9 @@ class EveryHost(CausalTransformer):
         with self._call():
             return super().score(tokens, alternatives, beginning)
 
-    def batch(self, rows: int, pool: Pool | None = None) -> "_Batch":  # type: ignore[override]
+    def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> "_Batch":  # type: ignore[override]
         with self._call():
-            return _Batch(super().batch(rows, pool), self._call)
+            return _Batch(super().batch(rows, pool, guesses), self._call)
 
     def claim(self, folder: AnyPath) -> None:
         """Lock a model folder; see `CausalTransformer.claim`.
@@ -211,9 +211,9 @@ class _Batch:
         with self._call():
             return self._batch.insert(*args, **kwargs)
 
-    def decode(self, steps: int, alternatives: int | None = None) -> Chosen:
+    def decode(self, *args: Any, **kwargs: Any) -> Chosen:
         with self._call():
-            return self._batch.decode(steps, alternatives)
+            return self._batch.decode(*args, **kwargs)
 
 
 class _TrainSet:

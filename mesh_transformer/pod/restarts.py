@@ -52,17 +52,18 @@ class RestartingCluster:
         self.config = self._cluster.config
         self.dp = self._cluster.dp
 
-    def batch(self, rows: int, pool: Pool | None = None) -> ClusterBatch:
+    def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> ClusterBatch:
         """Return a batch of idle rows for generation, retrying after a host failure.
 
         Args:
           rows: total number of rows, a multiple of the number of replicas.
           pool: the size of each replica's pool of prompt blocks; None for a batch without a pool.
+          guesses: number of tokens that a decode step may guess (see `Batch.decode`).
 
         Raises:
           HostError: if all `ATTEMPTS` attempts fail, or if `close` has been called.
         """
-        return self._call_with_retries(lambda cluster: cluster.batch(rows, pool))
+        return self._call_with_retries(lambda cluster: cluster.batch(rows, pool, guesses))
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Compute the losses of predicting `target` from `obs`, retrying after a host failure.

@@ -282,10 +282,10 @@ class NetworkRunner:
         return {name: np.asarray(rows) for name, rows in self._started.eval(sample).items()}
 
     @_one_line_errors
-    def batch(self, rows: int, pool: Pool | None) -> None:
+    def batch(self, rows: int, pool: Pool | None, guesses: int) -> None:
         """Create a batch of `rows` idle rows in this process, replacing the previous batch."""
         self._batch = None  # freed first, so that memory never holds two batches
-        self._batch = self._started.batch(rows, pool)
+        self._batch = self._started.batch(rows, pool, guesses)
 
     @_one_line_errors
     def reserve(self, positions: int) -> None:
@@ -324,14 +324,19 @@ class NetworkRunner:
 
     @_one_line_errors
     def decode(
-        self, steps: int, alternatives: int | None, needed: int, idle: np.ndarray
+        self,
+        steps: int,
+        alternatives: int | None,
+        speculate: bool,
+        needed: int,
+        idle: np.ndarray,
     ) -> tuple[np.ndarray, Chosen]:
         """Generate up to `steps` more tokens in each of this process's rows; see `Batch.decode`.
 
         Before that, the KV cache is enlarged if necessary, and the rows in `idle` are released.
 
         Args:
-          steps, alternatives: as for `Batch.decode`.
+          steps, alternatives, speculate: as for `Batch.decode`.
           needed: number of cache positions per row, enough for the longest row in any process.
           idle: rows of this process that generate no more tokens.
 
@@ -340,7 +345,7 @@ class NetworkRunner:
         """
         self._running.reserve(needed)
         self._running.release(idle)
-        chosen = self._running.decode(steps, alternatives)
+        chosen = self._running.decode(steps, alternatives, speculate=speculate)
         return self._running.left, chosen
 
     @_one_line_errors

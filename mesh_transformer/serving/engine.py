@@ -33,6 +33,7 @@ from mesh_transformer.serving.prefill import (
     PREFILL_SIZES,
     Prefiller,
 )
+from mesh_transformer.serving.speculation import Speculation
 from mesh_transformer.util import bucket
 
 STOPPING = "the server is stopping"
@@ -133,6 +134,8 @@ class Engine:
       queue: maximum number of waiting requests.
       steps: maximum number of tokens per row in a decode call.  New requests join the batch only
         between decode calls.
+      speculate: number of tokens to guess per decode step (see `Batch.decode`); 0 for none.  While
+        guesses do not save time, most calls make none; with `fixed_shapes`, all calls do.
       chunk, kept_tokens, fixed_shapes: see `Prefiller`.
       stall_seconds: time after which `health_problem` reports that a turn (a prefill or scoring
         call, then a decode call) has stalled.  Call `warm_up` before `start`, so that no turn
@@ -150,6 +153,7 @@ class Engine:
         rows: int = 16,
         queue: int = 256,
         steps: int = 4,
+        speculate: int = 0,
         chunk: int = CHUNK,
         kept_tokens: int | None = None,
         fixed_shapes: bool = False,
@@ -160,6 +164,7 @@ class Engine:
         self.queue = queue
         self.steps = steps
         self.stall_seconds = stall_seconds
+        self._speculation = Speculation(bool(speculate), always=fixed_shapes)
         self._new_prefiller = functools.partial(
             Prefiller,
             network,
@@ -168,6 +173,7 @@ class Engine:
             chunk=chunk,
             kept_tokens=kept_tokens,
             fixed_shapes=fixed_shapes,
+            guesses=speculate,
         )
         self._prefiller = self._new_prefiller()
         self.failure: Exception | None = None
@@ -219,7 +225,8 @@ class Engine:
             self._score_text(np.zeros(width, np.int32))
         self._prefiller.warm_up()
         for alternatives in (None, ALTERNATIVES):
-            self._prefiller.batch.decode(1, alternatives)
+            for speculate in self._speculation.choices:
+                self._prefiller.batch.decode(1, alternatives, speculate=speculate)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Put all of the requests in the queue, or none of them.
@@ -447,17 +454,22 @@ class Engine:
 
     def _decode(self) -> None:
         """Make one decode call, and deliver the new tokens of all active rows."""
-        began = time.perf_counter()
+        began, batch = time.perf_counter(), self._prefiller.batch
         left = [request.length - request.generated for request in self._active.values()]
         # If requests are waiting, decode only until the first row is free for one of them.
         steps = min(self.steps, min(left) if self._waiting else max(left))
         logprobs = any(request.logprobs for request in self._active.values())
-        chosen = self._prefiller.batch.decode(steps, ALTERNATIVES if logprobs else None)
-        self._step_seconds = (time.perf_counter() - began) / steps
-        self._metrics.decode(self._step_seconds * steps, steps)
+        speculate, before = self._speculation.next(), batch.left.copy()
+        chosen = batch.decode(steps, ALTERNATIVES if logprobs else None, speculate=speculate)
+        seconds, made = time.perf_counter() - began, before - batch.left
+        self._step_seconds = seconds / steps
+        # A row whose answer ends within the call makes fewer tokens, with guesses or without.
+        full = [made[row] for row in self._active if batch.left[row]]
+        if full:
+            self._speculation.observe(speculate, seconds / steps, sum(full) / len(full) / steps)
+        self._metrics.decode(seconds, steps)
         for row, request in list(self._active.items()):
-            ahead = min(steps, request.length - request.generated)
-            self._advance(row, request, _tokens(_part(chosen, (row, slice(ahead)))))
+            self._advance(row, request, _tokens(_part(chosen, (row, slice(made[row])))))
 
     def _advance(self, row: int, request: Request, tokens: list[Token]) -> None:
         """Deliver a row's new tokens, and free the row if its request has ended."""

@@ -43,6 +43,7 @@ class Prefiller:
       chunk: maximum number of tokens of a prompt per prefill call.
       kept_tokens: number of prompt tokens whose keys and values each replica keeps for later
         prompts; None keeps `KEPT_WINDOWS` windows, and 0 none.
+      guesses: number of tokens that a decode step may guess (see `Batch.decode`).
       fixed_shapes: whether to compute each prompt alone, in chunks that are all padded to `chunk`
         tokens.  The tokens of an answer then do not depend, even by rounding, on other requests or
         on what is kept.
@@ -61,6 +62,7 @@ class Prefiller:
         chunk: int = CHUNK,
         kept_tokens: int | None = None,
         fixed_shapes: bool = False,
+        guesses: int = 0,
     ):
         window = network.config.window
         self._window, self._fixed, self._metrics = window, fixed_shapes, metrics
@@ -70,7 +72,7 @@ class Prefiller:
         self._pool = Pool(kept // block, block) if kept >= block else None
         self._prefixes = [Prefixes(self._pool) for _ in range(network.dp) if self._pool]
         self._rows, self._rows_per_replica = rows, rows // network.dp
-        self.batch = network.batch(rows, self._pool)
+        self.batch = network.batch(rows, self._pool, guesses)
         self.batch.reserve(window)  # now, because growing later would compile again
 
     def warm_up(self) -> None:

@@ -119,12 +119,12 @@ def test_write_changes_only_the_given_positions(rows, heads, dtype):
         shape = (rows, heads, slots, 5)
         return LayerCache(*(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2)))
 
-    cache, new, slots = random_cache(7), random_cache(1), rng.integers(0, 7, rows)
+    cache, new, slots = random_cache(7), random_cache(1), rng.integers(0, 7, (rows, 1))
     lowered = jax.jit(write).lower(cache, new, slots)
     written = lowered.compile(AS_USERS_COMPILE)(cache, new, slots)
     for before, entry, after in zip(cache, new, written, strict=True):
         expected = np.array(before)
-        expected[np.arange(rows), :, slots] = np.asarray(entry)[:, :, 0]
+        expected[np.arange(rows), :, slots[:, 0]] = np.asarray(entry)[:, :, 0]
         np.testing.assert_array_equal(np.asarray(after), expected)
 
 
@@ -150,28 +150,33 @@ def cache_results(text: str, shape: tuple[int, ...]) -> list[str]:
     return [line for line in results if not any(f"calls=%{name}" in line for name in scatters)]
 
 
-def compiled_decode(batch: Batch, function: Any = decode.decode) -> tuple[str, Any]:
+def compiled_decode(
+    batch: Batch, function: Any = decode.decode, guesses: int = 0
+) -> tuple[str, Any]:
     """Return the compiled text and the memory analysis of the decode step for `batch`."""
     generator, network = batch._generator, batch._state
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "decode", function)
-        run: Any = running_batch.compile_decode(generator.config, generator.mesh, None, 8)
+        run: Any = running_batch.compile_decode(
+            generator.config, generator.mesh, None, 8, guesses=guesses
+        )
         lowered = run.lower(batch._weights, network, batch.left, np.int32(3))
     compiled = lowered.compile(compiler_options=AS_USERS_COMPILE)
     return compiled.as_text(), compiled.memory_analysis()
 
 
 @pytest.mark.quick(1)
+@pytest.mark.parametrize("guesses", [0, 3])
 @pytest.mark.parametrize(
     ("place", "rows"), [*((place, 1) for place in PLACES), (PLACES[0], 3), (PLACES[-1], 3)]
 )
-def test_a_decode_step_copies_no_cache(place, rows):
+def test_a_decode_step_copies_no_cache(place, rows, guesses):
     _, dp, mp = place
     # No other array has this head size.
     config = small_config(seq=512, head_size=12)
     batch = network_of(config, place).batch(rows * dp)
     shape = (rows, config.n_heads // mp, batch._state.slots, config.d_head)
-    text, memory = compiled_decode(batch)
+    text, memory = compiled_decode(batch, guesses=guesses)
     assert text.count(" scatter(") >= 2 * config.layers
     assert cache_results(text, shape) == []
     cache_bytes = 4 * int(np.prod(shape))
@@ -185,9 +190,9 @@ def test_a_copy_of_a_cache_is_detected():
     shape = (3, config.n_heads, batch._state.slots, config.d_head)
 
     def rolled(weights: Any, state: Any, *counts: Any, **rest: Any) -> Any:
-        state, chosen = generation_decode(weights, state, *counts, **rest)
+        state, *results = generation_decode(weights, state, *counts, **rest)
         caches = jax.tree.map(lambda x: jnp.roll(x, 1, axis=2), state.caches)
-        return state._replace(caches=caches), chosen
+        return state._replace(caches=caches), *results
 
     generation_decode = decode.decode
     text, _ = compiled_decode(batch, rolled)
@@ -245,7 +250,8 @@ def test_sampled_tokens_are_draws_from_logits_of_a_full_pass():
     text[:, :6] = prompts
     settings, count = sampler_settings(options, 2), jnp.zeros((2, config.n_vocab), int)
     for at in range(5):
-        drawn = choose(run(text)[:, 5 + at], settings, jnp.full(2, at), count > 0, count)
+        logits, made, none = run(text)[:, 5 + at], jnp.full(2, at), (count > 0, count)
+        drawn = choose(logits, settings, made, lambda none=none: none)
         np.testing.assert_array_equal(actual[:, at], drawn)
         text[:, 6 + at] = drawn
     assert actual[0].tolist() != actual[1].tolist()
@@ -254,7 +260,7 @@ def test_sampled_tokens_are_draws_from_logits_of_a_full_pass():
 def test_released_rows_generate_nothing_and_their_settings_are_ignored(monkeypatch):
     """Replace the sampler by one that returns the sum of all rows' top_k as every token."""
 
-    def choose(logits_BV, settings, generated_B, seen_BV, count_BV):
+    def choose(logits_BV, settings, generated_B, occurrences):
         return jnp.full(len(generated_B), settings.top_k_B.sum(), jnp.uint32)
 
     config = small_config()
@@ -332,7 +338,7 @@ def test_calls_with_similar_lengths_share_compiled_functions():
             run._cache_size()
             for run in (
                 *(generator.prefill(None, width, False) for width in (32, 64)),
-                generator.decode(None, MOST_STEPS, False),
+                generator.decode(None, MOST_STEPS, False, 0),
             )
         ]
 

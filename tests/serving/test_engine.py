@@ -20,6 +20,7 @@ from mesh_transformer.serving.engine import (
 )
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.prefill import ALTERNATIVES, PREFILL_TOKENS
+from mesh_transformer.serving.speculation import Speculation
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.support.fake_network import FakeNetwork
 
@@ -470,6 +471,36 @@ def test_chunks_shrink_while_other_rows_wait_for_them(start):
     ]:
         prefiller._adapt(took, seconds)
         assert prefiller.chunk == expected
+
+
+@pytest.mark.parametrize("guesses", [1, 5])
+def test_every_request_gets_its_own_answer_by_speculation(network, start, guesses):
+    """The fake network's guesses are right more often in some rows than in others."""
+    engine = start(network, speculate=guesses)
+    clients = random_clients(60, seed=guesses)
+    engine.submit([client.request for client in clients])
+    for client in clients:
+        request = client.request
+        expected = network.answer(request.prompt, request.settings.seed, request.length)
+        assert client.numbers() == expected
+
+
+def test_calls_guess_while_it_saves_time():
+    policy = Speculation(True)
+
+    def observe(tokens, seconds, calls):
+        """Return the share of calls that guess, if a step with guesses takes `seconds`."""
+        made = []
+        for _ in range(calls):
+            made.append(policy.next())
+            policy.observe(made[-1], *((seconds, tokens) if made[-1] else (1.0, 1.0)))
+        return sum(made[calls // 2 :]) / (calls - calls // 2)
+
+    assert observe(tokens=3.0, seconds=1.5, calls=320) == 15 / 16
+    assert observe(tokens=1.2, seconds=1.5, calls=3200) == 1 / 16
+    assert observe(tokens=2.0, seconds=1.5, calls=3200) == 15 / 16
+    assert [Speculation(False).next() for _ in range(3)] == [False] * 3
+    assert [Speculation(True, always=True).next() for _ in range(3)] == [True] * 3
 
 
 @pytest.mark.slow

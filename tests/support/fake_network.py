@@ -43,9 +43,9 @@ class FakeNetwork:
         self.failures: list[Exception | None] = []
         self.seconds = 0.0  # duration of each call
 
-    def batch(self, rows: int, pool: Any = None) -> "FakeBatch":
+    def batch(self, rows: int, pool: Any = None, guesses: int = 0) -> "FakeBatch":
         self.call("batch")
-        return FakeBatch(self, rows)
+        return FakeBatch(self, rows, guesses)
 
     def call(self, *what: Any) -> None:
         self.waits = not self.allowed.is_set()
@@ -80,11 +80,12 @@ class FakeNetwork:
 
 
 class FakeBatch:
-    def __init__(self, network: FakeNetwork, rows: int):
+    def __init__(self, network: FakeNetwork, rows: int, guesses: int):
         self.rows = rows
         self._network = network
         self._texts: list[list[int]] = [[] for _ in range(rows)]
         self._made = [0] * rows
+        self._guesses = guesses
 
     def reserve(self, positions: int) -> None:
         assert positions == self._network.config.window
@@ -117,11 +118,20 @@ class FakeBatch:
         for row in rows:
             self._texts[row] = []
 
-    def decode(self, steps: int, alternatives: int | None = None) -> FakeChosen:
+    @property
+    def left(self) -> np.ndarray:
+        pairs = zip(self._texts, self._made, strict=True)
+        return np.array([max(len(text) - made, 0) for text, made in pairs])
+
+    def decode(
+        self, steps: int, alternatives: int | None = None, *, speculate: bool = False
+    ) -> FakeChosen:
+        """Generate 1 token per row and step; by speculation all guesses but row's number."""
         self._network.call("decode", steps)
-        tokens = np.full((self.rows, steps), 13)
+        tokens = np.full((self.rows, steps * (1 + self._guesses * speculate)), 13)
         for row, (text, made) in enumerate(zip(self._texts, self._made, strict=True)):
-            new = text[made : made + steps]
+            right = max(self._guesses - row, 0) if speculate else 0
+            new = text[made : made + steps * (1 + right)]
             tokens[row, : len(new)] = new
             self._made[row] += len(new)
         return self._network.chosen(tokens, alternatives)

@@ -1,0 +1,47 @@
+"""Speculation: guesses of a row's next tokens, which one decode step then checks together.
+
+A guess is what followed the most recent earlier occurrence of the row's last tokens (prompt lookup,
+Saxena 2023).  `decode.decode` keeps the guessed tokens that it would have chosen itself, so guesses
+change how many tokens a step generates, but not which.
+
+Array names end in their shape: B rows of the batch, S slots, G guessed tokens.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+LONGEST = 3  # number of last tokens that an earlier occurrence is compared with
+SHORTEST = 2  # number of them that must be equal
+
+
+def guess(history_BS: Array, newest_B: Array, count: int) -> Array:
+    """Guess the `count` tokens after each row's newest one, uint32 [B, G].
+
+    Of the earlier occurrences of the row's last tokens, the one with the most equal tokens (from 2
+    to 3) is used, and of these the most recent one.  If it ends less than `count` tokens before
+    the row's end, the tokens after it are repeated.  Without an occurrence, the guess is arbitrary.
+
+    Args:
+      history_BS: the tokens of each row; position p is in slot p mod S.
+      newest_B: the position of each row's newest token.
+    """
+    if not count:
+        return history_BS[:, :0]
+    slots = history_BS.shape[1]
+    newest_B1 = newest_B[:, None]
+    position_BS = newest_B1 - (newest_B1 - jnp.arange(slots)) % slots
+    oldest_B1 = jnp.maximum(newest_B1 - slots + 1, 0)
+    equal_BS = jnp.ones(history_BS.shape, bool)
+    length_BS = jnp.zeros(history_BS.shape, jnp.int32)  # number of equal tokens
+    for back in range(LONGEST):
+        token_B1 = jnp.take_along_axis(history_BS, (newest_B1 - back) % slots, axis=1)
+        equal_BS &= jnp.roll(history_BS, back, axis=1) == token_B1
+        equal_BS &= position_BS - back >= oldest_B1
+        length_BS += equal_BS
+    usable_BS = (position_BS < newest_B1) & (length_BS >= SHORTEST)
+    score_BS = jnp.where(usable_BS, length_BS * slots + position_BS - oldest_B1, -1)
+    found_B1 = jnp.argmax(score_BS, axis=1, keepdims=True)
+    end_B1 = jnp.take_along_axis(position_BS, found_B1, axis=1)
+    distance_B1 = jnp.maximum(newest_B1 - end_B1, 1)
+    after_BG = end_B1 + 1 + jnp.arange(count) % distance_B1
+    return jnp.take_along_axis(history_BS, after_BG % slots, axis=1)

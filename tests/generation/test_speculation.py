@@ -1,0 +1,113 @@
+"""Speculation: guesses against a reference, and generated tokens with and without guesses."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.generation.speculation import guess
+from tests.generation.test_decode import PLACES, network_of, random_prompts
+from tests.model.test_transformer import small_config
+
+WINDOW = 32
+
+
+def reference(tokens, count):
+    """Return what followed the best earlier occurrence of the last tokens, or None."""
+    best = None
+    for end in range(1, len(tokens) - 1):
+        equal = 0
+        while equal < min(3, end + 1) and tokens[end - equal] == tokens[-1 - equal]:
+            equal += 1
+        if equal >= 2 and (best is None or equal >= best[0]):
+            best = equal, end
+    if best is None:
+        return None
+    after = tokens[best[1] + 1 :]
+    return (after * count)[:count]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_guess_is_what_followed_the_last_tokens_before(seed):
+    """Rows with few different tokens, shorter and longer than the ring buffer."""
+    rng = np.random.default_rng(seed)
+    slots, count, rows = int(rng.integers(8, 40)), int(rng.integers(1, 6)), 30
+    texts = [rng.integers(0, 4, rng.integers(1, 3 * slots)).tolist() for _ in range(rows)]
+    history = np.full((rows, slots), 9, np.uint32)
+    for row, text in zip(history, texts, strict=True):
+        for position, token in enumerate(text):
+            row[position % slots] = token
+    newest = np.array([len(text) - 1 for text in texts])
+    actual = np.asarray(guess(jnp.asarray(history), jnp.asarray(newest), count))
+    found = 0
+    for row, text in zip(actual.tolist(), texts, strict=True):
+        expected = reference(text[-slots:], count)
+        if expected is not None:
+            found += 1
+            assert row == expected
+    assert found > 0
+
+
+def answers(batch, prompts, lengths, settings, speculate):
+    """Return all rows' tokens, and the number of decode steps."""
+    first = batch.insert(range(len(prompts)), prompts, lengths, settings)
+    tokens, steps = [[token] for token in first.token.tolist()], 0
+    while batch.left.any():
+        left = batch.left.copy()
+        chosen = batch.decode(2, speculate=speculate)
+        steps += 2
+        for row, made in enumerate(left - batch.left):
+            tokens[row] += chosen.token[row, :made].tolist()
+    assert [len(row) for row in tokens] == list(lengths)
+    return tokens, steps
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("guesses", [4, 1, 7])
+@pytest.mark.parametrize("place", PLACES[:3])
+def test_guesses_change_no_token(place, guesses):
+    """All kinds of settings, repetitive and random prompts, answers beyond the window."""
+    config = small_config(seq=WINDOW, n_vocab=24)
+    network, rng = network_of(config, place), np.random.default_rng(guesses)
+    rows = 8
+    prompts = random_prompts(config, [3, 9, 31, WINDOW, 5, 12, 1, 20])
+    for at in (1, 3, 5):
+        prompts[at] = np.tile(prompts[at][:3], 20)[: len(prompts[at])]
+    lengths = rng.integers(1, 70, rows)
+    options = {
+        "temp": np.array([0, 0, 0, 0, 0.7, 0.2, 1.0, 0.05]),
+        "top_p": np.array([1, 1, 1, 1, 0.9, 0.3, 1.0, 1.0]),
+        "repetition_penalty": np.array([1, 1, 1, 1.05, 1, 1.2, 1, 1]),
+        "frequency_penalty": np.array([0, 0, 0.1, 0, 0, 0, 0.5, 0]),
+        "seed": np.arange(rows),
+    }
+    settings = sampler_settings(options, rows)
+    expected, plain_steps = answers(network.batch(rows), prompts, lengths, settings, False)
+    batch = network.batch(rows, guesses=guesses)
+    assert answers(batch, prompts, lengths, settings, False)[0] == expected
+    actual, steps = answers(batch, prompts, lengths, settings, True)
+    assert actual == expected
+    assert steps < plain_steps  # greedy answers of an untrained model soon repeat themselves
+
+
+def test_logprobs_belong_to_the_tokens():
+    config = small_config(seq=WINDOW, n_vocab=24)
+    network = network_of(config)
+    settings = sampler_settings({"temp": 0.0}, 2)
+    prompts = [np.tile([1, 2, 3], 5), np.array([4])]
+
+    def logprobs(speculate):
+        batch = network.batch(2, guesses=3)
+        batch.insert([0, 1], prompts, 17, settings)
+        parts = [[], []]
+        while batch.left.any():
+            left = batch.left.copy()
+            chosen = batch.decode(3, 2, speculate=speculate)
+            for row, made in enumerate(left - batch.left):
+                parts[row].append([x[row, :made] for x in chosen[1:]])
+        return [[np.concatenate(x) for x in zip(*row, strict=True)] for row in parts]
+
+    for actual, expected in zip(logprobs(True), logprobs(False), strict=True):
+        for one, other in zip(actual, expected, strict=True):
+            # Logprobs reach 18 here, where adjacent f32 values differ by 2e-6.
+            np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
