@@ -20,7 +20,7 @@ class FakeCluster:
         self.ended = False
         self.error: Exception | None = None
 
-    def batch(self, rows: int, pool: Any = None) -> tuple[int, int]:
+    def batch(self, rows: int, *sizes: Any) -> tuple[int, int]:
         if self.error is not None:
             self.ended = isinstance(self.error, HostError)
             raise self.error
@@ -28,7 +28,7 @@ class FakeCluster:
 
     eval = batch
 
-    def score(self, tokens: np.ndarray, alternatives: int) -> np.ndarray:
+    def score(self, tokens: np.ndarray, alternatives: int, beginning: None) -> np.ndarray:
         return tokens + alternatives * self.number
 
     def kill(self) -> None:

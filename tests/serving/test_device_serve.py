@@ -175,8 +175,8 @@ from tests.support.fake_network import FakeNetwork
 class Stuck(FakeNetwork):
     name = "stuck"
 
-    def batch(self, rows, pool=None):
-        batch = super().batch(rows, pool)
+    def batch(self, rows, *sizes):
+        batch = super().batch(rows, *sizes)
         insert = batch.insert
 
         def once(rows, prompts, *rest, **options):
