@@ -136,7 +136,11 @@ class Engine:
         between decode calls.
       speculate: number of tokens to guess per decode step (see `Batch.decode`); 0 for none.  While
         guesses do not save time, most calls make none; with `fixed_shapes`, all calls do.
-      chunk, kept_tokens, fixed_shapes: see `Prefiller`.
+      chunk: maximum number of tokens of a prompt per prefill call.
+      kept_tokens: number of prompt tokens whose keys and values each replica keeps for later
+        prompts; None keeps 4 windows, and 0 none.
+      fixed_shapes: whether to compute each prompt alone, in equal chunks, so that an answer does
+        not depend on other requests even by rounding.
       stall_seconds: time after which `health_problem` reports that a turn (a prefill or scoring
         call, then a decode call) has stalled.  Call `warm_up` before `start`, so that no turn
         includes a compilation.
