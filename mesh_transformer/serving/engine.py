@@ -37,6 +37,8 @@ from mesh_transformer.serving.speculation import Speculation
 from mesh_transformer.util import bucket
 
 STOPPING = "the server is stopping"
+# While requests run, chunks take at most this share of a decode call's time, as far as possible.
+CHUNK_SHARE = 0.75
 STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as stalled
 
 log = logging.getLogger(__name__)
@@ -427,8 +429,8 @@ class Engine:
 
     def _fill(self) -> None:
         """Insert the next chunks of prompts; after a prompt's last one, deliver its first token."""
-        seconds = self._step_seconds * self.steps if self._active else None
-        left = self._prefiller.chunk
+        seconds = CHUNK_SHARE * self._step_seconds * self.steps if self._active else None
+        left = self._prefiller.chunk(seconds)
         for _ in range(min(len(self._filling), PREFILL_SIZES[0])):
             request = self._filling[0]
             filled, cached, chosen = self._prefiller.insert_chunk(
@@ -438,7 +440,6 @@ class Engine:
                 request.length,
                 request.settings,
                 left,
-                seconds,
             )
             left -= self._prefiller.cost(filled - request.filled - cached)
             request.filled, request.cached = filled, request.cached + cached

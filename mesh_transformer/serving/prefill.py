@@ -27,6 +27,7 @@ PREFILL_TOKENS = 512
 MIN_WIDTH = 16  # the smallest width that prompts are padded to
 CHUNK = 256  # default maximum number of tokens of a prompt per prefill call
 SHORTEST_CHUNK = 32  # to which chunks may shrink so that running requests do not wait long
+SMOOTHING = 0.2  # weight of the newest call in the average times of the chunks
 BLOCK = 16  # positions per block of the pool
 # A short prompt is inserted alone, after its kept beginning, if this saves so many positions.
 # Otherwise it may share a call with others.
@@ -50,7 +51,6 @@ class Prefiller:
 
     Attributes:
       batch: the batch, whose rows have room for as many tokens as the window.
-      chunk: maximum number of tokens of the next chunk.
     """
 
     def __init__(
@@ -66,7 +66,10 @@ class Prefiller:
     ):
         window = network.config.window
         self._window, self._fixed, self._metrics = window, fixed_shapes, metrics
-        self._longest = self.chunk = min(chunk, window)
+        self._longest = min(chunk, window)
+        widths = sorted({bucket(n, MIN_WIDTH, window) for n in range(1, self._longest + 1)})
+        self._widths = widths[-1:] if fixed_shapes else widths  # that chunks are padded to
+        self._seconds: dict[int, float] = {}  # the time of a chunk's call, on average, by width
         kept = KEPT_WINDOWS * window if kept_tokens is None else kept_tokens
         block = self._longest if fixed_shapes else BLOCK
         self._pool = Pool(kept // block, block) if kept >= block else None
@@ -76,19 +79,19 @@ class Prefiller:
         self.batch.reserve(window)  # now, because growing later would compile again
 
     def warm_up(self) -> None:
-        """Compile all programs that `insert` and `insert_chunk` will need."""
-        longest, window = self._longest, self._window
-        widths = sorted({bucket(n, MIN_WIDTH, window) for n in range(1, longest + 1)})
-        widths = [longest] if self._fixed else widths
-        none = SamplingOptions()
-        for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
+        """Compile all programs that `insert` and `insert_chunk` will need, and time the chunks."""
+        none, prompt = SamplingOptions(), np.zeros(self._window, np.int32)
+        bar = tqdm(self._widths, desc="compiling", unit="width", file=sys.stderr, leave=False)
+        for width in bar:
+            count = min(width, self._longest)
             for size in PREFILL_SIZES:
-                if size == 1 or self.may_share_call(size, width):
-                    prompts = [np.zeros(width, np.int32)] * size
+                if size == 1 or self.may_share_call(size, count):
+                    prompts = [prompt[:count]] * size
                     self._insert(range(size), prompts, [1] * size, [none] * size, 0, None)
-            if width < window:
-                prompt = np.zeros(window, np.int32)
-                self._insert([0], [prompt], [1], [none], window - width, None)
+            for _ in range(2 if count < self._window else 0):
+                began = time.perf_counter()
+                self._insert([0], [prompt], [1], [none], self._window - count, None)
+                self._seconds[width] = time.perf_counter() - began  # of the second call
 
     def may_share_call(self, count: int, longest: int) -> bool:
         """Return whether `insert` may get `count` prompts at once, the longest of this length."""
@@ -104,7 +107,19 @@ class Prefiller:
 
     def cost(self, tokens: int) -> int:
         """Return how many positions a call computes for this many tokens, with the padding."""
-        return self._longest if self._fixed else bucket(tokens, MIN_WIDTH)
+        return self._longest if self._fixed else bucket(tokens, MIN_WIDTH, self._window)
+
+    def chunk(self, seconds: float | None) -> int:
+        """Return how many tokens the next chunks may have together.
+
+        Args:
+          seconds: the time that they should take at most, as running requests wait for them; None
+            if there are none.
+        """
+        if self._fixed or seconds is None:
+            return self._longest
+        fast = [width for width in self._widths if self._seconds.get(width, 0) <= seconds]
+        return min(max([*fast, SHORTEST_CHUNK]), self._longest)
 
     def best_row(self, prompt: np.ndarray, free: Sequence[int]) -> int:
         """Return the row of `free` in the replica that keeps most of the prompt's beginning."""
@@ -136,7 +151,6 @@ class Prefiller:
         length: int,
         settings: SamplingOptions,
         most: int,
-        seconds: float | None,
     ) -> tuple[int, int, Any]:
         """Put the next chunk of a prompt into a row.
 
@@ -144,9 +158,7 @@ class Prefiller:
           prompt: token ids [T], of which the last `config.window` are used.
           filled: number of the prompt's tokens that the row holds, from earlier calls.
           length: number of tokens to generate.
-          most: maximum number of tokens of this chunk, beside `chunk`.
-          seconds: time that a chunk should take at most, to which the next chunk's size is
-            adapted; None if no other request waits for it.
+          most: maximum number of tokens of this chunk.
 
         Returns:
           The number of the prompt's tokens that the row holds now, how many of these were kept
@@ -155,7 +167,7 @@ class Prefiller:
         began, prompt, begin = time.perf_counter(), prompt[-self._window :], filled
         if self._prefixes:
             begin = max(begin, self._kept(prompt, self._prefixes[self._replica(row)]))
-        end = min(begin + min(most, self.chunk), len(prompt))
+        end = min(begin + most, len(prompt))
         last = end == len(prompt)
         chosen = self._insert(
             [row],
@@ -168,16 +180,11 @@ class Prefiller:
         took = time.perf_counter() - began
         self._metrics.prefill(took, end - begin)
         self._metrics.cached(begin - filled)
-        if not self._fixed and end - begin == self.chunk:
-            self._adapt(took, seconds)
+        if begin:
+            width = self.cost(end - begin)
+            old = self._seconds.get(width, took)
+            self._seconds[width] = old + SMOOTHING * (took - old)
         return end, begin - filled, chosen if last else None
-
-    def _adapt(self, took: float, seconds: float | None) -> None:
-        """Choose the size of the next chunk, given how long a chunk took and may take."""
-        if seconds is not None and took > seconds:
-            self.chunk = max(self.chunk // 2, min(SHORTEST_CHUNK, self._longest))
-        elif seconds is None or took < seconds / 2:
-            self.chunk = min(self.chunk * 2, self._longest)
 
     def _insert(
         self,
