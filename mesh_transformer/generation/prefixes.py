@@ -5,6 +5,7 @@ keeps account of it in Python: callers ask which blocks begin a prompt, and wher
 """
 
 import collections
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +80,9 @@ class Prefixes:
             found.append(block)
         return found
 
-    def use(self, prompt: np.ndarray, begin: int) -> tuple[np.ndarray, np.ndarray]:
+    def use(
+        self, prompt: np.ndarray, begin: int, others: Sequence[np.ndarray] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Choose blocks for a prompt whose positions from `begin` on are about to be computed.
 
         The blocks before `begin` count as used now.  For the blocks from `begin` on, the index
@@ -87,25 +90,26 @@ class Prefixes:
 
         Args:
           prompt: token ids [T], up to the last token that will be computed.
-          begin: number of tokens before; a multiple of the block size.
+          begin: number of tokens before.
+          others: prompts that are inserted by the same call.  Their blocks are not replaced,
+            because a call must not save two blocks to the same place.
 
         Returns:
           For each complete block of the prompt, the block of the pool to load or -1, and the block
           of the pool to save it to or -1.
         """
-        size = self.pool.block
-        ends = range(size, len(prompt) + 1, size)
-        keys = [_key(prompt[:end]) for end in ends]
+        size, keys = self.pool.block, self._keys(prompt)
+        kept = set(keys).union(*map(self._keys, others))
         # Later blocks are useless without the earlier ones, so they are the first to be replaced.
         for key in reversed(keys):
             if key in self._blocks:
                 self._blocks.move_to_end(key)
         load, save = np.full((2, len(keys)), -1, np.int32)
-        for index, (end, key) in enumerate(zip(ends, keys, strict=True)):
-            if end <= begin:
+        for index, key in enumerate(keys):
+            if (index + 1) * size <= begin:
                 load[index] = self._blocks.get(key, -1)
             elif key not in self._blocks:
-                block = self._free(set(keys))
+                block = self._free(kept)
                 if block is None:
                     break
                 save[index] = self._blocks[key] = block
@@ -113,6 +117,11 @@ class Prefixes:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
         return load, save
+
+    def _keys(self, prompt: np.ndarray) -> list[bytes]:
+        """Return the keys of a prompt's complete blocks."""
+        size = self.pool.block
+        return [_key(prompt[:end]) for end in range(size, len(prompt) + 1, size)]
 
     def _free(self, kept: set[bytes]) -> int | None:
         """Return a block that is not in use, or the one least recently used; None if all are kept.

@@ -138,7 +138,9 @@ class Prefiller:
         """Put prompts into rows, and choose the first token of each answer; see `Batch.insert`."""
         began = time.perf_counter()
         prompts = [prompt[-self._window :] for prompt in prompts]
-        blocks = [self._use(row, prompt, 0) for row, prompt in zip(rows, prompts, strict=True)]
+        blocks = [
+            self._use(row, prompt, 0, prompts) for row, prompt in zip(rows, prompts, strict=True)
+        ]
         chosen = self._insert(rows, prompts, lengths, settings, 0, blocks)
         self._metrics.prefill(time.perf_counter() - began, sum(map(len, prompts)))
         return chosen
@@ -213,11 +215,13 @@ class Prefiller:
             longest=self._longest if self._fixed else None,
         )
 
-    def _use(self, row: int, prompt: np.ndarray, begin: int) -> tuple[np.ndarray, np.ndarray]:
+    def _use(
+        self, row: int, prompt: np.ndarray, begin: int, others: Sequence[np.ndarray] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the blocks to load and to save for a prompt; see `Prefixes.use`."""
         if not self._prefixes:
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        return self._prefixes[self._replica(row)].use(prompt, begin)
+        return self._prefixes[self._replica(row)].use(prompt, begin, others)
 
     def _kept(self, prompt: np.ndarray, prefixes: Prefixes) -> int:
         """Return how many of the prompt's first tokens are in the pool."""

@@ -121,6 +121,26 @@ def test_loaded_blocks_hold_the_beginning_of_the_prompt(seed):
     assert found > 0
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_prompts_of_one_call_are_saved_to_different_blocks(seed):
+    rng = np.random.default_rng(seed)
+    index = Prefixes(Pool(blocks=int(rng.integers(1, 12)), block=2))
+    contents = {}
+    for _ in range(100):
+        prompts = [rng.integers(0, 3, rng.integers(1, 12)) for _ in range(4)]
+        new = {}
+        for prompt in prompts:
+            _, save = index.use(prompt, 0, prompts)
+            for at, block in enumerate(save):
+                if block >= 0:
+                    assert block not in new
+                    new[block] = prompt[: 2 * at + 2]
+        contents |= new
+        for prompt in prompts:
+            for at, block in enumerate(index.find(prompt)):
+                np.testing.assert_array_equal(contents[block], prompt[: 2 * at + 2])
+
+
 def test_the_least_recently_used_blocks_are_replaced():
     index = Prefixes(Pool(blocks=4, block=2))
 
