@@ -178,6 +178,11 @@ def settings_of(rows: list[dict[str, Any]]) -> SamplerSettings:
     return SamplingOptions.stacked(texts)
 
 
+@jax.jit
+def draw_tokens(logits, settings, made, seen, count):
+    return choose(logits, settings, made, lambda: (seen, count))
+
+
 def test_choose_treats_rows_independently():
     """Compare with each row alone, where only the branches that this row needs are executed."""
     kinds: list[dict[str, Any]] = [
@@ -199,7 +204,7 @@ def test_choose_treats_rows_independently():
     rng = np.random.default_rng(16)
     seen = jnp.asarray(rng.random((rows, 67)) < 0.3)
     count = jnp.asarray(rng.integers(0, 4, (rows, 67)) * seen)
-    step = jax.jit(choose)
+    step = draw_tokens
     together = np.asarray(step(logits, settings, made, seen, count))
     for row in range(rows):
         here = slice(row, row + 1)
@@ -262,9 +267,9 @@ def test_choose_draws_tokens_within_the_vocabulary(vocabulary):
     logits[:, -1] = [50, 0, 1e35]
     made, count = np.zeros(3, np.int32), np.zeros((3, vocabulary), np.int32)
     seen = count > 0
-    actual = jax.jit(choose)(jnp.asarray(logits), settings, made, seen, count)
+    actual = draw_tokens(jnp.asarray(logits), settings, made, seen, count)
     assert actual.tolist() == [vocabulary - 1] * 3
-    with_nan = jax.jit(choose)(jnp.full_like(logits, jnp.nan), settings, made, seen, count)
+    with_nan = draw_tokens(jnp.full_like(logits, jnp.nan), settings, made, seen, count)
     assert np.all(np.asarray(with_nan) < vocabulary)
 
 
@@ -308,7 +313,7 @@ def test_token_frequencies_match_the_softmax(by):
     logits = random_rows(13, 1, 9)
     many = jnp.tile(logits, (draws, 1))
     keys = jax.random.split(jax.random.key(14), draws)
-    step = jax.jit(choose)
+    step = draw_tokens
     for top_p, top_k, min_p in [(0.95, 0, 0), (1.0, 0, 0), (1.0, 4, 0), (1.0, 0, 0.1)]:
         options = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "temp": temp}
         if by == "choose":
@@ -511,7 +516,7 @@ def test_a_row_with_invalid_logits_terminates_without_affecting_others(poison, p
     def draw(rows):
         row_settings = jax.tree.map(lambda x: x[rows], settings)
         made = np.zeros(len(rows), np.int32)
-        return jax.jit(choose)(logits[rows], row_settings, made, seen[rows], seen[rows] * 3)
+        return draw_tokens(logits[rows], row_settings, made, seen[rows], seen[rows] * 3)
 
     tokens = within_the_limit(lambda: np.asarray(draw([0, 1, 2, 3])))
     np.testing.assert_array_equal(tokens[others], draw(others))
