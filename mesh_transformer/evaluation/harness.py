@@ -64,15 +64,20 @@ class Harness:
         tasks.dry_run(config, self._tokenizer, self._tasks, **self._options)
 
     def results(
-        self, network: "Network", stopped: Callable[[], bool] = lambda: False
+        self,
+        network: "Network",
+        stopped: Callable[[], bool] = lambda: False,
+        *,
+        share: bool = True,
     ) -> dict[str, Any] | None:
         """Evaluate a network on the tasks, and return lm-eval's results with standard errors.
 
         Args:
           stopped: called between batches; if it returns True, the evaluation ends and returns None.
+          share: see `tasks.evaluate`.
         """
         return self._module.evaluate(
-            network, self._tokenizer, self._tasks, stopped=stopped, **self._options
+            network, self._tokenizer, self._tasks, stopped=stopped, share=share, **self._options
         )
 
     def table(self, results: dict[str, Any]) -> str:

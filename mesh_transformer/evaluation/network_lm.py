@@ -36,12 +36,21 @@ class NetworkLM(TemplateLM):
     Args:
       tokenizer: the Hugging Face tokenizer of the model.
       stopped: called between batches; if it returns True, StoppedEvaluationError is raised.
+      share: whether to compute what many texts begin with once.  This needs the weights converted
+        for generation, beside the parameters.
     """
 
     def __init__(
-        self, network: Network, tokenizer: Any, stopped: Callable[[], bool] = lambda: False
+        self,
+        network: Network,
+        tokenizer: Any,
+        stopped: Callable[[], bool] = lambda: False,
+        *,
+        share: bool = True,
     ):
         super().__init__()
+        # Quantized weights would give other logprobs than those of texts scored alone.
+        self.share = share and not network.config.int8_weights
         self.network = network
         self.tokenizer = tokenizer
         self.stopped = stopped
@@ -97,9 +106,14 @@ class NetworkLM(TemplateLM):
         # At least one token before the continuation, which its first logprob needs.
         free = [len(text) - size - 1 for text, size in zip(texts, sizes, strict=True)]
         network = self.network
-        shared = common_beginnings(
-            texts, free, copies=network.dp, overhead=network.batch_size * self.max_length
-        )
+        shared = []
+        if self.share:
+            overhead = network.batch_size * self.max_length
+            shared = [
+                (length, group)
+                for length, group in common_beginnings(texts, free, network.dp, overhead)
+                if 2 * length * len(group) >= sum(len(texts[index]) for index in group)
+            ]
         alone = sorted(set(range(len(texts))) - {i for _, group in shared for i in group})
         results: dict[int, tuple[float, bool]] = {}
         with _bar("scoring", len(texts), disable_tqdm) as bar:
@@ -174,8 +188,10 @@ class NetworkLM(TemplateLM):
             tokens = _padded([rests[at] for at in chosen], rows, width + 1)
             try:
                 scored = self.network.score(tokens, 1, beginning)
-            except HostError:  # see `generate_until`
-                scored = self.network.score(tokens, 1, beginning)
+            except HostError:  # of a RestartingCluster, which restarts its hosts in `eval`
+                rest = [index for index in indices if index not in results]
+                self._score_alone(rest, texts, sizes, results, bar)
+                return
             for row, at in enumerate(chosen):
                 end = len(rests[at]) - 1
                 span = slice(end - sizes[indices[at]], end)

@@ -144,6 +144,7 @@ def evaluate(
     num_fewshot: int | None = None,
     limit: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    share: bool = True,
 ) -> dict[str, Any] | None:
     """Evaluate a network on tasks, and return lm-eval's results with their standard errors.
 
@@ -152,12 +153,14 @@ def evaluate(
       limit: number of questions per task or, below 1, a fraction of them (default: all).
       stopped: function that is called between batches; if it returns True, `evaluate` stops and
         returns None.
+      share: whether to compute what many questions begin with once, which needs more memory: the
+        weights converted for generation, and the keys and values of the beginning.
 
     Raises:
       InputError: if a task has a question that cannot be asked, for example because the answer
         would not fit in `seq` tokens.
     """
-    model = NetworkLM(network, tokenizer, stopped)
+    model = NetworkLM(network, tokenizer, stopped, share=share)
     try:
         results = _evaluate_tasks(
             model, tasks, num_fewshot=num_fewshot, limit=limit, bootstraps=BOOTSTRAPS

@@ -77,12 +77,13 @@ def compile_empty(config: Config, mesh: Mesh, pool: bool) -> Callable[..., decod
     )
 
 
-def compile_grow(config: Config, mesh: Mesh, pool: bool) -> Callable[..., decode.DecodeState]:
+def compile_grow(config: Config, mesh: Mesh) -> Callable[..., decode.DecodeState]:
     """Return a jitted function (state, slots) -> the same state with a larger KV cache.
 
-    `slots` is the new number of positions in each row's KV cache.
+    `slots` is the new number of positions in each row's KV cache.  The state must have no pool,
+    which would be copied.
     """
-    layout = named(mesh, decode_specs(config, pool=pool))
+    layout = named(mesh, decode_specs(config))
     return jax.jit(decode.grow, static_argnums=1, out_shardings=layout)
 
 
@@ -180,7 +181,7 @@ class Generator:
         # The parameters' arrays (None after `cache_weights`), and the weights computed from them.
         self._made: tuple[list[Array] | None, Weights] | None = None
         self.empty = functools.cache(functools.partial(compile_empty, self.config, mesh))
-        self.grow = functools.cache(functools.partial(compile_grow, self.config, mesh))
+        self.grow = compile_grow(self.config, mesh)
         self._score = functools.cache(functools.partial(compile_score, self.config, mesh))
         self._before = compile_before(self.config, mesh)
         # The last beginning that `score` got, and its keys and values.
@@ -357,7 +358,8 @@ class Batch:
         """
         slots = bucket(positions + self._guesses, SMALLEST_CACHE, self._most_slots)
         if slots > self._state.slots:
-            self._state = self._generator.grow(self._pool is not None)(self._state, slots)
+            grown = self._generator.grow(self._state._replace(pool=None), slots)
+            self._state = grown._replace(pool=self._state.pool)
 
     def insert(
         self,

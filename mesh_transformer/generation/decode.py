@@ -342,7 +342,7 @@ def prefill(
       alternatives: number of most likely tokens to return with their logprobs; the chosen tokens'
         logprobs are then returned too.  None returns no logprobs.
       width: number of positions to compute, from `begin_P` on, or the last ones of the S slots if
-        these are fewer.  If it is S, `begin_P` must be 0.
+        these are fewer.  If it is S, `begin_P` counts as 0.
 
     Returns:
       The new state and the chosen tokens [P].

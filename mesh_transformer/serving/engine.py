@@ -170,6 +170,7 @@ class Engine:
         self.queue = queue
         self.steps = steps
         self.stall_seconds = stall_seconds
+        self._fixed = fixed_shapes
         self._speculation = Speculation(bool(speculate), always=fixed_shapes)
         self._new_prefiller = functools.partial(
             Prefiller,
@@ -230,7 +231,8 @@ class Engine:
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
             self._score_text(np.zeros(width, np.int32))
         self._prefiller.warm_up()
-        for alternatives in (None, ALTERNATIVES):
+        # In fixed shapes, a request for logprobs must not change the program of the others.
+        for alternatives in (ALTERNATIVES,) if self._fixed else (None, ALTERNATIVES):
             for speculate in self._speculation.choices:
                 self._prefiller.batch.decode(1, alternatives, speculate=speculate)
 
@@ -376,8 +378,9 @@ class Engine:
         else:
             for request in admitted:
                 self._begin_filling(request)
+            admitted = self._admitted = []  # they count as active now
             self._fill()
-            admitted = []
+        # After other requests it is the turn of the chunks.
         self._chunks_first = bool(admitted)
         self._admitted = []
         if self._active:
@@ -463,7 +466,7 @@ class Engine:
         left = [request.length - request.generated for request in self._active.values()]
         # If requests are waiting, decode only until the first row is free for one of them.
         steps = min(self.steps, min(left) if self._waiting else max(left))
-        logprobs = any(request.logprobs for request in self._active.values())
+        logprobs = self._fixed or any(request.logprobs for request in self._active.values())
         speculate, before = self._speculation.next(), batch.left.copy()
         chosen = batch.decode(steps, ALTERNATIVES if logprobs else None, speculate=speculate)
         seconds, made = time.perf_counter() - began, before - batch.left

@@ -551,7 +551,7 @@ class _Run:
                 scores[f"val/loss_{name}"] = loss
                 summary.append(f"validation loss {name} {loss:.4f}")
             if self.eval_tasks:
-                results = self.eval_tasks.results(self.network, stopped)
+                results = self.eval_tasks.results(self.network, stopped, share=False)
                 if results is None:
                     raise validation.StoppedScoringError
                 task_scores = harness.metric_values(results)
