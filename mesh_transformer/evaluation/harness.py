@@ -74,7 +74,7 @@ class Harness:
 
         Args:
           stopped: called between batches; if it returns True, the evaluation ends and returns None.
-          share: see `tasks.evaluate`.
+          share: whether to compute what many questions begin with once, which needs more memory.
         """
         return self._module.evaluate(
             network, self._tokenizer, self._tasks, stopped=stopped, share=share, **self._options

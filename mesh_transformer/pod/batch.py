@@ -127,14 +127,10 @@ class ClusterBatch:
         idle = [np.flatnonzero(self.left[own] == 0) for own in self._host_rows]
         arguments = [(steps, alternatives, speculate, needed, rows) for rows in idle]
         results = self._call("decode", *arguments)
-        left = self.left - np.minimum(self.left, steps)  # or less, by speculation
-        for (own_left, _), own in zip(results, self._host_rows, strict=True):
-            if speculate:
-                left[own] = own_left
-            elif (own_left != left[own]).any():
-                raise self._cluster.failed(
-                    "the hosts disagree on how many tokens each row has left"
-                )
+        # Hosts that share a replica must agree.
+        left = self._cluster.gathered([own for own, _ in results], self._host_rows)
+        if not speculate and (left != self.left - np.minimum(self.left, steps)).any():
+            raise self._cluster.failed("the hosts disagree on how many tokens each row has left")
         self._length += self.left - left
         self.left = left
         return self._gathered([chosen for _, chosen in results], self._host_rows)

@@ -180,10 +180,13 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"chunk": 4, "fixed_shapes": True}], ids=["", "chunks"])
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk": 4, "fixed_shapes": True, "speculate": 2}], ids=["", "features"]
+)
 def test_engine_over_hosts_matches_a_single_process(cluster, single, options):
     cluster.init()
     single.init()
+    has_features = bool(options)
     engine = Engine(cluster, Metrics(4), rows=4, **options)
     engine.start()
     clients = random_clients(8, seed=3, n_vocab=VOCAB, logprobs=True)
@@ -201,7 +204,7 @@ def test_engine_over_hosts_matches_a_single_process(cluster, single, options):
     # As above, the hosts add in a different order.
     np.testing.assert_allclose([t.logprob for t in prompt[1:]], expected.logprob[0], atol=1e-5)
     engine.close()
-    assert any(client.request.cached for client in clients) == bool(options)
+    assert any(client.request.cached for client in clients) == has_features
 
 
 @pytest.mark.slow
