@@ -66,6 +66,7 @@ class Prefiller:
     ):
         window = network.config.window
         self._window, self._fixed, self._metrics = window, fixed_shapes, metrics
+        self._guesses = guesses
         self._longest = min(chunk, window)
         widths = sorted({bucket(n, MIN_WIDTH, window) for n in range(1, self._longest + 1)})
         self._widths = widths[-1:] if fixed_shapes else widths  # that chunks are padded to
@@ -88,9 +89,12 @@ class Prefiller:
                 if size == 1 or self.may_share_call(size, count):
                     prompts = [prompt[:count]] * size
                     self._insert(range(size), prompts, [1] * size, [none] * size, 0, None)
-            for _ in range(2 if count < self._window else 0):
+            begin = self._window - count
+            if not begin and self._guesses:  # the cache has more slots than the window
+                begin = min(BLOCK, self._window - 1)
+            for _ in range(2 if begin else 0):
                 began = time.perf_counter()
-                self._insert([0], [prompt], [1], [none], self._window - count, None)
+                self._insert([0], [prompt], [1], [none], begin, None)
                 self._seconds[width] = time.perf_counter() - began  # of the second call
 
     def may_share_call(self, count: int, longest: int) -> bool:
@@ -183,10 +187,18 @@ class Prefiller:
         self._metrics.prefill(took, end - begin)
         self._metrics.cached(begin - filled)
         if begin:
-            width = self.cost(end - begin)
-            old = self._seconds.get(width, took)
-            self._seconds[width] = old + SMOOTHING * (took - old)
+            self._observe(self.cost(end - begin), took)
         return end, begin - filled, chosen if last else None
+
+    def _observe(self, width: int, took: float) -> None:
+        """Take account of the time that a chunk of `width` tokens took."""
+        old = self._seconds.get(width, took)
+        self._seconds[width] = average = old + SMOOTHING * (took - old)
+        # Wider chunks take at most proportionally longer.  Without this limit, a width that was
+        # slow once would not be used, and thus not be timed, for as long as requests run.
+        for wider in self._seconds:
+            if wider > width:
+                self._seconds[wider] = min(self._seconds[wider], average * wider / width)
 
     def _insert(
         self,

@@ -466,6 +466,10 @@ def test_chunks_are_short_while_other_rows_wait_for_them(network):
     for _ in range(30):
         prefiller.insert_chunk(0, np.zeros(200, int), 60, 1, SamplingOptions(), 128)
     assert prefiller._seconds[128] < 0.05
+    prefiller._observe(256, 100.0)  # something held the machine up
+    assert prefiller.chunk(1.0) == 128
+    prefiller._observe(128, 0.001)
+    assert prefiller.chunk(1.0) == 256
     fixed = Engine(long_network(), Metrics(4), rows=4, fixed_shapes=True)._prefiller
     fixed.warm_up()
     assert fixed.chunk(1e-9) == 256
