@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation import int8
+from mesh_transformer.generation import blocks, int8
 from mesh_transformer.generation.sampling import (
     SamplerSettings,
     choose,
@@ -33,7 +33,7 @@ from mesh_transformer.generation.speculation import guess
 from mesh_transformer.mesh.declaration import map_declared, padded_size
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import lora, transformer
-from mesh_transformer.model.attention import LayerCache, causal_bias
+from mesh_transformer.model.attention import LayerCache, causal_bias, write_rows
 from mesh_transformer.model.layers import Context
 from mesh_transformer.model.loss import cross_entropy
 
@@ -228,6 +228,7 @@ def _context(
     slots: Array | None,
     config: Config,
     par: Parallel,
+    rows: Array | None = None,
 ) -> Context:
     """Return the `Context` that all layers share: positions, attention bias and cache slots.
 
@@ -237,7 +238,7 @@ def _context(
     if config.pe == "t5":
         relative = transformer.transforms(config, par)["relative"]
         bias_BHTS += relative.apply(weights["relative"], positions_BT, key_positions_BS)
-    return Context(positions_BT, bias_BHTS, slots)
+    return Context(positions_BT, bias_BHTS, slots, rows)
 
 
 def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
@@ -338,7 +339,8 @@ def prefill(
     The previous contents of these rows are discarded.
 
     Args:
-      prompts: S is the number of slots that the prompts' tokens attend to.
+      prompts: S is the number of slots that the prompts' tokens attend to, which is `width` or that
+        of the cache.
       alternatives: number of most likely tokens to return with their logprobs; the chosen tokens'
         logprobs are then returned too.  None returns no logprobs.
       width: number of positions to compute, from `begin_P` on, or the last ones of the S slots if
@@ -351,22 +353,24 @@ def prefill(
     count, slots = tokens_PS.shape
     slots_1S = jnp.arange(slots)[None]
     if width == slots:
-        old_caches, tokens_PT = None, tokens_PS
         begin_P = jnp.zeros_like(begin_P)
         context = _context(weights, slots_1S, slots_1S, None, config, par)
+        x_PTD, new_caches = _forward(weights, tokens_PS, context, None, config, par)
+        caches = tuple(
+            write_rows(old, new, row_P, begin_P)
+            for old, new in zip(state.caches, new_caches, strict=True)
+        )
     else:
-        old_caches = _beginnings(state, row_P, load_PJ, slots)
+        caches = blocks.load(state.caches, state.pool, row_P, load_PJ)
         begin_P = jnp.minimum(begin_P, slots - width)  # so that all positions have a slot
         positions_PT = begin_P[:, None] + jnp.arange(width)
         tokens_PT = jnp.take_along_axis(tokens_PS, positions_PT, axis=1)
-        context = _context(weights, positions_PT, slots_1S, begin_P, config, par)
-    x_PTD, new_caches = _forward(weights, tokens_PT, context, old_caches, config, par)
+        context = _context(weights, positions_PT, slots_1S, begin_P, config, par, row_P)
+        x_PTD, caches = _forward(weights, tokens_PT, context, caches, config, par)
 
     def put(rows: Array, values: Array, *index: Any) -> Array:
         return rows.at[(row_P, *index)].set(values, mode="drop")
 
-    first_slots = (slice(None), slice(slots))
-    caches = jax.tree.map(lambda old, new: put(old, new, *first_slots), state.caches, new_caches)
     last_PTD = jnp.take_along_axis(x_PTD, (length_P - 1 - begin_P)[:, None, None], axis=1)
     logits_PV = _logits(weights, last_PTD, config, par)
 
@@ -389,50 +393,9 @@ def prefill(
         put(state.count_BV, counted_PV),
         put(history_BS, token_P, length_P % state.slots),
         jax.tree.map(put, state.settings, settings),
-        _saved(state.pool, new_caches, save_PJ),
+        blocks.save(state.pool, caches, row_P, save_PJ),
     )
     return state, _chosen(logits_PV, token_P, alternatives)
-
-
-def _beginnings(
-    state: DecodeState, row_P: Array, load_PJ: Array, slots: int
-) -> tuple[LayerCache, ...]:
-    """Return the first `slots` slots of rows, after copying the blocks `load_PJ` of the pool."""
-
-    def own(cache_BHSK: Array) -> Array:
-        return cache_BHSK[row_P, :, :slots]
-
-    def with_blocks(cache_BHSK: Array, pool_LHCK: Array) -> Array:
-        old_PHSK = own(cache_BHSK)
-        positions = load_PJ.shape[1] * pool_LHCK.shape[2]
-        blocks_PHJCK = jnp.moveaxis(pool_LHCK[load_PJ], 1, 2)
-        loaded_PHSK = blocks_PHJCK.reshape(*old_PHSK.shape[:2], positions, -1)
-        loaded_PS = jnp.repeat(load_PJ >= 0, pool_LHCK.shape[2], axis=1)
-        first_PHSK = old_PHSK[:, :, :positions]
-        first_PHSK = jnp.where(loaded_PS[:, None, :, None], loaded_PHSK, first_PHSK)
-        return old_PHSK.at[:, :, :positions].set(first_PHSK)
-
-    if state.pool is None:
-        return jax.tree.map(own, state.caches)
-    return jax.tree.map(with_blocks, state.caches, state.pool)
-
-
-def _saved(
-    pool: tuple[LayerCache, ...] | None, caches: tuple[LayerCache, ...], save_PJ: Array
-) -> tuple[LayerCache, ...] | None:
-    """Return the pool after copying the blocks `save_PJ` of the rows `caches` to it."""
-    if pool is None:
-        return None
-
-    def saved(pool_LHCK: Array, cache_PHSK: Array) -> Array:
-        count, heads, _, size = cache_PHSK.shape
-        places, block = save_PJ.shape[1], pool_LHCK.shape[2]
-        first_PHSK = cache_PHSK[:, :, : places * block]
-        blocks_PHJCK = first_PHSK.reshape(count, heads, places, block, size)
-        to_PJ = jnp.where(save_PJ >= 0, save_PJ, len(pool_LHCK))  # out of range, so not written
-        return pool_LHCK.at[to_PJ].set(jnp.moveaxis(blocks_PHJCK, 2, 1), mode="drop")
-
-    return jax.tree.map(saved, pool, caches)
 
 
 def _step(

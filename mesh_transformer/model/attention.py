@@ -52,6 +52,13 @@ _ONE_POSITION = jax.lax.ScatterDimensionNumbers(
 )
 
 
+# Dimension numbers for scattering new_PHTK into cache_BHSK.  The indices, index_PI, are a (row,
+# slot) pair for each new row.
+_POSITIONS = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
+)
+
+
 class LayerCache(NamedTuple):
     """One layer's keys and values, [B, H, S, K] each, or the PartitionSpecs of these arrays."""
 
@@ -169,16 +176,30 @@ def write(cache: LayerCache, new: LayerCache, slots: Array) -> LayerCache:
 
     Args:
       new: the keys and values to write; S is the number of positions, T.
-      slots: the positions in the cache (indices along S) to write to, [B, T]; or only each row's
-        first one, [B], if the others follow it within the cache.
+      slots: the positions in the cache (indices along S) to write to, [B, T].
     """
-    if slots.ndim == 1:
-        put = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
-        return jax.tree.map(lambda x, y: put(x, y.astype(x.dtype), slots), cache, new)
     for at in range(slots.shape[1]):
         one = jax.tree.map(lambda x, at=at: x[:, :, at : at + 1], new)
         cache = _write_one(cache, one, slots[:, at])
     return cache
+
+
+def write_rows(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) -> LayerCache:
+    """Return the cache with consecutive positions of some rows replaced.
+
+    Args:
+      new: the keys and values to write, [P, H, T, K] each.
+      row_P: the rows to write to; nothing is written for rows out of range.
+      slot_P: the position in the cache (index along S) of the first of the T positions, all of
+        which must lie within the cache.
+    """
+    index_PI = jnp.stack((row_P, slot_P), axis=-1)
+
+    def scatter(cache_BHSK: Array, new_PHTK: Array) -> Array:
+        values = new_PHTK.astype(cache_BHSK.dtype)
+        return jax.lax.scatter(cache_BHSK, index_PI, values, _POSITIONS, mode="drop")
+
+    return jax.tree.map(scatter, cache, new)
 
 
 def _write_one(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:

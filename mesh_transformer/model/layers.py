@@ -34,6 +34,7 @@ from mesh_transformer.model.attention import (
     attend_after,
     rotate,
     write,
+    write_rows,
 )
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at
 
@@ -48,7 +49,10 @@ class Context(NamedTuple):
 
     positions_BT: Array
     bias_BHTS: Array | None  # None if `attend` is given, which applies the mask itself
-    slots: Array | None = None  # the cache slots of the new keys and values (see `attention.write`)
+    slots: Array | None = (
+        None  # the cache slots of the new keys and values, [B, T], or of the first
+    )
+    rows: Array | None = None  # the rows of the cache that the batch rows stand for; None for all
     attend: Attend | None = None  # used instead of `attention.attend`, which needs `bias_BHTS`
     dropout: Dropout | None = None  # the layer's random numbers; None without dropout
 
@@ -317,10 +321,11 @@ class TransformerLayer(hk.Module):
     Their outputs are added before they are summed over mp, so that one sum over mp suffices.  In
     the block gpt2, the feed-forward reads the residual stream with the attention's output added.
 
-    If the module is called with a KV cache, the tokens' keys and values are written to the cache
-    from `context.slots` on, and the tokens attend to all cached positions that `context.bias_BHTS`
-    does not mask.  If `context.slots` is None, the cache holds a text that all rows follow, and
-    stays as it is.  Without a cache, tokens attend to each other.
+    If the module is called with a KV cache, the tokens' keys and values are written to the cache at
+    `context.slots`, and the tokens attend to all cached positions that `context.bias_BHTS` does not
+    mask. With `context.rows`, the batch rows are these rows of the cache. If `context.slots` is
+    None, the cache holds a text that all rows follow, and stays as it is. Without a cache, tokens
+    attend to each other.
 
     Returns:
       The layer's contribution to the residual stream, [B, T, D], and a cache: the updated cache or,
@@ -523,6 +528,12 @@ class TransformerLayer(hk.Module):
         elif context.slots is None:
             assert context.bias_BHTS is not None
             return attend_after(q_BTHK, cache, new, context.bias_BHTS), new
+        elif context.rows is not None:
+            cache = write_rows(cache, new, context.rows, context.slots)
+            # The rows are read after they were written, so that the cache need not be copied.
+            k_BHSK, v_BHSK = (x[context.rows] for x in cache)
+            assert context.bias_BHTS is not None
+            return attend(q_BTHK, k_BHSK, v_BHSK, context.bias_BHTS), cache
         else:
             cache = write(cache, new, context.slots)
         drop = None
