@@ -1,7 +1,7 @@
 """Copies between the rows of a batch and its pool of blocks; see `decode`.
 
-Array names end in their shape: P prompts, B rows, S slots, H heads, K head size, J blocks of a row, L
-blocks of the pool, C positions of a block.
+Array names end in their shape: P prompts, B rows, S slots, H heads, K head size, J blocks of a row,
+L blocks of the pool, C positions of a block.
 """
 
 from collections.abc import Callable
