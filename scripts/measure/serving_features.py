@@ -76,6 +76,7 @@ def measure_evaluation(args: argparse.Namespace, network: CausalTransformer) -> 
     results = {}
 
     def score(together: bool) -> None:
+        network._generator._begun = None  # the beginning is computed in every round
         network_lm.common_beginnings = group if together else lambda *args, **kwargs: []
         results[together] = model._loglikelihood_tokens(requests, disable_tqdm=True)
         network_lm.common_beginnings = group
