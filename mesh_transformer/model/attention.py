@@ -131,6 +131,12 @@ def attend(
             "BHK,BHSK->BHS", q_BTHK[:, 0], k_BHSK, preferred_element_type=jnp.float32
         )
         scores_BHTS = scores_BHS[:, :, None]
+    elif q_BTHK.shape[1] < k_BHSK.shape[2]:
+        # The keys come first, because with few queries XLA on CPUs transposes the second operand.
+        scores_BHST = jnp.einsum(
+            "BHSK,BTHK->BHST", k_BHSK, q_BTHK, preferred_element_type=jnp.float32
+        )
+        scores_BHTS = jnp.swapaxes(scores_BHST, 2, 3)
     else:
         scores_BHTS = jnp.einsum(
             "BTHK,BHSK->BHTS", q_BTHK, k_BHSK, preferred_element_type=jnp.float32
@@ -138,7 +144,8 @@ def attend(
     probs_BHTS = jax.nn.softmax(scores_BHTS * scale + bias_BHTS).astype(v_BHSK.dtype)
     if drop is not None:
         probs_BHTS = drop(probs_BHTS)
-    return jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS, v_BHSK)
+    # In the order BTHK, einsum would swap the operands, which is slower on CPUs.
+    return jnp.moveaxis(jnp.einsum("BHTS,BHSK->BHTK", probs_BHTS, v_BHSK), 1, 2)
 
 
 def attend_after(
