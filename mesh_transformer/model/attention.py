@@ -125,14 +125,15 @@ def attend(
       drop: applied to the probabilities, for dropout.
     """
     scale = q_BTHK.shape[-1] ** -0.5
+    few = q_BTHK.shape[1] < k_BHSK.shape[2]  # a decode step, or a chunk of a prompt
     if q_BTHK.shape[1] == 1:
         # Axis T is dropped, because with it XLA on CPUs transposes the keys of a one-row batch.
         scores_BHS = jnp.einsum(
             "BHK,BHSK->BHS", q_BTHK[:, 0], k_BHSK, preferred_element_type=jnp.float32
         )
         scores_BHTS = scores_BHS[:, :, None]
-    elif q_BTHK.shape[1] < k_BHSK.shape[2]:
-        # The keys come first, because with few queries XLA on CPUs transposes the second operand.
+    elif few:
+        # The keys come first, because XLA on CPUs transposes the second operand.
         scores_BHST = jnp.einsum(
             "BHSK,BTHK->BHST", k_BHSK, q_BTHK, preferred_element_type=jnp.float32
         )
@@ -144,8 +145,10 @@ def attend(
     probs_BHTS = jax.nn.softmax(scores_BHTS * scale + bias_BHTS).astype(v_BHSK.dtype)
     if drop is not None:
         probs_BHTS = drop(probs_BHTS)
-    # In the order BTHK, einsum would swap the operands, which is slower on CPUs.
-    return jnp.moveaxis(jnp.einsum("BHTS,BHSK->BHTK", probs_BHTS, v_BHSK), 1, 2)
+    if few:
+        # In the order BTHK, einsum would swap the operands, which is slower on CPUs.
+        return jnp.moveaxis(jnp.einsum("BHTS,BHSK->BHTK", probs_BHTS, v_BHSK), 1, 2)
+    return jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS, v_BHSK)
 
 
 def attend_after(
