@@ -272,13 +272,18 @@ class Generator:
 
         Raises:
           InputError: if `rows` is not a positive multiple of the number of replicas in this
-            process.
+            process, or if `guesses` is not smaller than the window.
         """
         if rows < 1 or rows % len(self.rows.replicas):
             raise InputError(
                 f"generate: the batch has {rows} rows, expected a positive multiple of "
                 f"{len(self.rows.replicas)}, the number of replicas in this process; add or remove "
                 "rows"
+            )
+        if not 0 <= guesses < self.config.window:
+            raise InputError(
+                f"generate: guesses is {guesses}, expected 0 to {self.config.window - 1}, as the "
+                f"window has {self.config.window} tokens"
             )
         return Batch(self, self.weights(params), rows, pool, guesses)
 

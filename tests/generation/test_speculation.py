@@ -6,6 +6,7 @@ import pytest
 
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.speculation import guess
+from mesh_transformer.util import InputError
 from tests.generation.test_decode import PLACES, network_of, random_prompts
 from tests.model.test_transformer import small_config
 
@@ -111,3 +112,10 @@ def test_logprobs_belong_to_the_tokens():
         for one, other in zip(actual, expected, strict=True):
             # Logprobs reach 18 here, where adjacent f32 values differ by 2e-6.
             np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("guesses", [-1, WINDOW])
+def test_an_impossible_number_of_guesses_is_refused(guesses):
+    network = network_of(small_config(seq=WINDOW))
+    with pytest.raises(InputError, match=rf"guesses is {guesses}, expected 0 to {WINDOW - 1}"):
+        network.batch(1, guesses=guesses)
