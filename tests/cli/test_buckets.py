@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,16 @@ from tests.support.small_run import VALUES, parse_rows, run_values
 
 ROOT = Path(__file__).parents[2]
 SEQ = VALUES["seq"]
+# Runs commands in one process, as imports would take most of the time of many.
+PROGRAM = """
+    import contextlib, io, json, sys
+    from mesh_transformer.cli import main as cli
+
+    for sys.argv in json.load(sys.stdin):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert not cli.main(), sys.argv
+        print(json.dumps(printed.getvalue()))
+"""
 STEPS = 6
 SETTINGS = {
     "total_steps": STEPS,
@@ -59,21 +70,23 @@ def inputs(root: str) -> dict[str, bytes]:
 
 def run_all(folder: Path, root: str, environment: dict[str, str]) -> list[list[str]]:
     """Run the commands in `folder`; return what each printed, with `root` for the root."""
-    outputs = []
-    for line in COMMANDS.strip().splitlines():
-        command = line.format(root=root, seq=SEQ).split()
-        process = subprocess.run(
-            [sys.executable, "-m", "mesh_transformer", *command],
-            cwd=folder,
-            env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-        assert process.returncode == 0, f"{line}\n{process.stderr}"
-        lines = process.stdout.replace(root, "{root}").splitlines()
-        outputs.append([line for line in lines if not line.startswith("time ")])
-    return outputs
+    lines = COMMANDS.format(root=root, seq=SEQ).strip().splitlines()
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        cwd=folder,
+        # `config` creates JAX's devices, which are then too few for `train`.
+        env=os.environ | environment | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "4"},
+        input=json.dumps([["mesh-transformer", *line.split()] for line in lines]),
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert process.returncode == 0, process.stderr
+    printed = [json.loads(line).replace(root, "{root}") for line in process.stdout.splitlines()]
+    assert len(printed) == len(lines)
+    return [
+        [line for line in text.splitlines() if not line.startswith("time ")] for text in printed
+    ]
 
 
 def comparable(files: dict[str, bytes]) -> dict[str, object]:

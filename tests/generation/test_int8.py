@@ -1,6 +1,5 @@
 """8-bit weights: rounding errors, logits, meshes and memory."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -70,7 +69,7 @@ def test_logits_of_the_original_models_change_little(variant):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("block", "place"),
-    [*itertools.product(("gptj", "geglu"), PLACES[1:3]), ("gpt2", PLACES[1]), ("neox", PLACES[2])],
+    [("gptj", PLACES[1]), ("geglu", PLACES[2]), ("gpt2", PLACES[1]), ("neox", PLACES[2])],
 )
 def test_a_mesh_generates_the_same_tokens_as_one_device(block, place):
     config = small_config(block=block, int8_weights=True)

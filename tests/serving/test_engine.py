@@ -510,7 +510,7 @@ def test_calls_guess_while_it_saves_time():
 def test_engine_on_a_real_network_matches_generate(small, partitioning):
     config = small(seq=32, tpu_size=4, cores_per_replica=2, partitioning=partitioning)
     network = CausalTransformer(config)
-    clients = random_clients(40, seed=9, n_vocab=128, logprobs=True)
+    clients = random_clients(20, seed=9, n_vocab=128, logprobs=True)
     engine = Engine(network, Metrics(8), rows=8)
     engine.warm_up()
     prefills = [network._generator.prefill(ALTERNATIVES, width, True) for width in (16, 32)]

@@ -262,6 +262,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """HTTP for one connection; after CONNECT, it continues inside TLS."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body follows its headers without a wait for the client's ACK
     gcs: FakeGcs
     tls: ssl.SSLContext
 
