@@ -18,15 +18,15 @@ from tests.conftest import SMALL, random_batch
 # mp 2, 4 and 8 divide neither the heads, nor the vocabulary, nor the feed-forward's width, nor
 # d_model, by which learned positions are split.
 ODD = SMALL | {"n_heads": 5, "d_model": 35, "n_vocab": 131, "z_loss": 1e-3}
-# partitioning, dp, mp and zero, and the blocks that are tested on this mesh, of which `make test`
-# tests the first where it is marked.  Each block meets both partitionings and every ZeRO stage.
+# partitioning, dp, mp and zero, and the blocks that are tested on this mesh, of which `make test` tests
+# the first where it is marked.  Each block meets both partitionings and two ZeRO stages.
 MESHES = [
-    (("shard_map", 1, 8, 0), ("gptj", "neox"), 1),
-    (("shard_map", 2, 4, 1), ("geglu", "gpt2"), 0),
+    (("shard_map", 1, 8, 0), ("gptj",), 1),
+    (("shard_map", 2, 4, 1), ("geglu",), 0),
     (("shard_map", 4, 2, 3), ("gpt2", "neox"), 1),
-    (("jit", 1, 8, 0), ("geglu", "gpt2"), 0),
+    (("jit", 1, 8, 0), ("gpt2",), 0),
     (("jit", 4, 2, 1), ("gptj", "neox"), 0),
-    (("jit", 2, 4, 3), ("gptj", "geglu"), 0),
+    (("jit", 2, 4, 3), ("geglu",), 0),
 ]
 BLOCKS = ("gptj", "geglu", "gpt2", "neox")
 
@@ -96,9 +96,10 @@ def test_training_matches_one_device_and_padding_stays_zero(block, partitioning,
 @pytest.mark.parametrize(
     ("block", "partitioning", "mp"),
     [
-        case(block, partitioning, mp, quick=(block, mp) == ("gpt2", 8))
-        for block in BLOCKS
-        for partitioning, mp in (("shard_map", 8), ("jit", 4))
+        case("gpt2", "shard_map", 8, quick=True),
+        case("geglu", "shard_map", 8, quick=False),
+        case("gptj", "jit", 4, quick=False),
+        case("neox", "jit", 4, quick=False),
     ],
 )
 def test_checkpoints_have_no_padding_and_resume_on_any_mesh(tmp_path, block, partitioning, mp):
