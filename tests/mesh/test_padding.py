@@ -18,7 +18,7 @@ from tests.conftest import SMALL, random_batch
 # mp 2, 4 and 8 divide neither the heads, nor the vocabulary, nor the feed-forward's width, nor
 # d_model, by which learned positions are split.
 ODD = SMALL | {"n_heads": 5, "d_model": 35, "n_vocab": 131, "z_loss": 1e-3}
-# partitioning, dp, mp and zero, and the blocks that are tested on this mesh, of which `make test` tests
+# partitioning, dp, mp and zero, and the blocks that are tested on this mesh, of which `make test`
 # the first where it is marked.  Each block meets both partitionings and two ZeRO stages.
 MESHES = [
     (("shard_map", 1, 8, 0), ("gptj",), 1),
