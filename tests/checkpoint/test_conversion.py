@@ -227,6 +227,7 @@ def test_load_accepts_every_format(formats, config, kind, step):
         assert_same_bits(state["params"], start["params"])
 
 
+@pytest.mark.slow
 def test_model_loaded_without_moments_trains_with_fresh_ones(formats, config):
     """As in a notebook: load a model without its optimizer, then train it."""
     reference = CausalTransformer(config[1], init=False)

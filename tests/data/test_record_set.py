@@ -104,6 +104,7 @@ def test_weights_need_not_sum_to_one(tmp_path):
     assert numbers(load({a: 2, b: 6}), 50) == numbers(load({a: 0.25, b: 0.75}), 50)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("shuffle_buffer", [0, 1, 4, 9])
 def test_resume_at_any_record_with_another_batch_size(tmp_path, shuffle_buffer, mixed):

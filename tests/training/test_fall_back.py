@@ -43,6 +43,7 @@ def test_training_falls_back_to_the_newest_intact_step(tmp_path, capsys):
     assert steps == {"step_6", "step_8", "step_10", "step_6.damaged", "step_8.damaged"}
 
 
+@pytest.mark.slow
 def test_the_only_step_is_never_set_aside(tmp_path):
     config = Config(**run_values(tmp_path, tpu_size=1, cores_per_replica=1))
     folder = tmp_path / "run"

@@ -78,6 +78,7 @@ def test_training_ends_with_the_data(capsys):
         mesh_transformer.fit(network_with(), (row for row in windows(1)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_loss_that_is_not_finite_names_its_sequences(tmp_path, capsys, skip):
     network = network_with(lr=1e30, end_lr=1e30, warmup_steps=0, skip_nonfinite=skip, ckpt_every=1)

@@ -883,7 +883,7 @@ def relative_difference(actual_folder: Path, expected_folder: Path, first: int) 
     )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [

@@ -61,6 +61,7 @@ def test_an_update_that_is_not_finite_changes_only_the_step(dp, mp, changes):
     assert any(not np.array_equal(*pair) for pair in zip(before, values(trained), strict=True))
 
 
+@pytest.mark.slow
 def test_without_the_key_such_an_update_destroys_the_model():
     trained = network(1, 1, {"skip_nonfinite": False})
     trained.train(batch(trained.config, 1, bad=True))

@@ -153,7 +153,7 @@ def check_agreement(config: Config, expected: Run, dp: int, mp: int) -> None:
     assert max(differences.values()) < 1e-5, differences
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("block", "partitioning", "dp", "mp", "zero"),
     [
@@ -186,7 +186,7 @@ def test_only_shard_map_makes_the_whole_step_manual_over_mp():
     }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("norm", "partitioning"),
     [
@@ -205,7 +205,7 @@ def test_every_norm_trains_on_2x4_like_on_one_device(norm, partitioning):
     check_agreement(on_mesh(config, partitioning, 4, 0), one_device(config), 2, 4)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 @pytest.mark.parametrize("pe", ["fixed", "t5"])
 def test_every_position_encoding_trains_on_2x4_like_on_one_device(pe, partitioning):
@@ -238,6 +238,7 @@ def test_options_train_on_2x4_like_on_one_device(changes):
     check_agreement(on_mesh(config, "shard_map", 4, 0), expected, 2, 4)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("partitioning", "zero", "changes"),
     [
@@ -282,6 +283,7 @@ def test_bf16_losses_are_close_to_f32_losses():
     np.testing.assert_allclose(rounded.losses, one_device(config).losses, atol=2e-2, rtol=0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_bf16_state_takes_half_the_memory_and_trains_like_f32(zero):
     plain = small_config(lr=1e-3)
@@ -320,6 +322,7 @@ def mean_of(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *trees)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("partitioning", "zero"),
     [
