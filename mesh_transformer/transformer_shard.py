@@ -265,10 +265,10 @@ class CausalTransformer:
           gen_length: number of tokens to generate per row.  Each token attends to at most the last
             `config.window` tokens of its row.
           sampler_options: `top_p` (default 0.9), `top_k` (default 0: off), `temp` (default 1; 0 is
-            greedy), `min_p` (default 0: off), `repetition_penalty` (default 1: off),
-            `presence_penalty` and `frequency_penalty` (default 0: off), `logit_bias` (default None;
-            see `sampler_settings`) and `seed` (default 0).  Each value is
-            one number for all rows, or an array with one number per row.
+            greedy), `min_p` (default 0: off), `typical_p` (default 1: off), `repetition_penalty`
+            (default 1: off), `presence_penalty` and `frequency_penalty` (default 0: off),
+            `logit_bias` (default None; see `sampler_settings`) and `seed` (default 0).  Each value
+            is one number for all rows, or an array with one number per row.
 
         Returns:
           Token ids [B, gen_length], uint32.

@@ -35,6 +35,12 @@ def parse_args() -> argparse.Namespace:
         default=0.0,
         help="least probability of a token, relative to the most likely one (default 0)",
     )
+    parser.add_argument(
+        "--typical-p",
+        type=float,
+        default=1.0,
+        help="probability of the typical tokens to sample from (default 1: all)",
+    )
     penalty = "penalty for tokens that have occurred; 1 is none (default 1)"
     parser.add_argument("--repetition-penalty", type=float, default=1.0, help=penalty)
     penalty = "subtracted from the logits of tokens in the answer (default 0)"
@@ -63,6 +69,7 @@ def main() -> None:
         top_p=args.top_p,
         top_k=args.top_k,
         min_p=args.min_p,
+        typical_p=args.typical_p,
         repetition_penalty=args.repetition_penalty,
         presence_penalty=args.presence_penalty,
         frequency_penalty=args.frequency_penalty,

@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits, with temperature, top-p, top-k, min-p and penalties per row.
+"""Sampling of tokens from logits, with temperature, top-p and other settings per row.
 
 Array names end in their shape: B batch (independent rows), V vocabulary, N biased tokens.
 
@@ -59,6 +59,7 @@ RANGES = {
     # The bounds of OpenAI's API.
     "presence_penalty": Range(np.float32, 0.0, -2.0, 2.0),
     "frequency_penalty": Range(np.float32, 0.0, -2.0, 2.0),
+    "typical_p": Range(np.float32, 1.0, 0.0, F32_MAX),
 }
 BIAS = Range(np.float32, 0.0, -100.0, 100.0)  # the values of "logit_bias"
 MOST_BIASES = 300  # maximum number of biased tokens per row
@@ -66,7 +67,9 @@ NAMES = (*RANGES, "logit_bias")
 
 
 class SamplerSettings(NamedTuple):
-    """Sampling settings with one value per row; see `nucleus_sample` and `adjusted`.
+    """Sampling settings with one value per row.
+
+    `nucleus_sample`, `typical_filter` and `adjusted` say what they mean.
 
     In a tree of PartitionSpecs, the fields are specs instead of values.
 
@@ -83,6 +86,7 @@ class SamplerSettings(NamedTuple):
     min_p_B: Any
     presence_B: Any
     frequency_B: Any
+    typical_p_B: Any
     biased_BN: Any
     bias_BN: Any
 
@@ -184,8 +188,9 @@ def _checked(name: str, options: Mapping[str, Any], rows: int | tuple[()]) -> np
 class SamplingOptions:
     """The sampling settings of one generated text.
 
-    See `RANGES` for their bounds, and `nucleus_sample` and `adjusted` for their meaning.  A `top_k`
-    of None means no limit.  If `seed` is None, every text gets a new random seed.
+    See `RANGES` for their bounds, and `nucleus_sample`, `typical_filter` and `adjusted` for their
+    meaning.  A `top_k` of None means no limit.  If `seed` is None, every text gets a new random
+    seed.
 
     Raises:
       InputError: at construction, for a value out of range.
@@ -199,6 +204,7 @@ class SamplingOptions:
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    typical_p: float = 1.0
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
@@ -261,6 +267,33 @@ def nucleus_filter(
     kept_BV = (before_BV <= top_p_B1) & (jnp.arange(logits_BV.shape[-1]) < top_k_B1)
     keep_BV = jnp.take_along_axis(kept_BV, jnp.argsort(ranked_BV, axis=-1), axis=-1)
     return jnp.where(keep_BV & (logits_BV >= least_B1), logits_BV, REMOVED)
+
+
+def typical_filter(logits_BV: Array, typical_p: ArrayLike) -> Array:
+    """Return the logits in f32, with -1e10 for tokens that are not typical (Meister 2022).
+
+    A token's deviation is the difference between its information, -log(probability), and the
+    entropy of the row.  The tokens with the smallest deviations are kept, until their total
+    probability (at temperature 1) reaches `typical_p`; of tokens with equal deviations, all or
+    none are kept.  If `typical_p` is 1 or more, all tokens are kept.  The most likely token may be
+    removed.
+    """
+    logprob_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
+    probability_BV = jnp.exp(logprob_BV)
+    entropy_B1 = -jnp.sum(probability_BV * logprob_BV, axis=-1, keepdims=True)
+    deviation_BV = jnp.abs(logprob_BV + entropy_B1)
+    ranked_BV = jnp.argsort(deviation_BV, axis=-1)
+    mass_BV = jnp.cumsum(jnp.take_along_axis(probability_BV, ranked_BV, axis=-1), axis=-1)
+    typical_p_B1 = _per_row(typical_p, logits_BV)
+    # The first token with which the total reaches `typical_p`; the last one if rounding keeps the
+    # total below it.
+    last_B1 = jnp.sum(mass_BV < typical_p_B1, axis=-1, keepdims=True)
+    last_B1 = jnp.minimum(last_B1, logits_BV.shape[-1] - 1)
+    largest_B1 = jnp.take_along_axis(
+        deviation_BV, jnp.take_along_axis(ranked_BV, last_B1, axis=-1), axis=-1
+    )
+    keep_BV = (deviation_BV <= largest_B1) | (typical_p_B1 >= 1)
+    return jnp.where(keep_BV, logits_BV.astype(jnp.float32), REMOVED)
 
 
 def _limits(
@@ -491,8 +524,9 @@ def choose(
 ) -> Array:
     """Choose each row's next token, uint32 [B].
 
-    The penalties and biases of `adjusted` are applied first, then top-p, top-k, min-p and
-    temperature.  Operations that no row's settings require are skipped at run time.
+    The penalties and biases of `adjusted` are applied first, then `typical_filter`, then top-p,
+    top-k and min-p to what it keeps, and then the temperature.  Operations that no row's settings
+    require are skipped at run time.
 
     The draw of token number n of a row's answer (from 0) depends on the random key
     `fold_in(key(seed), n)`.  A draw uses only about 2 sqrt(V) random numbers, because generating
@@ -515,7 +549,13 @@ def choose(
     )
     greedy_B = settings.temp_B < GREEDY_BELOW
 
-    def drawn() -> Array:
+    def drawn(logits_BV: Array) -> Array:
+        typical_p_B = jnp.where(greedy_B, 1, settings.typical_p_B)
+        logits_BV = jax.lax.cond(
+            jnp.any(typical_p_B < 1),
+            lambda: typical_filter(logits_BV, typical_p_B),
+            lambda: logits_BV,
+        )
         keys_B = jax.vmap(lambda seed, made: jax.random.fold_in(jax.random.key(seed), made))(
             settings.seed_B, generated_B
         )
@@ -537,9 +577,9 @@ def choose(
             lambda: draw(0, True),
         )
 
-    def unused() -> Array:
+    def unused(_: Array) -> Array:
         return settings.seed_B  # any array with the shape and dtype of tokens; no row uses it
 
-    argmax_B = jax.lax.cond(jnp.any(greedy_B), lambda: _argmax(logits_BV), unused)
-    drawn_B = jax.lax.cond(jnp.all(greedy_B), unused, drawn)
+    argmax_B = jax.lax.cond(jnp.any(greedy_B), _argmax, unused, logits_BV)
+    drawn_B = jax.lax.cond(jnp.all(greedy_B), unused, drawn, logits_BV)
     return jnp.where(greedy_B, argmax_B, drawn_B)

@@ -23,6 +23,7 @@ COMMANDS = {
     "top_p": "probability mass of the nucleus to sample from; 1 is off",
     "top_k": "number of most likely tokens to sample from; 0 is off",
     "min_p": "least probability of a token to sample, relative to the most likely; 0 is off",
+    "typical_p": "probability of the typical tokens to sample from; 1 is off",
     "repetition_penalty": "penalty for tokens that have occurred; 1 is off",
     "presence_penalty": "subtracted from the logits of tokens in the answer; 0 is off",
     "frequency_penalty": "the same for each time a token is in the answer; 0 is off",

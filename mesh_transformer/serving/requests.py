@@ -175,6 +175,7 @@ MOST_CHOICES = 128
 PENALTY = RANGES["repetition_penalty"]
 PRESENCE, FREQUENCY = RANGES["presence_penalty"], RANGES["frequency_penalty"]
 MIN_P = RANGES["min_p"]
+TYPICAL_P = RANGES["typical_p"]
 TOP_K = RANGES["top_k"]
 LOGIT_BIAS = (
     f"an object of at most {MOST_BIASES} token ids, each with a number from {BIAS.least:g} to "
@@ -225,8 +226,8 @@ class StreamOptions(_StrictModel):
 class SamplingRequest(_StrictModel):
     """The fields that `CompletionRequest` and `ChatRequest` have in common.
 
-    They are those of OpenAI's API, and four more: `top_k`, `min_p`, `repetition_penalty` and
-    `ignore_eos`, which continues an answer after the end-of-text token.
+    They are those of OpenAI's API, and five more: `top_k`, `min_p`, `typical_p`,
+    `repetition_penalty` and `ignore_eos`, which continues an answer after the end-of-text token.
     """
 
     model: str | None = _field(None, TEXT)
@@ -234,6 +235,7 @@ class SamplingRequest(_StrictModel):
     top_p: float = _number(OPENAI_DEFAULTS.top_p, 0, 1)
     top_k: int = _field(TOP_K.default, str(TOP_K), ge=TOP_K.least, le=TOP_K.most)
     min_p: float = _number(MIN_P.default, MIN_P.least, MIN_P.most)
+    typical_p: float = _number(TYPICAL_P.default, 0, 1)
     repetition_penalty: float = _number(PENALTY.default, PENALTY.least, PENALTY.most)
     presence_penalty: float = _number(PRESENCE.default, PRESENCE.least, PRESENCE.most)
     frequency_penalty: float = _number(FREQUENCY.default, FREQUENCY.least, FREQUENCY.most)
@@ -268,6 +270,7 @@ class SamplingRequest(_StrictModel):
             top_k=self.top_k,
             temp=self.temperature,
             min_p=self.min_p,
+            typical_p=self.typical_p,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,

@@ -22,6 +22,7 @@ from mesh_transformer.generation.sampling import (
     nucleus_filter,
     softmax_sample,
     top_tokens,
+    typical_filter,
 )
 from mesh_transformer.util import InputError
 from tests.support.waiting import SECONDS
@@ -196,6 +197,7 @@ def test_choose_treats_rows_independently():
         {"presence_penalty": 1.5, "frequency_penalty": -0.5},
         {"top_p": 0.9, "min_p": 0.05, "logit_bias": {3: -100, 66: 2.5}},
         {"temp": 0.0, "logit_bias": {5: 100}},
+        {"typical_p": 0.6, "top_p": 0.8},
     ]
     settings = settings_of(kinds * 4)
     rows = len(settings.seed_B)
@@ -212,12 +214,13 @@ def test_choose_treats_rows_independently():
         alone = step(logits[here], row_settings, made[here], seen[here], count[here])
         assert alone[0] == together[row]
     changed = adjusted(logits, settings, seen, count)
-    kept = nucleus_filter(changed, settings.top_p_B, settings.top_k_B, settings.min_p_B) > REMOVED
+    typical = typical_filter(changed, np.where(settings.temp_B == 0, 1, settings.typical_p_B))
+    kept = nucleus_filter(typical, settings.top_p_B, settings.top_k_B, settings.min_p_B) > REMOVED
     assert np.all(np.asarray(kept)[np.arange(rows), together])
     greedy = settings.temp_B == 0
     np.testing.assert_array_equal(together[greedy], np.argmax(changed, axis=-1)[greedy])
-    assert np.all(together[9::10] == 5)  # forced
-    assert np.all(together[8::10] != 3)  # banned
+    assert np.all(together[9::11] == 5)  # forced
+    assert np.all(together[8::11] != 3)  # banned
 
 
 def test_penalties_and_biases_match_a_token_by_token_reference():
@@ -257,6 +260,19 @@ def test_min_p_matches_hugging_face():
         expected = MinPLogitsWarper(min_p)(None, torch.tensor(np.array(logits)))
         actual = nucleus_filter(logits, 1.0, min_p=min_p) > REMOVED
         np.testing.assert_array_equal(actual, torch.isfinite(expected).numpy())
+
+
+def test_typical_p_matches_hugging_face():
+    torch = pytest.importorskip("torch")
+    from transformers import TypicalLogitsWarper
+
+    logits = random_rows(19, 50, 67)
+    for typical_p in (0.01, 0.2, 0.9, 0.999):
+        expected = TypicalLogitsWarper(typical_p)(None, torch.tensor(np.array(logits)))
+        actual = typical_filter(logits, typical_p) > REMOVED
+        np.testing.assert_array_equal(actual, torch.isfinite(expected).numpy())
+    kept = np.sum(typical_filter(logits, [0.0, 1.0] * 25) > REMOVED, axis=-1)
+    np.testing.assert_array_equal(kept, [1, 67] * 25)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 9, 67, 50400])
@@ -314,19 +330,24 @@ def test_token_frequencies_match_the_softmax(by):
     many = jnp.tile(logits, (draws, 1))
     keys = jax.random.split(jax.random.key(14), draws)
     step = draw_tokens
-    for top_p, top_k, min_p in [(0.95, 0, 0), (1.0, 0, 0), (1.0, 4, 0), (1.0, 0, 0.1)]:
+    cases = [(0.95, 0, 0, 1), (1.0, 0, 0, 1), (1.0, 4, 0, 1), (1.0, 0, 0.1, 1)]
+    if by == "choose":
+        cases.append((0.9, 0, 0, 0.4))
+    for top_p, top_k, min_p, typical_p in cases:
         options = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "temp": temp}
         if by == "choose":
             # There are 200 seeds, with 200 tokens each.
             seeds = np.arange(draws) // 200
-            settings = sampling.sampler_settings(options | {"seed": seeds}, draws)
+            options |= {"seed": seeds, "typical_p": typical_p}
+            settings = sampling.sampler_settings(options, draws)
             made = np.arange(draws, dtype=np.int32) % 200
             count = jnp.zeros(many.shape, jnp.int32)
             tokens = step(many, settings, made, count > 0, count)
         else:
             tokens = nucleus_sample(keys, many, **options)
         frequencies = np.bincount(np.asarray(tokens), minlength=9) / draws
-        filtered = np.asarray(nucleus_filter(logits, top_p, top_k, min_p))[0]
+        typical = typical_filter(logits, typical_p)
+        filtered = np.asarray(nucleus_filter(typical, top_p, top_k, min_p))[0]
         expected = np.asarray(jax.nn.softmax(filtered / temp))
         np.testing.assert_allclose(frequencies, expected, atol=0.0125)
         assert np.all(frequencies[filtered <= REMOVED] == 0)
@@ -390,6 +411,7 @@ def test_nucleus_sample_equals_sampling_from_the_filtered_logits():
         ("seed", None),
         ("min_p", 1.1),
         ("min_p", -1e-9),
+        ("typical_p", -0.1),
         ("presence_penalty", 2.1),
         ("frequency_penalty", float("nan")),
     ],
@@ -470,14 +492,14 @@ def test_top_k_of_none_is_no_limit_as_in_the_original():
 
 
 def test_stacked_options_have_one_value_per_row():
-    given = [0.5, 3, 0.7, 1.2, 9, 0.1, -1.5, 2.0]
+    given = [0.5, 3, 0.7, 1.2, 9, 0.1, -1.5, 2.0, 0.25]
     texts = [SamplingOptions(*given, {7: -3.0}), SamplingOptions(seed=4), SamplingOptions()]
     rows = SamplingOptions.stacked(texts)
     f32 = np.float32
-    assert [row[0] for row in rows[:8]] == [
-        f32(0.5), 3, f32(0.7), f32(1.2), 9, f32(0.1), -1.5, 2.0
+    assert [row[0] for row in rows[:9]] == [
+        f32(0.5), 3, f32(0.7), f32(1.2), 9, f32(0.1), -1.5, 2.0, 0.25
     ]  # fmt: skip
-    assert [row[1] for row in rows[:8]] == [f32(0.9), 0, 1, 1, 4, 0, 0, 0]
+    assert [row[1] for row in rows[:9]] == [f32(0.9), 0, 1, 1, 4, 0, 0, 0, 1]
     assert (rows.biased_BN[0, 0], rows.bias_BN[0, 0]) == (7, -3)
     assert np.count_nonzero(rows.bias_BN) == 1
     assert len({int(SamplingOptions.stacked(texts).seed_B[2]) for _ in range(8)}) > 1

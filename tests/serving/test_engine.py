@@ -95,6 +95,7 @@ def random_clients(count, seed, n_vocab=50257, longest=40, **options):
                 top_p=float(rng.choice([0.5, 0.9, 1.0])),
                 top_k=int(rng.choice([0, 5])),
                 min_p=float(rng.choice([0.0, 0.1])),
+                typical_p=float(rng.choice([1.0, 0.5])),
                 repetition_penalty=float(rng.choice([1.0, 1.2])),
                 frequency_penalty=float(rng.choice([0.0, 0.5])),
                 seed=int(rng.integers(2**32)),

@@ -98,6 +98,7 @@ def test_commands_change_one_setting():
         "/top-p 0.3": {"top_p": 0.3},
         "/top_k 7": {"top_k": 7},
         "/min_p 0.1": {"min_p": 0.1},
+        "/typical_p 0.7": {"typical_p": 0.7},
         "/repetition_penalty 1.2": {"repetition_penalty": 1.2},
         "/presence_penalty 1": {"presence_penalty": 1.0},
         "/frequency-penalty -0.5": {"frequency_penalty": -0.5},

@@ -162,10 +162,11 @@ def test_echo_scores_the_prompt(live):
 
 def test_sampling_settings_reach_the_network(live):
     given = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": 9}
+    given |= {"typical_p": 0.5}
     penalties = {"repetition_penalty": 1.5, "presence_penalty": -2, "frequency_penalty": 0.75}
     live.ask(prompt="Hi", max_tokens=2, logit_bias={"5": -3.5, "0": 100}, **given, **penalties)
     settings = live.network.settings
-    assert [row[0] for row in settings[:8]] == [0.25, 7, 0.5, 1.5, 9, 0.125, -2, 0.75]
+    assert [row[0] for row in settings[:9]] == [0.25, 7, 0.5, 1.5, 9, 0.125, -2, 0.75, 0.5]
     assert settings.biased_BN[0, :2].tolist() == [5, 0]
     assert settings.bias_BN[0, :3].tolist() == [-3.5, 100, 0]
 
