@@ -28,7 +28,6 @@ MESHES = [
     (("jit", 4, 2, 1), ("gptj", "neox"), 0),
     (("jit", 2, 4, 3), ("geglu",), 0),
 ]
-BLOCKS = ("gptj", "geglu", "gpt2", "neox")
 
 
 def case(*values, quick: bool):
