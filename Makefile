@@ -27,7 +27,7 @@ test: .venv/test libtpu lint
 
 # The slow tests too: killed hosts and disks that are full, compilation for TPUs, long guides.
 test-all: .venv/test libtpu lint
-	@echo "running all tests: about 60 minutes on 2 cores"
+	@echo "running all tests: one to two hours on 2 cores"
 	$(PYTEST)
 
 # All that the root scripts need at run time.  The pins are complete: pip has nothing to resolve.

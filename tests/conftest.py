@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 # over the program stay the same, except that scatters become loops.
 QUICK_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
+STARTED = "TEST_STARTED"  # when the session started, in seconds, for its workers
 # Compiler options for tests that compile a single program as users do.
 AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 3}
 # Processes that tests start share a compilation cache during a session.  This process does not use
@@ -40,6 +42,7 @@ for _number, _handler in (
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers use the folder of their session
+    os.environ.setdefault(STARTED, str(time.time()))
     # Programs that tests start put their temporary files, caches and settings here, and it is
     # deleted at the end.  Tests' own folders stay where pytest puts them, for a look afterwards.
     _session = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
@@ -81,6 +84,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[name] = seen.get(name, 0) + 1
             if seen[name] > mark.args[0]:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip slow tests that would begin after the minutes in `TEST_MINUTES`, if that is set.
+
+    Continuous integration has a limit, which some machines would exceed.
+    """
+    minutes = float(os.environ.get("TEST_MINUTES") or "inf")
+    late = time.time() - float(os.environ[STARTED]) > 60 * minutes
+    if late and item.get_closest_marker("slow"):
+        pytest.skip(f"the {minutes:g} minutes in which slow tests may begin are over")
 
 
 @pytest.fixture

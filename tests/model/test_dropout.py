@@ -39,10 +39,8 @@ LONG = {"attention": "blocks", "seq": 136, "loss_chunk": 64}
     ("block", "partitioning", "dp", "mp", "changes"),
     [
         ("gptj", "shard_map", 8, 1, {"zero": 3}),
-        ("gpt2", "shard_map", 2, 4, {"zero": 1, "remat": "none"}),
-        pytest.param("neox", "jit", 2, 4, LONG, marks=pytest.mark.slow),
-        pytest.param("geglu", "shard_map", 1, 8, LONG | ODD, marks=pytest.mark.slow),
-        pytest.param("gpt2", "jit", 4, 2, ODD, marks=pytest.mark.slow),
+        ("neox", "jit", 2, 4, LONG),
+        ("geglu", "shard_map", 1, 8, LONG | ODD),
     ],
 )
 def test_masks_do_not_depend_on_the_mesh(block, partitioning, dp, mp, changes):

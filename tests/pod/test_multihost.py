@@ -19,8 +19,6 @@ GENERATED = 6
 SCORED = 5  # number of most likely tokens
 
 RUNS = {
-    "2 hosts": (2, {}),
-    "4 hosts, replicas across two": (4, {}),
     "2 hosts, a replica across both": (2, {"cores_per_replica": 8, "per_replica_batch": 4}),
     "2 hosts, version 2": (2, {"block": "geglu", "partitioning": "jit", "zero": 1}),
     "4 hosts, zero 3": (4, {"cores_per_replica": 2, "per_replica_batch": 1, "zero": 3}),
@@ -50,9 +48,7 @@ def one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [next(iter(RUNS)), *(pytest.param(n, marks=pytest.mark.slow) for n in list(RUNS)[1:])]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_processes_match_a_single_process(tmp_path, name):
     hosts, changes = RUNS[name]
     config = VALUES | changes
