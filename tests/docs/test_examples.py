@@ -84,6 +84,7 @@ def test_pythia_goes_to_a_mesh_and_back(run):
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")  # steps would take longer than their compilation
     monkeypatch.delenv("MPLBACKEND", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "notebooks/examples.ipynb", as_version=4)
