@@ -230,6 +230,7 @@ def test_a_run_resumes_after_the_disk_was_full(uninterrupted, compiled, small_di
     assert steps_in(model)[-1] == STEPS
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_exits_immediately(compiled, tmp_path):
     """The process exits even while the last checkpoint is being written to a hanging disk."""
     # A run that ended by itself would save before the first Ctrl-C, which would then be ignored.
@@ -542,6 +543,7 @@ def test_invalid_sampling_options_are_refused(untrained, tmp_path, monkeypatch, 
         assert only_error(err.splitlines()) == f"error: generate: {message}"
 
 
+@pytest.mark.slow
 def test_plot_loss_draws_the_losses(tmp_path):
     rows = [{"step": step, "train/loss": 1 / step} for step in range(1, 6)]
     rows[-1]["val/loss_held_out"] = 0.3

@@ -94,6 +94,7 @@ def test_every_step_gets_a_row_and_none_is_evaluated_twice(folder, evaluate, mon
     assert rows_in(folder) == rows
 
 
+@pytest.mark.slow
 def test_a_stopped_evaluation_continues(folder, evaluate, monkeypatch):
     score, calls = validation.score, []
 

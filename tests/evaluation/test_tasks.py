@@ -169,6 +169,7 @@ def test_a_long_text_is_scored_in_windows(model):
         assert total == pytest.approx(expected, rel=1e-5)  # the same rounding as above
 
 
+@pytest.mark.slow
 def test_generated_answers_follow_the_options_of_the_task(model, monkeypatch):
     rng = np.random.default_rng(2)
     contexts = [words(rng, count) for count in (1, 3, 9, 20, 40, 2, 5, 7, 11)]

@@ -74,7 +74,7 @@ EVERYWHERE = [(KINDS[0], place) for place in PLACES] + [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("kind", "place"), EVERYWHERE)
 def test_logits_at_every_position_match_a_full_pass(kind, place):
     block, pe = kind

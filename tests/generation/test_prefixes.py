@@ -47,7 +47,7 @@ def insert_in_parts(batch, row, prompt, parts, index=None, **options):
     return chosen, calls
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "place"), EVERYWHERE)
 def test_logits_after_parts_and_blocks_match_a_full_pass(kind, place):
     """Prompts in parts, with beginnings from the pool, while other rows generate."""

@@ -92,6 +92,7 @@ def test_guesses_change_no_token(place, guesses):
     assert steps < plain_steps  # greedy answers of an untrained model soon repeat themselves
 
 
+@pytest.mark.slow
 def test_logprobs_belong_to_the_tokens():
     config = small_config(seq=WINDOW, n_vocab=24)
     network = network_of(config)

@@ -51,7 +51,7 @@ def plain() -> Any:
 @pytest.mark.parametrize(
     ("attention", "partitioning"),
     [
-        ("splash_interpreted", "shard_map"),
+        pytest.param("splash_interpreted", "shard_map", marks=pytest.mark.slow),
         ("splash_interpreted", "jit"),
         ("blocks", "shard_map"),
     ],

@@ -132,6 +132,7 @@ def test_a_resumed_run_has_the_masks_of_the_uninterrupted_one(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, second.saved_state(), expected.saved_state())
 
 
+@pytest.mark.slow
 def test_evaluation_and_generation_drop_nothing():
     plain, dropping = (
         CausalTransformer(config, devices=jax.devices()[:1])

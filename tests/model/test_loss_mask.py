@@ -129,6 +129,7 @@ def test_masked_positions_get_no_gradient():
     np.testing.assert_array_equal(np.abs(gradient).max(-1) > 0, batch["loss_mask"].astype(bool))
 
 
+@pytest.mark.slow
 def test_a_mask_of_ones_equals_no_mask_and_a_mask_of_zeros_gives_zero_loss():
     batch = random_batch(CONFIG, ACCUMULATION, BATCH)
     config = on_mesh(CONFIG, "shard_map", 4, 0)

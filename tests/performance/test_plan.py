@@ -166,6 +166,7 @@ def test_a_plan_for_virtual_devices():
         assert word in text
 
 
+@pytest.mark.slow
 def test_a_plan_compares_a_virtual_mesh_with_the_plain_step():
     config = small(cores_per_replica=4, virtual_mesh=[2, 4])
     result = plan.priced_plan(config, slice_named("cpu-8"))

@@ -494,6 +494,7 @@ def run_search(monkeypatch, compile_one: Any, fixed: dict[str, Any], **keys: Any
     return search.search(config, topology("v3-8"), fixed=fixed, **keys)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("key", "value"),
     [("loss_chunk", 64), ("shard_activations", True), ("per_replica_batch", 3)],

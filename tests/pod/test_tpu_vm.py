@@ -676,6 +676,7 @@ def test_signal_deletes_the_tpu(api, tmp_path, number, moment, status):
     assert "Traceback" not in errors
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_while_queued_cancels_the_request(api, tmp_path, number, status):
     api.queue_after = None

@@ -26,14 +26,14 @@ def networks(request):
     return Networks(lambda: CausalTransformer(config, devices=jax.devices()[: request.param]))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_features_change_no_bit_in_fixed_shapes(networks, seed):
     features, different, _ = compare(networks, seed)
     assert not different, features
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_otherwise_features_change_tokens_only_where_logits_are_nearly_equal(networks, seed):
     """Chunks, kept beginnings and guesses against one request at a time without any of them."""

@@ -67,6 +67,7 @@ def test_several_calls_are_one_run(capsys, kind):
     assert capsys.readouterr().out == "the network is at step 5 of 5: nothing left to train\n"
 
 
+@pytest.mark.slow
 def test_training_ends_with_the_data(capsys):
     network = network_with()
     count = 3 * network.batch_size * network.config.gradient_accumulation_steps
@@ -92,6 +93,7 @@ def test_a_loss_that_is_not_finite_names_its_sequences(tmp_path, capsys, skip):
         assert not (tmp_path / f"model/step_{bad}").exists()
 
 
+@pytest.mark.slow
 def test_early_stop_watches_the_validation_data():
     keys = {"val_set": {"val": "in memory"}, "early_stop": 1, "lr": 0.0, "end_lr": 0.0}
     rows = mesh_transformer.fit(network_with(**keys), windows(), val=windows(8))

@@ -858,6 +858,7 @@ def train_here(values: dict[str, Any], folder: Path, **options: Any) -> list[np.
     return [record for batch in seen for record in batch.reshape(-1, batch.shape[-1])]
 
 
+@pytest.mark.slow
 def test_an_extended_run_says_that_its_learning_rates_change(base, tmp_path, capsys):
     folder, values = base
     run = tmp_path / "run"

@@ -290,6 +290,7 @@ def alone(name: str, *, init: bool = True) -> CausalTransformer:
     return CausalTransformer(config_with(name, layers=1), devices=jax.devices()[:1], init=init)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_states_are_saved_and_restored_on_any_mesh(tmp_path, name):
     network = alone(name)
