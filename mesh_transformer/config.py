@@ -109,6 +109,7 @@ class Config:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
     early_cast: bool = False  # store parameters in bf16
     int8_weights: bool = False  # for generation, quantize the weights to 8 bits
+    int8_cache: bool = False  # for generation, quantize keys and values to 8 bits
     bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
 
     # Optimizer.

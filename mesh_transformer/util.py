@@ -188,6 +188,20 @@ def to_bf16(tree: Tree) -> Tree:
     return _cast(tree, jnp.dtype(jnp.bfloat16))
 
 
+def to_int8(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Round an array to 8-bit integers, with one scale for all entries along `axis`.
+
+    An entry changes by at most 1/254 of the largest magnitude along the axis.
+
+    Returns:
+      The integers (int8), and the scales (f32, with size 1 along `axis`) to multiply them by.
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / 127
+    scale = jnp.where(scale == 0, 1, scale)
+    return jnp.round(x / scale).astype(jnp.int8), scale
+
+
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
 
     def __getattr__(name: str) -> Any:

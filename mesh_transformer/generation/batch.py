@@ -38,7 +38,8 @@ def decode_specs(config: Config, *, pool: bool = False) -> decode.DecodeState:
     """
     rows, cache = P("dp"), P("dp", "mp")
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
-    caches = (LayerCache(cache, cache),) * config.layers
+    one = LayerCache(*(cache,) * (4 if config.int8_cache else 2))
+    caches = (one,) * config.layers
     blocks = caches if pool else None
     return decode.DecodeState(caches, *(rows,) * 6, settings=settings, pool=blocks)
 

@@ -31,7 +31,7 @@ def load(caches: Caches, pool: Caches | None, row_P: Array, load_PJ: Array) -> C
         to_P = jnp.where(load_P >= 0, row_P, rows)  # out of range, so that it is not written
         slot_P = jnp.full_like(row_P, at * block)
         return tuple(
-            write_rows(cache, LayerCache(*(x[load_P] for x in blocks)), to_P, slot_P)
+            write_rows(cache, jax.tree.map(lambda x: x[load_P], blocks), to_P, slot_P)
             for cache, blocks in zip(caches, pool, strict=True)
         )
 
@@ -53,7 +53,7 @@ def save(pool: Caches | None, caches: Caches, row_P: Array, save_PJ: Array) -> C
             return part_BHCK[row_P]
 
         return tuple(
-            write_rows(old, LayerCache(*map(part, cache)), to_P, jnp.zeros_like(to_P))
+            write_rows(old, jax.tree.map(part, cache), to_P, jnp.zeros_like(to_P))
             for old, cache in zip(pool, caches, strict=True)
         )
 

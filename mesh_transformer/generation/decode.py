@@ -162,7 +162,7 @@ def empty(
     def caches(count: int, positions: int) -> tuple[LayerCache, ...]:
         shape = (count, heads, positions, config.d_head)
         one = LayerCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
-        return (one,) * config.layers
+        return (one.in_8_bits() if config.int8_cache else one,) * config.layers
 
     return DecodeState(
         caches(rows, slots),
@@ -357,7 +357,7 @@ def prefill(
         context = _context(weights, slots_1S, slots_1S, None, config, par)
         x_PTD, new_caches = _forward(weights, tokens_PS, context, None, config, par)
         caches = tuple(
-            write_rows(old, new, row_P, begin_P)
+            write_rows(old, new.like(old), row_P, begin_P)
             for old, new in zip(state.caches, new_caches, strict=True)
         )
     else:

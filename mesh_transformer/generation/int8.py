@@ -1,8 +1,8 @@
 """Quantization of weights to 8-bit integers, with one scale per output column.
 
 Only generation uses it.  Quantized matrices take a quarter of the memory of f32.  Rounding changes
-a weight by at most 1/254 of the largest magnitude in its column.  Norms, biases, embeddings and the
-KV cache are not quantized.
+a weight by at most 1/254 of the largest magnitude in its column.  Norms, biases and embeddings are
+not quantized, and the KV cache is only with `int8_cache`.
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +13,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.mesh.declaration import Declaration, map_declared
-
-MAX_INT8 = 127
+from mesh_transformer.util import to_int8
 
 
 class Int8(NamedTuple):
@@ -47,10 +46,7 @@ def quantize(weights: Any, declared: Any) -> Any:
     def quantized(d: Declaration, w: Array) -> Array | Int8:
         if not d.decay:
             return w
-        w = w.astype(jnp.float32)
-        scale = jnp.max(jnp.abs(w), axis=_input_axis(d), keepdims=True) / MAX_INT8
-        scale = jnp.where(scale == 0, 1, scale)
-        return Int8(jnp.round(w / scale).astype(jnp.int8), scale)
+        return Int8(*to_int8(w, axis=_input_axis(d)))
 
     return map_declared(quantized, declared, weights)
 

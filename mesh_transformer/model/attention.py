@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel
 from mesh_transformer.model.dropout import DropProbs, drop_at
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, to_int8
 
 # (q_BTHK, k_BHSK, v_BHSK, a function for dropout or None) -> attended_BTHK.
 Attend = Callable[[Array, Array, Array, DropProbs | None], Array]
@@ -60,10 +60,25 @@ _POSITIONS = jax.lax.ScatterDimensionNumbers(
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, [B, H, S, K] each, or the PartitionSpecs of these arrays."""
+    """One layer's keys and values, [B, H, S, K] each, or the PartitionSpecs of these arrays.
+
+    If there are scales (f32), a key is `k_BHSK` (int8) times its scale, and a value likewise.
+    """
 
     k_BHSK: Any
     v_BHSK: Any
+    k_scale_BHS1: Any = None
+    v_scale_BHS1: Any = None
+
+    def in_8_bits(self) -> "LayerCache":
+        """Return the cache with keys and values rounded to int8, with a scale for each."""
+        k_BHSK, k_scale_BHS1 = to_int8(self.k_BHSK, axis=-1)
+        v_BHSK, v_scale_BHS1 = to_int8(self.v_BHSK, axis=-1)
+        return LayerCache(k_BHSK, v_BHSK, k_scale_BHS1, v_scale_BHS1)
+
+    def like(self, cache: "LayerCache") -> "LayerCache":
+        """Return these keys and values, in 8 bits if those of `cache` are."""
+        return self if cache.k_scale_BHS1 is None else self.in_8_bits()
 
 
 def block_length(length: int) -> int:
@@ -111,8 +126,7 @@ def causal_bias(positions_BT: Array, key_positions_BS: Array, window: int) -> Ar
 
 def attend(
     q_BTHK: Array,
-    k_BHSK: Array,
-    v_BHSK: Array,
+    cache: LayerCache,
     bias_BHTS: Array,
     drop: Callable[[Array], Array] | None = None,
 ) -> Array:
@@ -121,10 +135,14 @@ def attend(
     Scores and softmax are computed in f32; the inputs of both matmuls are in the compute dtype.
 
     Args:
+      cache: the keys and values; scores and probabilities are multiplied by its scales.
       bias_BHTS: the mask plus any relative position bias, added to the scores.
       drop: applied to the probabilities, for dropout.
     """
-    scale = q_BTHK.shape[-1] ** -0.5
+    scale: Any = q_BTHK.shape[-1] ** -0.5
+    k_BHSK, v_BHSK = (x.astype(q_BTHK.dtype) for x in (cache.k_BHSK, cache.v_BHSK))
+    if cache.k_scale_BHS1 is not None:
+        scale *= jnp.swapaxes(cache.k_scale_BHS1, 2, 3)
     few = q_BTHK.shape[1] < k_BHSK.shape[2]  # a decode step, or a chunk of a prompt
     if q_BTHK.shape[1] == 1:
         # Axis T is dropped, because with it XLA on CPUs transposes the keys of a one-row batch.
@@ -142,7 +160,10 @@ def attend(
         scores_BHTS = jnp.einsum(
             "BTHK,BHSK->BHTS", q_BTHK, k_BHSK, preferred_element_type=jnp.float32
         )
-    probs_BHTS = jax.nn.softmax(scores_BHTS * scale + bias_BHTS).astype(v_BHSK.dtype)
+    probs_BHTS = jax.nn.softmax(scores_BHTS * scale + bias_BHTS)
+    if cache.v_scale_BHS1 is not None:
+        probs_BHTS *= jnp.swapaxes(cache.v_scale_BHS1, 2, 3)
+    probs_BHTS = probs_BHTS.astype(v_BHSK.dtype)
     if drop is not None:
         probs_BHTS = drop(probs_BHTS)
     if few:
@@ -160,12 +181,12 @@ def attend_after(
     not copied for each row.
 
     Args:
-      before_1HSK: the keys and values of the text.
-      own_BHTK: the keys and values of the rows.
+      before_1HSK: the keys and values of the text, without scales.
+      own_BHTK: the keys and values of the rows, without scales.
       bias_BHTS: as for `attend`; here S is the sum of both numbers of keys.
     """
     scale = q_BTHK.shape[-1] ** -0.5
-    k_HSK, v_HSK = (x[0] for x in before_1HSK)
+    k_HSK, v_HSK = before_1HSK.k_BHSK[0], before_1HSK.v_BHSK[0]
     before = k_HSK.shape[1]
     kind: Any = {"preferred_element_type": jnp.float32}
     scores_BHTS = jnp.concatenate(
@@ -185,7 +206,7 @@ def write(cache: LayerCache, new: LayerCache, slots: Array) -> LayerCache:
     """Return the cache with the keys and values of one or several positions per row replaced.
 
     Args:
-      new: the keys and values to write; S is the number of positions, T.
+      new: the keys and values to write, as in the cache; S is the number of positions, T.
       slots: the positions in the cache (indices along S) to write to, [B, T].
     """
     for at in range(slots.shape[1]):
@@ -198,11 +219,13 @@ def write_rows(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) 
     """Return the cache with consecutive positions of some rows replaced.
 
     Args:
-      new: the keys and values to write, [P, H, T, K] each.
+      new: the keys and values to write, [P, H, T, K] each, as in the cache.
       row_P: the rows to write to; nothing is written for rows out of range.
       slot_P: the position in the cache (index along S) of the first of the T positions, all of
         which must lie within the cache.
     """
+    if cache.k_scale_BHS1 is not None:
+        return _write_in_turn(cache, new, row_P, slot_P)
     index_PI = jnp.stack((row_P, slot_P), axis=-1)
 
     def scatter(cache_BHSK: Array, new_PHTK: Array) -> Array:
@@ -214,6 +237,8 @@ def write_rows(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) 
 
 def _write_one(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
     """Return the cache with one position per row replaced, in the slot `slot_B`."""
+    if cache.k_scale_BHS1 is not None:
+        return _write_in_turn(cache, new, jnp.arange(len(slot_B)), slot_B)
     if len(slot_B) == 1:
         # On a device with one head, writing one row is a single update.  XLA on CPUs turns it into
         # an operation that copies the whole cache.  Writing the row twice avoids that.
@@ -232,6 +257,38 @@ def _write_one(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
         return jax.lax.scatter(cache_BHSK, index_BHI, new_BHK, _ONE_POSITION)
 
     return jax.tree.map(scatter, cache, new)
+
+
+def _write_in_turn(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) -> LayerCache:
+    """Do as `write_rows`, one row after the other.
+
+    For a scatter of int8, or a loop that also reads the cache, the compiler for TPUs copies the
+    whole cache in every iteration.
+    """
+    is_row_P = row_P < len(cache.k_BHSK)
+    order_P = jnp.argsort(~is_row_P)  # rows out of range come last, and are not reached
+
+    def body(turn: Array, cache: LayerCache) -> LayerCache:
+        at = order_P[turn]
+
+        def put(cache_BHSK: Array, new_PHTK: Array) -> Array:
+            new_1HTK = jax.lax.dynamic_slice_in_dim(new_PHTK, at, 1)
+            return jax.lax.dynamic_update_slice(cache_BHSK, new_1HTK, (row_P[at], 0, slot_P[at], 0))
+
+        return jax.tree.map(put, cache, new)
+
+    return jax.lax.fori_loop(0, is_row_P.sum(), body, cache)
+
+
+def rows_of(cache: LayerCache, row_P: Array) -> LayerCache:
+    """Return the keys and values of some rows, [P, H, S, K] each."""
+
+    def rows(cache_BHSK: Array) -> Array:
+        # For a gather, the compiler for TPUs copies the whole cache.
+        each = [jax.lax.dynamic_slice_in_dim(cache_BHSK, row, 1) for row in row_P]
+        return jnp.concatenate(each)
+
+    return jax.tree.map(rows, cache)
 
 
 SPLASH_BLOCKS = (512, 256, LANES)  # block sizes for queries and keys, in order of preference
@@ -497,7 +554,7 @@ def _blocks(
             bias_BHTS = jnp.where(other_text_BTS[:, None], MASKED, bias_BHTS)
         k_BHSK, v_BHSK = (x[:, :, keys].astype(dtype) for x in (k_BHSK, v_BHSK))
         own = None if drop is None else drop_at(drop, queries.start, keys.start)
-        return attend(q_BTHK[:, queries], k_BHSK, v_BHSK, bias_BHTS, own)
+        return attend(q_BTHK[:, queries], LayerCache(k_BHSK, v_BHSK), bias_BHTS, own)
 
     outputs = [attend_block(begin, q_BTHK, k_BHSK, v_BHSK) for begin in range(0, length, block)]
     return jnp.concatenate(outputs, axis=1)

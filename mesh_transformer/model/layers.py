@@ -33,6 +33,7 @@ from mesh_transformer.model.attention import (
     attend,
     attend_after,
     rotate,
+    rows_of,
     write,
     write_rows,
 )
@@ -529,13 +530,12 @@ class TransformerLayer(hk.Module):
             assert context.bias_BHTS is not None
             return attend_after(q_BTHK, cache, new, context.bias_BHTS), new
         elif context.rows is not None:
-            cache = write_rows(cache, new, context.rows, context.slots)
+            cache = write_rows(cache, new.like(cache), context.rows, context.slots)
             # The rows are read after they were written, so that the cache need not be copied.
-            k_BHSK, v_BHSK = (x[context.rows] for x in cache)
             assert context.bias_BHTS is not None
-            return attend(q_BTHK, k_BHSK, v_BHSK, context.bias_BHTS), cache
+            return attend(q_BTHK, rows_of(cache, context.rows), context.bias_BHTS), cache
         else:
-            cache = write(cache, new, context.slots)
+            cache = write(cache, new.like(cache), context.slots)
         drop = None
         if context.dropout is not None and c.dropout_attention:
             drop = context.dropout.drop_probs(c.dropout_attention, q_BTHK.shape[1], par)
@@ -543,7 +543,7 @@ class TransformerLayer(hk.Module):
             return context.attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, drop), cache
         assert context.bias_BHTS is not None
         own = None if drop is None else drop_at(drop, 0, 0)
-        return attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, context.bias_BHTS, own), cache
+        return attend(q_BTHK, cache, context.bias_BHTS, own), cache
 
 
 class Projection(hk.Module):

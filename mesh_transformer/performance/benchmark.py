@@ -387,6 +387,8 @@ def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
     read = {part: weights[part] for part in weights if part != "embed" or config.tie_head}
     leaves = jax.tree.leaves(read)
     weight_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
-    elements = 2 * config.layers * config.n_heads * config.d_head / generator.mesh.shape["mp"]
-    row = elements * jnp.dtype(config.dtype).itemsize * positions
-    return weight_bytes, int(row * config.per_replica_batch)
+    heads = 2 * config.layers * config.n_heads / generator.mesh.shape["mp"]  # of keys and values
+    entry = jnp.dtype(config.dtype).itemsize
+    # In 8 bits, each head has a scale in f32.
+    head = config.d_head + 4 if config.int8_cache else config.d_head * entry
+    return weight_bytes, int(heads * head * positions * config.per_replica_batch)

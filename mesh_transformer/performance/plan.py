@@ -359,6 +359,7 @@ class DecodePlan:
     rows: int
     cache_length: int
     int8_weights: bool
+    int8_cache: bool
     weights_bytes: int
     cache_bytes: int
     state_bytes: int
@@ -377,12 +378,14 @@ class DecodePlan:
     def table(self) -> str:
         """Format the plan as readable text."""
         most, likely = self.tokens_per_second
-        kind = "8-bit weights" if self.int8_weights else "weights"
+        weights = "8-bit weights" if self.int8_weights else "weights"
+        cache = "8-bit cache" if self.int8_cache else "cache"
         lines = [
             f"{self.topology}: {self.devices} devices, dp {self.dp} x mp {self.mp}, generation of "
             f"{self.rows} rows with {self.cache_length} positions each",
-            f"{kind} {self.weights_bytes / 1e9:.2f} GB and cache {self.cache_bytes / 1e9:.2f} GB "
-            f"per device, {self.flops_per_token / 1e9:.2f} GFLOP per token",
+            f"{weights} {self.weights_bytes / 1e9:.2f} GB and {cache} "
+            f"{self.cache_bytes / 1e9:.2f} GB per device, "
+            f"{self.flops_per_token / 1e9:.2f} GFLOP per token",
             format_memory(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
         ]
         if self.collectives is not None and self.bytes_per_step is not None:
@@ -435,6 +438,7 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
         rows=rows,
         cache_length=config.seq,
         int8_weights=config.int8_weights,
+        int8_cache=config.int8_cache,
         weights_bytes=sizes[0],
         cache_bytes=sizes[1],
         state_bytes=sum(sizes),

@@ -1,4 +1,4 @@
-"""8-bit weights: rounding errors, logits, meshes and memory."""
+"""8-bit weights and caches: rounding errors, logits, meshes and memory."""
 
 from typing import Any
 
@@ -14,7 +14,14 @@ from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.declaration import Declaration
 from tests.conftest import AS_USERS_COMPILE
-from tests.generation.test_decode import PLACES, by_token, network_of, random_prompts
+from tests.generation.test_decode import (
+    PLACES,
+    by_token,
+    compiled_decode,
+    full_logprobs,
+    network_of,
+    random_prompts,
+)
 from tests.model.test_transformer import small_config
 from tests.training.test_parity import network_at_step_0
 
@@ -79,6 +86,45 @@ def test_a_mesh_generates_the_same_tokens_as_one_device(block, place):
         for mesh in (PLACES[0], place)
     ]
     np.testing.assert_array_equal(tokens[0], tokens[1])
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("place", PLACES[:3])
+def test_logits_with_an_8_bit_cache_are_close_to_those_of_a_full_pass(place):
+    """Prompts and answers beyond the window, so that the cache's ring buffer wraps around."""
+    config = small_config(int8_cache=True, layers=3, seq=24)
+    prompts, steps = random_prompts(config, [5, 20]), 12
+    batch = network_of(config, place).batch(2)
+    settings = sampler_settings({"temp": 1.0, "top_p": 1.0, "seed": [1, 2]}, 2)
+    first = batch.insert(range(2), prompts, steps, settings)
+    later = batch.decode(steps - 1, alternatives=config.n_vocab)
+    actual = by_token(later.top_token, later.top_logprob)
+    tokens = np.concatenate((first.token[:, None], later.token), axis=1)
+    texts = [np.concatenate(pair) for pair in zip(prompts, tokens, strict=True)]
+    padded = np.stack([np.pad(text, (0, 32 - len(text))) for text in texts])
+    logprobs = full_logprobs(config, padded)
+    expected = [
+        row[len(prompt) : len(prompt) + steps - 1]
+        for row, prompt in zip(logprobs, prompts, strict=True)
+    ]
+    error = np.sqrt(np.mean(np.square(actual - expected)))
+    assert 0 < error < 0.02 * np.std(expected)
+
+
+@pytest.mark.slow
+def test_an_8_bit_cache_takes_a_quarter_of_the_memory():
+    config = small_config(seq=512, head_size=100, layers=6)
+    sizes, temporary = {}, {}
+    for in_8_bits in (False, True):
+        batch = network_of(config.replace(int8_cache=in_8_bits)).batch(3)
+        _, memory = compiled_decode(batch)
+        sizes[in_8_bits] = sum(x.nbytes for x in jax.tree.leaves(batch._state.caches))
+        assert memory.alias_size_in_bytes >= sizes[in_8_bits]  # written in place
+        temporary[in_8_bits] = memory.temp_size_in_bytes
+    # For each head of 100 entries there is a scale of 4 bytes.
+    assert sizes[True] == sizes[False] * (100 + 4) // 400
+    # On CPUs, the keys and the values of one layer are converted to f32 at a time.
+    assert temporary[True] < temporary[False] + sizes[False] / 6
 
 
 @pytest.mark.slow

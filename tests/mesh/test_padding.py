@@ -119,7 +119,7 @@ def test_checkpoints_have_no_padding_and_resume_on_any_mesh(tmp_path, block, par
     network.close()
 
 
-CHANGES = ({}, {"int8_weights": True}, {"norm": "rmsnorm", "pe": "t5"})
+CHANGES = ({}, {"int8_weights": True, "int8_cache": True}, {"norm": "rmsnorm", "pe": "t5"})
 SPLITS = (("shard_map", 8), ("jit", 4))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model.attention import MASKED, attend, causal_bias, rotate
+from mesh_transformer.model.attention import MASKED, LayerCache, attend, causal_bias, rotate
 from mesh_transformer.model.layers import (
     Embedding,
     Norm,
@@ -99,7 +99,7 @@ def test_attention_matches_a_numpy_implementation(window):
     positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
     bias = causal_bias(positions, positions, window) + extra
     k_BHSK, v_BHSK = (jnp.moveaxis(jnp.asarray(x), 1, 2) for x in (k, v))
-    actual = attend(jnp.asarray(q), k_BHSK, v_BHSK, bias)
+    actual = attend(jnp.asarray(q), LayerCache(k_BHSK, v_BHSK), bias)
     for row in range(2):
         for head in range(3):
             for at in range(6):
@@ -110,10 +110,28 @@ def test_attention_matches_a_numpy_implementation(window):
                 np.testing.assert_allclose(actual[row, at, head], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("queries", [1, 2, 6])
+def test_attention_to_8_bit_keys_and_values_is_that_to_their_products_with_the_scales(queries):
+    q, k, v = (jnp.asarray(normal(seed, 2, 3, 6, 4)) for seed in range(3))
+    q_BTHK = jnp.moveaxis(q, 1, 2)[:, -queries:]
+    cache = LayerCache(k, 100 * v).in_8_bits()
+    assert cache.k_BHSK.dtype == cache.v_BHSK.dtype == jnp.int8
+    restored = LayerCache(cache.k_BHSK * cache.k_scale_BHS1, cache.v_BHSK * cache.v_scale_BHS1)
+    for exact, rounded in zip((k, 100 * v), restored[:2], strict=True):
+        # Half a quantization step, and the rounding errors of f32.
+        assert np.all(abs(exact - rounded) <= abs(exact).max(-1, keepdims=True) / 254 * (1 + 1e-4))
+    positions = jnp.broadcast_to(jnp.arange(6), (2, 6))
+    bias = causal_bias(positions[:, -queries:], positions, 5)
+    # Sums of six terms in f32, of values up to 300.
+    np.testing.assert_allclose(
+        attend(q_BTHK, cache, bias), attend(q_BTHK, restored, bias), atol=3e-4, rtol=1e-5
+    )
+
+
 def test_a_fully_masked_row_stays_finite():
     bias = jnp.full((1, 1, 1, 4), MASKED)
     k, v = (jnp.asarray(normal(seed, 1, 1, 4, 2)) for seed in (0, 1))
-    actual = attend(jnp.ones((1, 1, 1, 2)), k, v, bias)
+    actual = attend(jnp.ones((1, 1, 1, 2)), LayerCache(k, v), bias)
     np.testing.assert_allclose(actual[0, 0, 0], v[0, 0].mean(axis=0), rtol=1e-6)
 
 

@@ -19,21 +19,27 @@ from tests.support.mixes import (
 )
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=["one device", "2 x 2 devices"])
+@pytest.fixture(
+    scope="module",
+    params=[(1, False), (4, False), (1, True)],
+    ids=["one device", "2 x 2 devices", "8-bit cache"],
+)  # number of devices, int8_cache
 def networks(request):
-    mesh = {"cores_per_replica": min(request.param, 2), "tpu_size": request.param}
+    devices, int8_cache = request.param
+    mesh = {"cores_per_replica": min(devices, 2), "tpu_size": devices, "int8_cache": int8_cache}
     config = Config(**(SMALL | {"seq": 128, "n_vocab": 64} | mesh))
-    return Networks(lambda: CausalTransformer(config, devices=jax.devices()[: request.param]))
+    return Networks(lambda: CausalTransformer(config, devices=jax.devices()[:devices]))
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_features_change_no_bit_in_fixed_shapes(networks, seed):
     features, different, _ = compare(networks, seed)
     assert not different, features
 
 
 @pytest.mark.quick(1)
+@pytest.mark.parametrize("networks", [(1, False), (4, False)], indirect=True, scope="module")
 @pytest.mark.parametrize("seed", range(2))
 def test_otherwise_features_change_tokens_only_where_logits_are_nearly_equal(networks, seed):
     """Chunks, kept beginnings and guesses against one request at a time without any of them."""
