@@ -64,6 +64,9 @@ class Network(Protocol):
     def score(
         self, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None = None
     ) -> Any: ...
+    def embed(
+        self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean"
+    ) -> np.ndarray: ...
 
 
 class TrainSet(Protocol):

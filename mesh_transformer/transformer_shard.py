@@ -25,6 +25,7 @@ from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prefixes import Pool
+from mesh_transformer.generation.prompts import check_pooled
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows, limit_in_flight, process_rows
@@ -248,6 +249,24 @@ class CausalTransformer:
             longest -= len(beginning)
         tokens = check_tokens(self.config, "tokens", tokens, 2, longest=longest)
         return self._generator.score(self._own_params(), tokens, alternatives, beginning)
+
+    def embed(self, tokens: ArrayLike, lengths: ArrayLike, pooling: str = "mean") -> np.ndarray:
+        """Return a vector for each text, from the last layer's normed output.
+
+        Args:
+          tokens: token ids [B, T], one left-aligned text per row; T is at most `config.seq`.
+          lengths: number of tokens of each text, [B], from 1 to T.
+          pooling: "mean" for the mean over the text's tokens, "last" for the last token's vector.
+
+        Returns:
+          An f32 array [B, D].  The vectors are not scaled to length 1.
+
+        Raises:
+          InputError: if an argument is invalid.
+        """
+        texts = check_tokens(self.config, "tokens", np.asarray(tokens), 2)
+        sizes = check_pooled(texts, lengths, pooling)
+        return self._generator.embed(self._own_params(), texts, sizes, pooling)
 
     def generate(
         self,

@@ -76,6 +76,25 @@ def test_answers_over_http_are_torchs(folder, mesh):
 
 
 @pytest.mark.quick(1)
+@pytest.mark.parametrize("mesh", ["one", "2x4"])
+def test_embeddings_are_torchs_last_hidden_states(folder, mesh):
+    rng = np.random.default_rng(4)
+    lengths = [9, 1, 5]
+    tokens = rng.integers(0, VOCAB, (3, 9))
+    model = AutoModelForCausalLM.from_pretrained(folder).eval().base_model
+    with torch.no_grad():
+        hidden = [
+            model(torch.tensor(t[None, :n]))[0][0] for t, n in zip(tokens, lengths, strict=True)
+        ]
+    network = load(folder, mesh)
+    for pooling, pooled in (("mean", lambda x: x.mean(0)), ("last", lambda x: x[-1])):
+        actual = network.embed(tokens, lengths, pooling)
+        expected = [pooled(states).numpy() for states in hidden]
+        # Normed values of order 1, in f32.
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.quick(1)
 def test_8_bit_weights_change_the_logprobs_little(folder):
     def logprobs(network):
         prompt = np.random.default_rng(1).integers(0, VOCAB, 20)

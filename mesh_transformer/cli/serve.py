@@ -72,6 +72,11 @@ def parse_args() -> argparse.Namespace:
         metavar="FILE",
         help="Jinja template of a model that can chat, or plain (default: the tokenizer's, if any)",
     )
+    parser.add_argument(
+        "--embeddings",
+        choices=("mean", "last"),
+        help="serve /v1/embeddings: the mean over a text's tokens, or the last token's vector",
+    )
     drain = "seconds to finish running requests at shutdown (default 60)"
     parser.add_argument("--drain-seconds", type=int, default=60, help=drain)
     add_host_arguments(parser, required=False)
@@ -115,6 +120,7 @@ def main() -> None:
                 chunk=args.chunk,
                 kept_tokens=args.prefix_cache,
                 fixed_shapes=args.fixed_shapes,
+                pooling=args.embeddings,
                 stall_seconds=args.stall_seconds,
             )
             engine.warm_up()

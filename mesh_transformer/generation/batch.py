@@ -116,6 +116,13 @@ def compile_score(
     return compiled(function, config, mesh, specs, rows)
 
 
+def compile_embed(config: Config, mesh: Mesh, pooling: str) -> Callable[..., Array]:
+    """Return `decode.embed`, compiled as a function (weights, tokens, lengths) -> vectors."""
+    rows = P("dp")
+    function = functools.partial(decode.embed, pooling=pooling)
+    return compiled(function, config, mesh, (decode.weight_specs(config), rows, rows), rows)
+
+
 def compile_prefill(
     config: Config, mesh: Mesh, alternatives: int | None, width: int, pool: bool
 ) -> Callable[..., Any]:
@@ -184,6 +191,7 @@ class Generator:
         self.empty = functools.cache(functools.partial(compile_empty, self.config, mesh))
         self.grow = compile_grow(self.config, mesh)
         self._score = functools.cache(functools.partial(compile_score, self.config, mesh))
+        self._embed = functools.cache(functools.partial(compile_embed, self.config, mesh))
         self._before = compile_before(self.config, mesh)
         # The last beginning that `score` got, and its keys and values.
         self._begun: tuple[bytes, decode.Before] | None = None
@@ -251,6 +259,14 @@ class Generator:
             top_token=scored.top_token[..., :alternatives],
             top_logprob=scored.top_logprob[..., :alternatives],
         )
+
+    def embed(
+        self, params: Any, tokens: np.ndarray, lengths: np.ndarray, pooling: str
+    ) -> np.ndarray:
+        """Return a vector for each row's text; see `CausalTransformer.embed`."""
+        rows = [self.rows.place(self.rows.pad(x), P("dp")) for x in (tokens, lengths)]
+        vectors = self._embed(pooling)(self.weights(params), *rows)
+        return np.asarray(self.rows.fetch(vectors, len(tokens)))
 
     def _text(self, weights: Weights, tokens: np.ndarray) -> decode.Before:
         """Return the keys and values of the text that all rows follow, token ids [T]."""

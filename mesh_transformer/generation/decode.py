@@ -325,6 +325,31 @@ def score(
     return Chosen(following_BT, -loss_BT, token_BTN.astype(jnp.uint32), top_logprob_BTN)
 
 
+def embed(
+    weights: Weights, tokens_BT: Array, length_B: Array, pooling: str, config: Config, par: Parallel
+) -> Array:
+    """Return one f32 vector per text, [B, D], from what the output head reads at its positions.
+
+    With the norm layernorm-desync, each shard of the head reads other values; these are averaged.
+
+    Args:
+      tokens_BT: token ids of B texts; the padding after a text is ignored.
+      length_B: number of tokens of each text.
+      pooling: "mean" for the mean over the text's positions, or "last" for its last position.
+    """
+    positions_1T = jnp.arange(tokens_BT.shape[1])[None]
+    context = _context(weights, positions_1T, positions_1T, None, config, par)
+    x_BTD, _ = _forward(weights, tokens_BT, context, None, config, par)
+    if pooling == "last":
+        x_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
+        positions_1T, length_B = positions_1T[:, :1], jnp.ones_like(length_B)
+    norm = transformer.transforms(config, par)["proj"]
+    x_GBTD = norm.apply(transformer.projection_params(weights), x_BTD, head=False)
+    x_BTD = par.sum(x_GBTD.astype(jnp.float32).mean(axis=0)) / par.mp
+    in_text_BT = positions_1T < length_B[:, None]
+    return jnp.where(in_text_BT[..., None], x_BTD, 0).sum(axis=1) / length_B[:, None]
+
+
 def prefill(
     weights: Weights,
     state: DecodeState,

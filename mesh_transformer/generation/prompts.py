@@ -10,6 +10,8 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.util import InputError, brief
 
+POOLINGS = ("mean", "last")  # see `CausalTransformer.embed`
+
 
 def longest_text(config: Config) -> int | None:
     """Return the maximum total length of a prompt and its answer in tokens, or None for no limit.
@@ -65,6 +67,34 @@ def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> lis
             f"1 to {tokens.shape[1]}, the width of ctx"
         )
     return [row[len(row) - int(n) :] for row, n in zip(tokens, length, strict=True)]
+
+
+def check_pooled(tokens: np.ndarray, lengths: ArrayLike, pooling: str) -> np.ndarray:
+    """Return the lengths of left-aligned texts, int32 [B].
+
+    Args:
+      tokens: token ids [B, T].
+      lengths: number of tokens of each text.
+      pooling: "mean" or "last"; it is validated, but not otherwise used.
+
+    Raises:
+      InputError: if the lengths are not B whole numbers from 1 to T, or `pooling` is another value.
+    """
+    rows, width = tokens.shape
+    given = np.asarray(lengths)
+    if given.dtype.kind not in "iu" or given.shape != (rows,):
+        raise InputError(
+            f"embed: lengths has dtype {given.dtype} and shape {given.shape}, expected {rows} "
+            "integers, one for each text"
+        )
+    if given.min() < 1 or given.max() > width:
+        raise InputError(
+            f"embed: lengths has values from {given.min()} to {given.max()}, expected 1 to "
+            f"{width}, the width of tokens"
+        )
+    if pooling not in POOLINGS:
+        raise InputError(f"embed: pooling is {pooling!r}, expected one of {', '.join(POOLINGS)}")
+    return given.astype(np.int32)
 
 
 def _array(name: str, values: ArrayLike) -> np.ndarray:

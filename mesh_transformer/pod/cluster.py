@@ -269,6 +269,12 @@ class TPUCluster:
         results = self.call("score", *[(*share, alternatives, beginning) for share in shares])
         return Chosen(*(self._joined(parts, len(tokens)) for parts in zip(*results, strict=True)))
 
+    def embed(self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean") -> np.ndarray:
+        """Return a vector for each text; see `CausalTransformer.embed`."""
+        batch = {"tokens": self._padded(tokens), "lengths": self._padded(lengths)}
+        calls = [(*share.values(), pooling) for (share,) in self._shares(batch)]
+        return self._joined(self.call("embed", *calls), len(tokens))
+
     def generate(
         self,
         ctx: ArrayLike,
@@ -421,15 +427,10 @@ class TPUCluster:
         return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
 
     def _shares(self, batch: Any, axis: int = 0) -> list[tuple[Any]]:
-        """Split a batch into the rows of each host.
-
-        Args:
-          batch: an array or a dict of arrays.
-          axis: the row axis of the arrays.
+        """Split an array or a dict of arrays into the rows (along `axis`) of each host.
 
         Returns:
-          One 1-tuple per host, to pass to `call` as `arguments`.  The tuple contains the host's
-          rows in the same form as `batch`.
+          One 1-tuple per host, to pass to `call` as `arguments`, with the host's rows of `batch`.
         """
 
         def of(replicas: list[int]) -> Any:

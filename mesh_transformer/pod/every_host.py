@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 
 import mesh_transformer
 from mesh_transformer.checkpoint.orbax_handlers import SAVE_SECONDS
@@ -120,6 +121,10 @@ class EveryHost(CausalTransformer):
     ) -> Chosen:
         with self._call():
             return super().score(tokens, alternatives, beginning)
+
+    def embed(self, tokens: ArrayLike, lengths: ArrayLike, pooling: str = "mean") -> np.ndarray:
+        with self._call():
+            return super().embed(tokens, lengths, pooling)
 
     def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> "_Batch":  # type: ignore[override]
         with self._call():

@@ -38,7 +38,7 @@ class RestartingCluster:
     """A `TPUCluster` for servers that restarts all hosts after a host failure.
 
     If a host fails during `batch` or `eval`, or has failed earlier, all hosts are restarted and the
-    call is retried.  If a host fails during `score` or during a method of a batch, HostError is
+    call is retried.  If a host fails during `score`, `embed` or a method of a batch, HostError is
     raised, and the next call of `batch` or `eval` restarts the hosts.
 
     Args:
@@ -109,6 +109,10 @@ class RestartingCluster:
     ) -> Chosen:
         """Return the logprob of each token given the tokens before it; see `TPUCluster.score`."""
         return self._cluster.score(tokens, alternatives, beginning)
+
+    def embed(self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean") -> np.ndarray:
+        """Return a vector for each text; see `CausalTransformer.embed`."""
+        return self._cluster.embed(tokens, lengths, pooling)
 
     def close(self) -> None:
         """Shut down the hosts immediately, even during a call, and never restart them."""

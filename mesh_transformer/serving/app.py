@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -28,12 +29,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mesh_transformer.serving.embeddings import embeddings_of
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
     ApiError,
     ChatRequest,
     CompletionRequest,
     ContextRequest,
+    EmbeddingRequest,
     Keys,
     SamplingRequest,
     parse,
@@ -44,8 +47,9 @@ from mesh_transformer.util import InputError, brief
 
 EVENTS = "text/event-stream"
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"  # OpenAI's paths for conversations
+EMBEDDINGS = "/v1/embeddings"
 REQUEST_ID = "x-request-id"  # header of requests and responses
-COMPLETION = "completion"  # key of a request's `Completion` in its state
+COMPLETION = "completion"  # key of a request's `Completion` or `Embeddings` in its state
 EXIT_SECONDS = 1.0  # maximum time for the engine to stop after the last answer
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -375,6 +379,22 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     else:
         app.add_api_route(CHAT, chat, methods=["POST"], openapi_extra=_body_of(ChatRequest))
 
+    async def embeddings(request: Request) -> Response:
+        keys.check(request)
+        if service.engine.pooling is None:
+            raise ApiError(
+                404, f"POST {EMBEDDINGS}: not served; start the server with --embeddings"
+            )
+        body = parse(EmbeddingRequest, await read_json(request))
+        answer = await embeddings_of(service, body)
+        request.scope["state"][COMPLETION] = answer
+        return JSONResponse(await unless_disconnected(request, answer.json_response(), answer))
+
+    described: dict[str, Any] = {"include_in_schema": False}
+    if service.engine.pooling is not None:
+        described = {"openapi_extra": _body_of(EmbeddingRequest)}
+    app.add_api_route(EMBEDDINGS, embeddings, methods=["POST"], **described)
+
     @app.post("/complete", openapi_extra=_body_of(ContextRequest))
     async def complete(request: Request) -> Response:
         keys.check(request)
@@ -396,6 +416,6 @@ async def _answered(request: Request, body: SamplingRequest, completion: Complet
     return StreamingResponse(choices, media_type="application/json")
 
 
-def _body_of(kind: type[SamplingRequest] | type[ContextRequest]) -> dict[str, Any]:
+def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of an endpoint whose request body has the type `kind`."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}

@@ -65,28 +65,31 @@ class Progress(NamedTuple):
       tokens: newly generated tokens.
       prompt: the prompt's tokens with their logprobs.  None if the request does not set `score`,
         and in all updates but the first.
+      vector: the prompt's vector, f32 [D], if the request sets `embed`.
       ended: whether this is the last update of the request.
       error: the exception that has ended the request, or None.
     """
 
     tokens: Sequence[Token] = ()
     prompt: list[Token] | None = None
+    vector: np.ndarray | None = None
     ended: bool = False
     error: Exception | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A request to continue one prompt, to score it, or both.
+    """A request to continue one prompt, to score it, or both; or to return its vector.
 
     Attributes:
       prompt: token ids [T].
-      length: maximum number of tokens to generate; 0 is allowed only if `score` is true.
+      length: maximum number of tokens to generate; 0 is allowed only if `score` or `embed` is true.
       settings: the sampling settings of the answer.
       deliver: callback that the engine's worker thread calls with each `Progress`; must not block.
       stop: the id of a token that ends the answer early, or None.  This token is also delivered.
       logprobs: whether generated tokens are delivered with logprobs.
       score: whether the prompt's tokens are delivered too, with logprobs.
+      embed: whether the prompt's vector is delivered, and nothing else.
       cancelled: whether `Engine.cancel` has been called for this request.
       began: when the request was created, as a value of `time.perf_counter`.
       generated: number of tokens generated so far.
@@ -102,12 +105,18 @@ class Request:
     stop: int | None = None
     logprobs: bool = False
     score: bool = False
+    embed: bool = False
     cancelled: bool = False
     began: float = dataclasses.field(default_factory=time.perf_counter)
     generated: int = 0
     row: int = -1
     filled: int = 0
     cached: int = 0
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether the next call for this request reads its prompt, and needs no batch row."""
+        return self.score or self.embed
 
 
 class QueueFullError(Exception):
@@ -143,6 +152,8 @@ class Engine:
         prompts; None keeps 4 windows, and 0 none.
       fixed_shapes: whether to compute each prompt alone, in equal chunks, so that an answer does
         not depend on other requests even by rounding.
+      pooling: how a prompt's vector is made (see `CausalTransformer.embed`); None: no request may
+        set `embed`.
       stall_seconds: time after which `health_problem` reports that a turn (a prefill or scoring
         call, then a decode call) has stalled.  Call `warm_up` before `start`, so that no turn
         includes a compilation.
@@ -163,12 +174,14 @@ class Engine:
         chunk: int = CHUNK,
         kept_tokens: int | None = None,
         fixed_shapes: bool = False,
+        pooling: str | None = None,
         stall_seconds: float = STALL_SECONDS,
     ):
         self.network = network
         self.rows = rows
         self.queue = queue
         self.steps = steps
+        self.pooling = pooling
         self.stall_seconds = stall_seconds
         self._fixed = fixed_shapes
         self._speculation = Speculation(bool(speculate), always=fixed_shapes)
@@ -230,6 +243,8 @@ class Engine:
         widths = sorted({bucket(n, MIN_WIDTH, config.seq) for n in range(1, config.seq)})
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
             self._score_text(np.zeros(width, np.int32))
+            if self.pooling is not None:
+                self._vector(np.zeros(width, np.int32))
         self._prefiller.warm_up()
         # In fixed shapes, a request for logprobs must not change the program of the others.
         for alternatives in (ALTERNATIVES,) if self._fixed else (None, ALTERNATIVES):
@@ -342,13 +357,13 @@ class Engine:
     def _next_requests(self) -> list[Request]:
         """Remove the next turn's requests from the front of the queue, and return them.
 
-        The result is either one request to score, requests to insert in chunks, or the requests for
-        one prefill call.  The result is empty if no request is waiting, if no batch row is free for
-        a prefill, or if it is the turn of the chunks.
+        The result is either one request to score or embed, requests to insert in chunks, or the
+        requests for one prefill call.  The result is empty if no request is waiting, if no batch
+        row is free for a prefill, or if it is the turn of the chunks.
         """
         if not self._waiting or (self._filling and self._chunks_first):
             return []
-        if self._waiting[0].score:
+        if self._waiting[0].reads_only:
             return [self._waiting.popleft()]
         free = sum(request.cancelled for request in [*self._active.values(), *self._filling])
         free += self.rows - self.active
@@ -357,7 +372,7 @@ class Engine:
         for request in itertools.islice(self._waiting, min(free, PREFILL_SIZES[0])):
             longest = max(longest, len(request.prompt))
             crowded = fitting and not self._prefiller.may_share_call(fitting + 1, longest)
-            if request.score or self._prefiller.in_chunks(request.prompt) != chunks:
+            if request.reads_only or self._prefiller.in_chunks(request.prompt) != chunks:
                 break
             if crowded and not chunks:
                 break
@@ -366,12 +381,14 @@ class Engine:
         return [self._waiting.popleft() for _ in range(size)]
 
     def _turn(self) -> None:
-        """Free the rows of cancelled requests, prefill or score new requests, then decode."""
+        """Free the rows of cancelled requests, prefill or read new requests, then decode."""
         for row in [row for row, request in self._active.items() if request.cancelled]:
             self._free(row)
         self._filling = collections.deque(r for r in self._filling if not r.cancelled)
         admitted = self._admitted
-        if admitted and admitted[0].score:
+        if admitted and admitted[0].embed:
+            self._embed(admitted[0])
+        elif admitted and admitted[0].score:
             self._score(admitted[0])
         elif admitted and not self._prefiller.in_chunks(admitted[0].prompt):
             self._prefill(admitted)
@@ -399,6 +416,19 @@ class Engine:
         if request.length and not request.cancelled:
             with self._wake:
                 self._waiting.appendleft(request)  # to the front, where it was before
+
+    def _embed(self, request: Request) -> None:
+        """Deliver the prompt's vector."""
+        vector = self._vector(request.prompt)
+        self._metrics.prompt_tokens(len(request.prompt))
+        self._deliver(request, Progress(vector=vector, ended=True))
+
+    def _vector(self, text: np.ndarray) -> np.ndarray:
+        """Return the vector of token ids [T], f32 [D]."""
+        assert self.pooling is not None
+        padded = np.zeros((1, bucket(len(text), MIN_WIDTH, self.network.config.seq)), np.int32)
+        padded[0, : len(text)] = text
+        return self.network.embed(padded, np.array([len(text)]), self.pooling)[0]
 
     def _score_text(self, text: np.ndarray) -> Any:
         """Return the logprobs of token ids `text[1:]` as a `Chosen` tuple; `text` is [T]."""

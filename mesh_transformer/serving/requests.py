@@ -358,6 +358,16 @@ class ChatRequest(SamplingRequest):
     )
 
 
+class EmbeddingRequest(_StrictModel):
+    """The body of `POST /v1/embeddings`."""
+
+    input: Any = _field(..., PROMPT)
+    model: str | None = _field(None, TEXT)
+    encoding_format: Literal["float", "base64"] = _field("float", "float or base64")
+    dimensions: int | None = _field(None, "the model's d_model, or no value")
+    user: str | None = _field(None, TEXT)
+
+
 class ContextRequest(_StrictModel):
     """The body of `POST /complete`.
 
@@ -436,6 +446,7 @@ def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
 EXAMPLES = {
     CompletionRequest: {"prompt": "Hello", "max_tokens": 16},
     ChatRequest: {"messages": [{"role": "user", "content": "Hello"}]},
+    EmbeddingRequest: {"input": "Hello"},
     ContextRequest: {"context": "Hello", "top_p": 0.9, "temp": 0.75},
 }
 
@@ -455,8 +466,8 @@ def _shown(value: Any) -> str:
     return brief(json.dumps(value, ensure_ascii=False))
 
 
-def prompts_of(prompt: Any) -> list[str | list[int]]:
-    """Return the prompts in a `prompt` field as a list.
+def prompts_of(prompt: Any, key: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts in the field `key` as a list.
 
     As in OpenAI's API, the field is one prompt or a list of prompts.  A prompt is a text or a list
     of token ids.  All prompts in a list must be of the same kind.
@@ -470,7 +481,7 @@ def prompts_of(prompt: Any) -> list[str | list[int]]:
             return prompts
         if all(_all(tokens, int) for tokens in prompts):
             return prompts
-    raise invalid("prompt", prompt, PROMPT)
+    raise invalid(key, prompt, PROMPT)
 
 
 def _all(values: Any, kind: type) -> bool:

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
@@ -110,7 +110,7 @@ class Service:
         if not length and not body.echo:
             raise invalid("max_tokens", length, "at least 1 unless echo is true")
         self._check_length(length, "max_tokens")
-        prompts = [await self._tokens(prompt, length) for prompt in prompts_of(body.prompt)]
+        prompts = [await self.tokens(prompt, length) for prompt in prompts_of(body.prompt)]
         completion = Completion(self, body)
         self._begin(completion, body, prompts, length)
         return completion
@@ -137,7 +137,7 @@ class Service:
         except InputError as error:
             message = f"messages: {error}; change the messages"
             raise ApiError(400, message, param="messages") from None
-        prompt = await self._tokens(text, length or 1, "messages", special=False)
+        prompt = await self.tokens(text, length or 1, "messages", special=False)
         if length is None:
             window = self.engine.network.config.window
             most = longest_text(self.engine.network.config) or window
@@ -196,7 +196,7 @@ class Service:
         if length > self.most_tokens:
             raise invalid(param, length, f"at most {self.most_tokens}")
 
-    async def _tokens(
+    async def tokens(
         self, prompt: str | list[int], length: int, param: str = "prompt", *, special: bool = True
     ) -> np.ndarray:
         """Return a prompt's token ids [T].
@@ -348,13 +348,7 @@ class Completion:
           ApiError: if the engine's queue is full (status 429), or the engine has stopped (503).
         """
         requests = {id(choice.request): choice.request for choice in self._choices}
-        try:
-            self._service.engine.submit(list(requests.values()))
-        except QueueFullError as error:
-            headers = {"Retry-After": str(error.retry_after)}
-            raise ApiError(429, str(error), code="queue_full", headers=headers) from None
-        except StoppedEngineError as error:
-            raise _stopped(error) from None
+        submit(self._service.engine, list(requests.values()))
 
     async def _answers(self) -> list[Answer]:
         """Create and return one `Answer` per choice, with an `Echo` of its prompt if requested."""
@@ -379,10 +373,8 @@ class Completion:
         running = set(range(len(answers)))
         while running:
             indices, progress = await self._updates.get()
-            if isinstance(progress.error, StoppedEngineError):
-                raise _stopped(progress.error) from progress.error
             if progress.error is not None:
-                raise ApiError(500, "the model failed; send the request again") from progress.error
+                raise failed(progress.error) from progress.error
             for index in running.intersection(indices):
                 piece = answers[index].feed(progress)
                 if piece.finish is not None:
@@ -526,8 +518,26 @@ class ChatCompletion(Completion):
         return {"token": word, "logprob": logprob, "bytes": self._service.words.bytes_of(number)}
 
 
-def _stopped(error: StoppedEngineError) -> ApiError:
-    return ApiError(503, str(error), headers={"Retry-After": "10"})
+def submit(engine: Engine, requests: Sequence[engines.Request]) -> None:
+    """Submit requests to the engine.
+
+    Raises:
+      ApiError: if the engine's queue is full (status 429), or the engine has stopped (503).
+    """
+    try:
+        engine.submit(requests)
+    except QueueFullError as error:
+        headers = {"Retry-After": str(error.retry_after)}
+        raise ApiError(429, str(error), code="queue_full", headers=headers) from None
+    except StoppedEngineError as error:
+        raise failed(error) from None
+
+
+def failed(error: Exception) -> ApiError:
+    """Return what to send to the client of a request that the engine ended with an error."""
+    if isinstance(error, StoppedEngineError):
+        return ApiError(503, str(error), headers={"Retry-After": "10"})
+    return ApiError(500, "the model failed; send the request again")
 
 
 def _top(words: TokenTexts, spot: TokenOffset, count: int) -> dict[str, float] | None:
@@ -545,12 +555,18 @@ def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
+class Cancellable(Protocol):
+    """The answer to an HTTP request."""
+
+    def cancel(self) -> None: ...
+
+
 async def unless_disconnected(
-    request: Request, work: Coroutine[Any, Any, Any], completion: Completion
+    request: Request, work: Coroutine[Any, Any, Any], answer: Cancellable
 ) -> Any:
     """Return the result of `work`, unless the client disconnects first.
 
-    If `completion` is still running when this function ends, the completion is cancelled.
+    When this function ends, what is still running of `answer` is cancelled.
 
     Raises:
       ClientDisconnect: if the client disconnects first.
@@ -569,4 +585,4 @@ async def unless_disconnected(
     finally:
         task.cancel()
         watch.cancel()
-        completion.cancel()
+        answer.cancel()

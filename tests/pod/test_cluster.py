@@ -112,6 +112,10 @@ def test_cluster_matches_a_single_process(cluster, single, tmp_path):
         scored = zip(cluster.score(batch["obs"], 3), single.score(batch["obs"], 3), strict=True)
         for actual, value in scored:  # f32 logprobs near 5, added in a different order
             np.testing.assert_allclose(actual, value, rtol=0, atol=1e-5)
+        texts = batch["obs"], np.arange(1, rows + 1)
+        embedded = (network.embed(*texts) for network in (cluster, single))
+        # Means of normed values of order 1, in f32.
+        np.testing.assert_allclose(*embedded, rtol=0, atol=1e-5)
     rng = np.random.default_rng(0)
     prompts, length = rng.integers(0, VOCAB, (5, 40)), np.asarray([1, 3, 2, 12, 9])
     options = {"seed": np.arange(5), "top_p": np.linspace(0.2, 1, 5), "temp": 0.8}

@@ -1,0 +1,99 @@
+"""Answers to `POST /v1/embeddings`: one vector of length 1 per text."""
+
+import asyncio
+import base64
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.serving import engine as engines
+from mesh_transformer.serving.requests import EmbeddingRequest, invalid, prompts_of
+from mesh_transformer.serving.service import Service, failed, submit
+
+
+async def embeddings_of(service: Service, body: EmbeddingRequest) -> "Embeddings":
+    """Begin the answer to a `POST /v1/embeddings` request, as in OpenAI's API.
+
+    Raises:
+      ApiError: if the request is invalid for this model, or if the engine rejects the request.
+    """
+    service.check_model(body.model)
+    width = service.engine.network.config.d_model
+    if body.dimensions not in (None, width):
+        raise invalid("dimensions", body.dimensions, f"{width}, the model's, or no value")
+    texts = prompts_of(body.input, "input")
+    room = service.engine.rows + service.engine.queue
+    if len(texts) > room:
+        raise invalid("input", body.input, f"at most {room} texts, as the server has no more room")
+    tokens = [await service.tokens(text, 0, "input") for text in texts]
+    return Embeddings(service, body, tokens)
+
+
+class Embeddings:
+    """The vectors of the texts of one HTTP request, which arrive from the engine one by one.
+
+    Args:
+      body: the HTTP request.
+      texts: token ids [T] of each text.
+
+    Raises:
+      ApiError: at construction, if the engine rejects the request.
+    """
+
+    def __init__(self, service: Service, body: EmbeddingRequest, texts: list[np.ndarray]):
+        self._service = service
+        self._in_base64 = body.encoding_format == "base64"
+        self._updates: asyncio.Queue[tuple[int, engines.Progress]] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._requests = [
+            engines.Request(
+                text, 0, SamplingOptions(), lambda x, at=at: self._deliver(at, x), embed=True
+            )
+            for at, text in enumerate(texts)
+        ]
+        submit(service.engine, self._requests)
+
+    def _deliver(self, index: int, progress: engines.Progress) -> None:
+        """Pass an update from the engine's thread to the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, as the server has stopped
+            self._loop.call_soon_threadsafe(self._updates.put_nowait, (index, progress))
+
+    def cancel(self) -> None:
+        """Cancel the texts that have no vector yet."""
+        for request in self._requests:
+            self._service.engine.cancel(request)
+
+    async def json_response(self) -> dict[str, Any]:
+        """Wait for all vectors, and return the response in OpenAI's format.
+
+        Raises:
+          ApiError: if the engine has stopped (status 503), or the model fails (500).
+        """
+        vectors: list[Any] = [None] * len(self._requests)
+        for _ in self._requests:
+            index, progress = await self._updates.get()
+            if progress.error is not None:
+                raise failed(progress.error) from progress.error
+            vectors[index] = self._encoded(progress.vector)
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": vector}
+                for index, vector in enumerate(vectors)
+            ],
+            "model": self._service.name,
+            "usage": self.usage(),
+        }
+
+    def _encoded(self, vector: np.ndarray | None) -> list[float] | str:
+        """Scale a vector to length 1, and return its numbers, or their little-endian f32 bytes."""
+        assert vector is not None
+        unit = (vector / max(np.linalg.norm(vector), 1e-12)).astype("<f4")
+        return base64.b64encode(unit.tobytes()).decode() if self._in_base64 else unit.tolist()
+
+    def usage(self) -> dict[str, Any]:
+        """Return the number of tokens of all texts, which is also the total."""
+        count = sum(len(request.prompt) for request in self._requests)
+        return {"prompt_tokens": count, "total_tokens": count}

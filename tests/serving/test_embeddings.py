@@ -1,0 +1,151 @@
+"""`POST /v1/embeddings`, with a network whose vectors are known."""
+
+import base64
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import openai
+import pytest
+
+from mesh_transformer.cli import serve as command
+from mesh_transformer.generation.prompts import POOLINGS
+from tests.support.live_server import connected, post, wait_for
+from tests.support.waiting import SECONDS
+
+pytest_plugins = ["tests.support.live_fixtures"]
+
+TEXTS = [[0, 1, 1, 9], [3], [2, 2, 0]]
+VECTORS = np.array([[1, 2, 0, 0], [0, 0, 0, 1], [1, 0, 2, 0]]) / np.sqrt([[5], [1], [5]])
+
+
+@pytest.fixture(scope="module")
+def live(serve):
+    return serve(pooling="last")
+
+
+def ask(live, **body):
+    answer = live.http.post("/v1/embeddings", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_each_text_has_a_vector_of_length_1(live):
+    answer = ask(live, input=TEXTS, model="fake", user="me")
+    assert (answer["object"], answer["model"]) == ("list", "fake")
+    assert answer["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
+    assert [(item["object"], item["index"]) for item in answer["data"]] == [
+        ("embedding", at) for at in range(3)
+    ]
+    actual = [item["embedding"] for item in answer["data"]]
+    np.testing.assert_allclose(actual, VECTORS, rtol=1e-6)  # rounded to f32
+    assert live.network.calls[-3:] == [("embed", 16, "last")] * 3  # padded to few widths
+
+
+@pytest.mark.parametrize("text", ["Hello there", "", [1, 2], ["One", "two"], [[1]]])
+def test_an_input_is_a_text_or_tokens_or_a_list_of_them(live, text):
+    several = isinstance(text, list) and not isinstance(text[0], int)
+    texts = text if several else [text]
+    tokens = [live.tokenizer(x)["input_ids"] if isinstance(x, str) else x for x in texts]
+    answer = ask(live, input=text)
+    assert len(answer["data"]) == len(texts)
+    assert answer["usage"]["total_tokens"] == sum(len(x or [0]) for x in tokens)
+    line = json.loads(live.log.getvalue().splitlines()[-1])
+    assert (line["path"], line["status"]) == ("/v1/embeddings", 200)
+    assert line["total_tokens"] == answer["usage"]["total_tokens"]
+
+
+def test_openai_client(live):
+    """By default, the client asks for base64 and decodes it."""
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        for options in ({}, {"encoding_format": "float"}, {"dimensions": 4}):
+            answer = client.embeddings.create(model="fake", input=TEXTS, **options)
+            actual = [item.embedding for item in answer.data]
+            np.testing.assert_allclose(actual, VECTORS, rtol=1e-6)
+    [item] = ask(live, input=TEXTS[:1], encoding_format="base64")["data"]
+    decoded = np.frombuffer(base64.b64decode(item["embedding"]), "<f4")
+    np.testing.assert_allclose(decoded, VECTORS[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"input": 3},
+        {"input": []},
+        {"input": [[50400]]},
+        {"input": "word " * 3000},
+        {"input": [1] * 65},
+        {"encoding_format": "int8"},
+        {"dimensions": 3},
+        {"dimensions": "4"},
+        {"pooling": "mean"},
+        {"prompt": "a"},
+        {"model": "other"},
+    ],
+    ids=lambda wrong: ascii(wrong)[:40],
+)
+def test_error_names_the_wrong_field(live, wrong):
+    status, error = live.refused({"input": "a"} | wrong, "/v1/embeddings")
+    assert status == (404 if "model" in wrong else 400)
+    assert error["param"] == next(iter(wrong))
+    assert error["message"].isprintable()
+
+
+def test_more_texts_than_the_server_has_room_for_are_refused(serve):
+    small = serve(pooling="mean", rows=2, queue=3)
+    assert len(ask(small, input=["a"] * 3)["data"]) == 3
+    status, error = small.refused({"input": ["a"] * 6}, "/v1/embeddings")
+    assert (status, error["param"]) == (400, "input")
+    assert "at most 5 texts" in error["message"]
+
+
+def test_a_server_without_embeddings_says_how_to_have_them(serve):
+    plain = serve()
+    status, error = plain.refused({"input": "a"}, "/v1/embeddings")
+    assert status == 404
+    assert "start the server with --embeddings" in error["message"]
+    assert "/v1/embeddings" not in plain.http.get("/openapi.json").text
+
+
+def test_texts_of_a_client_that_left_are_dropped(serve):
+    live = serve(pooling="mean")
+    live.network.allowed.clear()
+    with connected(live) as connection:
+        connection.sendall(post({"input": TEXTS}, "/v1/embeddings"))
+        wait_for(lambda: live.network.waits)
+    wait_for(lambda: all(request.cancelled for request in live.engine._waiting))
+    live.network.allowed.set()
+    wait_for(lambda: live.engine.waiting == 0)
+    assert ask(live, input="a")
+    assert live.network.calls.count(("embed", 16, "mean")) == 2  # the first text, and "a"
+
+
+def test_a_failure_of_the_network_is_an_error_of_the_request(serve):
+    live = serve(pooling="mean")
+    live.network.failures = [RuntimeError("broken")]
+    status, error = live.refused({"input": TEXTS}, "/v1/embeddings")
+    assert (status, error["type"]) == (500, "server_error")
+
+
+def test_texts_take_turns_with_running_answers(serve):
+    """A text is read between two decode calls, as a prompt is."""
+    live = serve(pooling="mean")
+    live.network.allowed.clear()
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(live.ask, prompt="Say: ", max_tokens=40, seed=1)
+        wait_for(lambda: live.network.waits)
+        vectors = pool.submit(ask, live, input=TEXTS)
+        wait_for(lambda: live.engine.waiting == 3)
+        live.network.allowed.set()
+        assert answer.result(SECONDS)["usage"]["completion_tokens"] == 40
+        assert len(vectors.result(SECONDS)["data"]) == 3
+    kinds = [kind for kind, *_ in live.network.calls if kind in ("embed", "decode")]
+    first = kinds.index("embed")
+    assert kinds[first : first + 5] == ["embed", "decode"] * 2 + ["embed"]
+
+
+def test_the_flag_has_every_pooling(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["serve", "--help"])
+    with pytest.raises(SystemExit):
+        command.parse_args()
+    assert f"--embeddings {{{','.join(POOLINGS)}}}" in capsys.readouterr().out
