@@ -309,7 +309,7 @@ class CausalTransformer:
         return self._generator.batch(self._own_params(), rows, pool, guesses)
 
     def only_generate(self) -> None:
-        """Free the state, keeping only the weights that `generate`, `batch` and `score` use.
+        """Free the state, but not the weights that `generate`, `batch`, `score` and `embed` use.
 
         Other methods that need the state raise InputError until a state is created or loaded again.
         """

@@ -28,7 +28,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prefixes import Pool
-from mesh_transformer.generation.prompts import check_prompts
+from mesh_transformer.generation.prompts import check_pooled, check_prompts
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.placement import gathered, process_rows, replica_rows
@@ -271,6 +271,7 @@ class TPUCluster:
 
     def embed(self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean") -> np.ndarray:
         """Return a vector for each text; see `CausalTransformer.embed`."""
+        lengths = check_pooled(tokens, lengths, pooling)
         batch = {"tokens": self._padded(tokens), "lengths": self._padded(lengths)}
         calls = [(*share.values(), pooling) for (share,) in self._shares(batch)]
         return self._joined(self.call("embed", *calls), len(tokens))

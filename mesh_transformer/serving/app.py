@@ -388,7 +388,8 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
         body = parse(EmbeddingRequest, await read_json(request))
         answer = await embeddings_of(service, body)
         request.scope["state"][COMPLETION] = answer
-        return JSONResponse(await unless_disconnected(request, answer.json_response(), answer))
+        parts = await unless_disconnected(request, answer.json_response(), answer)
+        return StreamingResponse(parts, media_type="application/json")
 
     described: dict[str, Any] = {"include_in_schema": False}
     if service.engine.pooling is not None:

@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import contextlib
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -65,8 +67,11 @@ class Embeddings:
         for request in self._requests:
             self._service.engine.cancel(request)
 
-    async def json_response(self) -> dict[str, Any]:
+    async def json_response(self) -> AsyncIterator[str]:
         """Wait for all vectors, and return the response in OpenAI's format.
+
+        Returns:
+          An iterator over consecutive parts of the JSON text, because the text may be long.
 
         Raises:
           ApiError: if the engine has stopped (status 503), or the model fails (500).
@@ -77,15 +82,17 @@ class Embeddings:
             if progress.error is not None:
                 raise failed(progress.error) from progress.error
             vectors[index] = self._encoded(progress.vector)
-        return {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": vector}
-                for index, vector in enumerate(vectors)
-            ],
-            "model": self._service.name,
-            "usage": self.usage(),
-        }
+        return self._parts(vectors)
+
+    async def _parts(self, vectors: list[Any]) -> AsyncIterator[str]:
+        """Yield the JSON response, one vector at a time."""
+        yield '{"object": "list", "data": ['
+        for index, vector in enumerate(vectors):
+            item = {"object": "embedding", "index": index, "embedding": vector}
+            yield (", " if index else "") + json.dumps(item)
+            await asyncio.sleep(0)  # so that one fast client cannot block the others
+        rest = {"model": self._service.name, "usage": self.usage()}
+        yield f"], {json.dumps(rest)[1:]}"
 
     def _encoded(self, vector: np.ndarray | None) -> list[float] | str:
         """Scale a vector to length 1, and return its numbers, or their little-endian f32 bytes."""

@@ -240,7 +240,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compile all programs that requests will need; call this while no requests are served."""
         config = self.network.config
-        widths = sorted({bucket(n, MIN_WIDTH, config.seq) for n in range(1, config.seq)})
+        widths = sorted({bucket(n, MIN_WIDTH, config.seq) for n in range(1, config.seq + 1)})
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
             self._score_text(np.zeros(width, np.int32))
             if self.pooling is not None:
@@ -421,6 +421,7 @@ class Engine:
         """Deliver the prompt's vector."""
         vector = self._vector(request.prompt)
         self._metrics.prompt_tokens(len(request.prompt))
+        self._finished.append(time.perf_counter())
         self._deliver(request, Progress(vector=vector, ended=True))
 
     def _vector(self, text: np.ndarray) -> np.ndarray:
