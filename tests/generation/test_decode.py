@@ -18,7 +18,7 @@ from mesh_transformer.generation.sampling import choose, penalize, sampler_setti
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
-from mesh_transformer.model.attention import LayerCache, write
+from mesh_transformer.model.attention import LayerCache, write, write_rows
 from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
@@ -108,23 +108,40 @@ def test_logits_at_every_position_match_a_full_pass(kind, place):
     np.testing.assert_array_equal(token_logprobs, drawn)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 3), (4, 1), (4, 3)])
 def test_write_changes_only_the_given_positions(rows, heads, dtype):
     """Compile as users do, unlike the other tests, so that the same kernels are tested."""
     rng = np.random.default_rng(3)
 
     def random_cache(slots: int) -> LayerCache:
-        shape = (rows, heads, slots, 5)
-        return LayerCache(*(jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2)))
+        shape, of = (rows, heads, slots, 5), "float32" if dtype == "int8" else dtype
+        cache = LayerCache(*(jnp.asarray(rng.normal(size=shape), of) for _ in range(2)))
+        return cache.in_8_bits() if dtype == "int8" else cache
 
     cache, new, slots = random_cache(7), random_cache(1), rng.integers(0, 7, (rows, 1))
     lowered = jax.jit(write).lower(cache, new, slots)
     written = lowered.compile(AS_USERS_COMPILE)(cache, new, slots)
-    for before, entry, after in zip(cache, new, written, strict=True):
+    for before, entry, after in zip(*map(jax.tree.leaves, (cache, new, written)), strict=True):
         expected = np.array(before)
         expected[np.arange(rows), :, slots[:, 0]] = np.asarray(entry)[:, :, 0]
         np.testing.assert_array_equal(np.asarray(after), expected)
+
+
+def test_rows_out_of_range_are_not_written():
+    rng = np.random.default_rng(4)
+
+    def random_cache(*shape: int) -> LayerCache:
+        return LayerCache(*(jnp.asarray(rng.normal(size=shape), "float32") for _ in range(2)))
+
+    whole = random_cache(3, 2, 9, 4), random_cache(4, 2, 5, 4)
+    rows, slots = np.array([3, 2, 4, 0]), np.array([0, 4, 1, 2])
+    for cache, new in (whole, [x.in_8_bits() for x in whole]):
+        written = jax.jit(write_rows)(cache, new, rows, slots)
+        for before, entry, after in zip(*map(jax.tree.leaves, (cache, new, written)), strict=True):
+            expected = np.array(before)
+            expected[2, :, 4:9], expected[0, :, 2:7] = entry[1], entry[3]
+            np.testing.assert_array_equal(after, expected)
 
 
 def cache_results(text: str, shape: tuple[int, ...]) -> list[str]:
