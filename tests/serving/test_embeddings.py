@@ -1,7 +1,6 @@
 """`POST /v1/embeddings`, with a network whose vectors are known."""
 
 import base64
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -24,10 +23,14 @@ def live(serve):
     return serve(pooling="last")
 
 
+def respond(live, **body):
+    response = live.http.post("/v1/embeddings", json=body)
+    assert response.status_code == 200, response.text
+    return response
+
+
 def ask(live, **body):
-    answer = live.http.post("/v1/embeddings", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return respond(live, **body).json()
 
 
 def test_each_text_has_a_vector_of_length_1(live):
@@ -47,10 +50,11 @@ def test_an_input_is_a_text_or_tokens_or_a_list_of_them(live, text):
     several = isinstance(text, list) and not isinstance(text[0], int)
     texts = text if several else [text]
     tokens = [live.tokenizer(x)["input_ids"] if isinstance(x, str) else x for x in texts]
-    answer = ask(live, input=text)
+    response = respond(live, input=text)
+    answer = response.json()
     assert len(answer["data"]) == len(texts)
     assert answer["usage"]["total_tokens"] == sum(len(x or [0]) for x in tokens)
-    line = json.loads(live.log.getvalue().splitlines()[-1])
+    line = live.logged(response.headers["x-request-id"])
     assert (line["path"], line["status"]) == ("/v1/embeddings", 200)
     assert line["total_tokens"] == answer["usage"]["total_tokens"]
 
@@ -112,8 +116,9 @@ def test_texts_of_a_client_that_left_are_dropped(serve):
     live.network.allowed.clear()
     with connected(live) as connection:
         connection.sendall(post({"input": TEXTS}, "/v1/embeddings"))
-        wait_for(lambda: live.network.waits)
-    wait_for(lambda: live.engine.waiting == 0)  # the first text has left the queue
+        # The first text waits in a call of the network, the others in the queue.
+        wait_for(lambda: live.network.waits and live.engine.waiting == len(TEXTS) - 1)
+    wait_for(lambda: live.engine.waiting == 0)  # they have been dropped
     live.network.allowed.set()
     assert ask(live, input="a")
     assert live.network.calls.count(("embed", 16, "mean")) == 2  # the first text, and "a"

@@ -11,8 +11,6 @@ import numpy as np
 import openai
 import pytest
 
-from tests.support.waiting import wait_until
-
 pytest_plugins = ["tests.support.live_fixtures"]
 
 # Answers.
@@ -271,17 +269,6 @@ def test_lm_eval_local_completions(live, tmp_path):
     assert text == live.text([15496], 1234, 40).partition("🎉")[0]
 
 
-def logged(live, name: str) -> dict[str, Any]:
-    """Return the line of the log about the request `name`."""
-
-    def find() -> list[dict[str, Any]]:
-        lines = map(json.loads, live.log.getvalue().splitlines())
-        return [line for line in lines if line["id"] == name]
-
-    (line,) = wait_until(find, f"the line about {name}")
-    return line
-
-
 def test_each_request_has_an_id_and_a_line_in_the_log(live):
     body = {"prompt": "Hello there", "max_tokens": 7, "n": 2}
     for stream in (False, True):
@@ -290,7 +277,7 @@ def test_each_request_has_an_id_and_a_line_in_the_log(live):
             "/v1/completions", json=body | {"stream": stream}, headers={"X-Request-Id": name}
         )
         assert response.headers["x-request-id"] == name
-        line = logged(live, name)
+        line = live.logged(name)
         assert line.pop("seconds") > 0
         assert line.pop("time").endswith("+00:00")
         assert line == {
@@ -305,7 +292,7 @@ def test_each_request_has_an_id_and_a_line_in_the_log(live):
             "prompt_tokens_details": {"cached_tokens": 0},
         }
     refused = live.http.post("/v1/completions", json={"beams": 2})
-    assert logged(live, refused.headers["x-request-id"])["status"] == 400
+    assert live.logged(refused.headers["x-request-id"])["status"] == 400
     for bad in ("a b", "x" * 129, ""):
         response = live.http.get("/health", headers={"X-Request-Id": bad})
         assert response.headers["x-request-id"].startswith("req-")

@@ -20,7 +20,7 @@ from mesh_transformer.serving.requests import Keys
 from mesh_transformer.serving.server import listen, make_server
 from mesh_transformer.serving.service import Service
 from tests.support.fake_network import FakeNetwork
-from tests.support.waiting import SECONDS
+from tests.support.waiting import SECONDS, wait_until
 
 
 class Live:
@@ -68,6 +68,16 @@ class Live:
         assert lines.pop() == "data: [DONE]"
         for line in lines:
             yield json.loads(line.removeprefix("data: "))
+
+    def logged(self, name: str) -> dict[str, Any]:
+        """Return the log's line about the request `name`, written after its response is sent."""
+
+        def find() -> list[dict[str, Any]]:
+            lines = map(json.loads, self.log.getvalue().splitlines())
+            return [line for line in lines if line["id"] == name]
+
+        (line,) = wait_until(find, f"the line about {name}")
+        return line
 
     def text(self, prompt: list[int], seed: int, length: int) -> str:
         """Return the complete answer to a prompt."""
