@@ -5,7 +5,7 @@ Three classes implement `Network`: `CausalTransformer` runs on the devices of th
 when one of them fails.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,11 +38,17 @@ class Batch(Protocol):
         *,
         alternatives: int | None = None,
         chunks: Chunks | None = None,
+        allowed: Mapping[int, np.ndarray] | None = None,
         longest: int | None = None,
     ) -> Any: ...
     def release(self, rows: Sequence[int]) -> None: ...
     def decode(
-        self, steps: int, alternatives: int | None = None, *, speculate: bool = False
+        self,
+        steps: int,
+        alternatives: int | None = None,
+        *,
+        speculate: bool = False,
+        allowed: Mapping[int, np.ndarray] | None = None,
     ) -> Any: ...
 
 

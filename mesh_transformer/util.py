@@ -188,10 +188,10 @@ def to_bf16(tree: Tree) -> Tree:
     return _cast(tree, jnp.dtype(jnp.bfloat16))
 
 
-def to_int8(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+def to_int8(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Round an array to 8-bit integers, with one scale for all entries along `axis`.
 
-    An entry changes by at most 1/254 of the largest magnitude along the axis.
+    An entry changes by at most 1/254 of the largest magnitude of those that share its scale.
 
     Returns:
       The integers (int8), and the scales (f32, with size 1 along `axis`) to multiply them by.

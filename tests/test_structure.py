@@ -354,7 +354,7 @@ def test_every_folder_has_a_description():
         "model.attention",
         "generation.decode",
         "generation.sampling",
-        "generation.int8",
+        "model.matrices",
     ],
 )
 def test_collectives_are_used_only_through_par(module):

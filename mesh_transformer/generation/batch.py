@@ -4,7 +4,7 @@ Callers pass and receive token ids and row numbers.  This module places the arra
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,14 +124,23 @@ def compile_embed(config: Config, mesh: Mesh, pooling: str) -> Callable[..., Arr
 
 
 def compile_prefill(
-    config: Config, mesh: Mesh, alternatives: int | None, width: int, pool: bool
+    config: Config,
+    mesh: Mesh,
+    alternatives: int | None,
+    width: int,
+    pool: bool,
+    constrained: bool = False,
 ) -> Callable[..., Any]:
     """Return `decode.prefill`, compiled as a function (weights, state, prompts) -> (state, chosen).
 
     The `state` that is passed in is donated.  See `decode.prefill` for `alternatives` and `width`.
+
+    Args:
+      constrained: whether `prompts.allowed_PW` is given.
     """
     rows, state = P("dp"), decode_specs(config, pool=pool)
-    prompts = decode.Prompts(*(rows,) * 6, settings=state.settings)
+    allowed = rows if constrained else None
+    prompts = decode.Prompts(*(rows,) * 6, settings=state.settings, allowed_PW=allowed)
     function = functools.partial(decode.prefill, alternatives=alternatives, width=width)
     specs = (decode.weight_specs(config), state, prompts)
     return compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)
@@ -144,17 +153,21 @@ def compile_decode(
     most: int,
     pool: bool = False,
     guesses: int = 0,
+    constrained: bool = False,
 ) -> Callable[..., Any]:
-    """Return `decode.decode`, compiled: (weights, state, left, steps) -> (state, chosen, made).
+    """Return `decode.decode`, compiled: (weights, state, left, steps, allowed) -> its results.
 
     The `state` that is passed in is donated.  See `decode.decode` for all arguments.
+
+    Args:
+      constrained: whether `allowed` is given; None must be passed otherwise.
     """
     state = decode_specs(config, pool=pool)
     function = functools.partial(
         decode.decode, alternatives=alternatives, most=most, guesses=guesses
     )
     rows = P("dp")
-    specs = (decode.weight_specs(config), state, rows, P())
+    specs = (decode.weight_specs(config), state, rows, P(), rows if constrained else None)
     return compiled(function, config, mesh, specs, (state, rows, rows), donate_argnums=1)
 
 
@@ -328,6 +341,18 @@ class Generator:
         return np.concatenate(list(tokens), axis=1)
 
 
+def limited(left: np.ndarray, allowed: Mapping[int, np.ndarray] | None) -> np.ndarray:
+    """Return how many tokens each row may generate in one call, a new array [rows].
+
+    Args:
+      left: number of tokens that each row may still generate.
+      allowed: see `Batch.decode`.
+    """
+    left, rows = left.copy(), list(allowed or ())
+    left[rows] = np.minimum(left[rows], 1)
+    return left
+
+
 def _identical(one: list[Array] | None, other: list[Array]) -> bool:
     """Return whether two lists contain the same array objects; False if `one` is None."""
     return one is not None and list(map(id, one)) == list(map(id, other))
@@ -392,6 +417,7 @@ class Batch:
         *,
         alternatives: int | None = None,
         chunks: Chunks | None = None,
+        allowed: Mapping[int, np.ndarray] | None = None,
         longest: int | None = None,
         most: int | None = None,
         reach: int | None = None,
@@ -415,6 +441,9 @@ class Batch:
             tokens' logprobs are then returned too.  None returns no logprobs.
           chunks: which positions of each prompt to compute, and which blocks of the pool to copy.
             None computes the whole prompts.
+          allowed: for some of the rows, the tokens that the answer may begin with, as bits [W] (see
+            `sampling.choose`).  None, unlike an empty dict, selects a program without this
+            argument, and must then be passed in all processes.
           longest: largest number of tokens of one prompt that any process computes.  Required only
             with several processes.  It may be larger than necessary.
           most: largest number of prompts that any process inserts into one replica.  Required only
@@ -458,6 +487,7 @@ class Batch:
             np.append(begin, np.int32(0)),
             *blocks_PJ.astype(np.int32),
             settings=jax.tree.map(lambda x, idle: np.r_[x, idle[None]], settings, decode.IDLE),
+            allowed_PW=self._bits([*rows, self.rows], allowed),
         )
         groups = self._groups(rows, width, most)
         results = [self._prefill(group, with_dummy, alternatives, width) for group in groups]
@@ -497,12 +527,18 @@ class Batch:
         """Insert the prompts whose indices are in `group`, in one prefill call."""
         generator = self._generator
         placed = generator.rows.place(jax.tree.map(lambda x: x[group], prompts), P("dp"))
-        run = generator.prefill(alternatives, width, self._pool is not None)
+        constrained = prompts.allowed_PW is not None
+        run = generator.prefill(alternatives, width, self._pool is not None, constrained)
         self._state, chosen = run(self._weights, self._state, placed)
         return self._fetched(chosen)
 
     def decode(
-        self, steps: int, alternatives: int | None = None, *, speculate: bool = False
+        self,
+        steps: int,
+        alternatives: int | None = None,
+        *,
+        speculate: bool = False,
+        allowed: Mapping[int, np.ndarray] | None = None,
     ) -> Chosen:
         """Make decode steps, each of which generates one token per row, or more by speculation.
 
@@ -513,6 +549,7 @@ class Batch:
           alternatives: as for `insert`.
           speculate: whether to guess tokens, as many per step as the batch was made for.  A step
             then generates all tokens up to the first wrong guess.  The tokens are the same.
+          allowed: as for `insert`.  Each of the rows in it generates one token.
 
         Returns:
           A `Chosen` with the new tokens, as numpy arrays [rows, M, ...], where M is the largest
@@ -524,14 +561,27 @@ class Batch:
         guesses = self._guesses if speculate else 0
         most = steps * (1 + guesses)
         self.reserve(int((self._length + np.minimum(self.left, most)).max()))
-        run = self._generator.decode(alternatives, MOST_STEPS, self._pool is not None, guesses)
-        # `place` may share memory with its argument, and `self.left` changes below.
-        left = self._generator.rows.place(self.left.copy(), P("dp"))
-        self._state, chosen, made = run(self._weights, self._state, left, np.int32(steps))
-        made = self._fetched(made) if guesses else np.minimum(self.left, steps)
+        run = self._generator.decode(
+            alternatives, MOST_STEPS, self._pool is not None, guesses, allowed is not None
+        )
+        left, bits = limited(self.left, allowed), self._bits(range(self.rows), allowed)
+        placed = self._generator.rows.place((left, bits), P("dp"))
+        self._state, chosen, made = run(
+            self._weights, self._state, placed[0], np.int32(steps), placed[1]
+        )
+        made = self._fetched(made) if guesses else np.minimum(left, steps)
         self._length += made
         self.left -= made
         return jax.tree.map(lambda x: x[:, :most], self._fetched(chosen))
+
+    def _bits(
+        self, rows: Iterable[int], allowed: Mapping[int, np.ndarray] | None
+    ) -> np.ndarray | None:
+        """Return the tokens that each of `rows` may generate, as bits [rows, W]."""
+        if allowed is None:
+            return None
+        every = np.full(-(-self._generator.config.n_vocab // 32), 2**32 - 1, np.uint32)
+        return np.stack([allowed.get(row, every) for row in rows])
 
     def _fetched(self, tree: Any) -> Any:
         """Return this process's rows of the arrays in `tree` as numpy arrays."""

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation import blocks, int8
+from mesh_transformer.generation import blocks
 from mesh_transformer.generation.sampling import (
     SamplerSettings,
     choose,
@@ -32,7 +32,7 @@ from mesh_transformer.generation.sampling import (
 from mesh_transformer.generation.speculation import guess
 from mesh_transformer.mesh.declaration import map_declared, padded_size
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model import lora, transformer
+from mesh_transformer.model import lora, matrices, transformer
 from mesh_transformer.model.attention import LayerCache, causal_bias, write_rows
 from mesh_transformer.model.layers import Context
 from mesh_transformer.model.loss import cross_entropy
@@ -57,6 +57,7 @@ class Prompts(NamedTuple):
     load_PJ: Any  # for each block of the prompt, the block of the pool to copy, or -1
     save_PJ: Any  # for each block of the prompt, the block of the pool to copy it to, or -1
     settings: SamplerSettings
+    allowed_PW: Any = None  # the tokens that each answer may begin with; see `sampling.choose`
 
 
 class Chosen(NamedTuple):
@@ -115,7 +116,7 @@ def weights_of(params: transformer.Params, config: Config) -> Weights:
     if not config.int8_weights:
         return jax.tree.map(lambda x: x.astype(config.dtype), weights)
     weights["proj"] = transformer.projection_params(weights)
-    in_8_bits = {name: int8.quantize(weights[name], declared[name]) for name in MATRICES}
+    in_8_bits = {name: matrices.quantize(weights[name], declared[name]) for name in MATRICES}
     rest = {name: weights[name] for name in weights if name not in MATRICES}
     return jax.tree.map(lambda x: x.astype(config.dtype), rest) | in_8_bits
 
@@ -139,7 +140,7 @@ def weight_specs(config: Config) -> Weights:
     specs = map_declared(lambda d: d.spec, declared)
     if not config.int8_weights:
         return specs
-    return specs | {name: int8.layout(declared[name]) for name in MATRICES}
+    return specs | {name: matrices.layout(declared[name]) for name in MATRICES}
 
 
 def empty(
@@ -213,9 +214,8 @@ def _forward(
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
     filled = []
     for layer, cache in zip(weights["layers"], caches or [None] * config.layers, strict=True):
-        y_BTD, cache = parts["layers"].apply(
-            int8.restore(layer, config.dtype, x_BTD), x_BTD, context, cache
-        )
+        layer = matrices.after(x_BTD, layer)
+        y_BTD, cache = parts["layers"].apply(layer, x_BTD, context, cache)
         x_BTD += y_BTD
         filled.append(cache)
     return x_BTD, tuple(filled)
@@ -243,8 +243,7 @@ def _context(
 
 def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
     """Return the logits for this device's shard of the vocabulary."""
-    projection = transformer.projection_params(weights)
-    projection = int8.restore(projection, config.dtype, x_BTD)
+    projection = matrices.after(x_BTD, transformer.projection_params(weights))
     return transformer.transforms(config, par)["proj"].apply(projection, x_BTD)
 
 
@@ -374,7 +373,7 @@ def prefill(
     Returns:
       The new state and the chosen tokens [P].
     """
-    tokens_PS, length_P, row_P, begin_P, load_PJ, save_PJ, settings = prompts
+    tokens_PS, length_P, row_P, begin_P, load_PJ, save_PJ, settings, allowed_PW = prompts
     count, slots = tokens_PS.shape
     slots_1S = jnp.arange(slots)[None]
     if width == slots:
@@ -405,7 +404,7 @@ def prefill(
     seen_PV = seen_PV.at[prompt_rows, tokens_PS.astype(jnp.int32)].max(in_prompt_PS)
     generated_P = jnp.zeros_like(length_P)
     count_PV = jnp.zeros((count, config.n_vocab), jnp.int32)
-    token_P = choose(logits_PV, settings, generated_P, lambda: (seen_PV, count_PV))
+    token_P = choose(logits_PV, settings, generated_P, lambda: (seen_PV, count_PV), allowed_PW)
     answered_PV = seen_PV.at[prompt_rows[:, 0], token_P].set(True)
     counted_PV = count_PV.at[prompt_rows[:, 0], token_P].set(1)
     history_BS = put(state.history_BS, tokens_PS, slice(slots))
@@ -427,6 +426,7 @@ def _step(
     weights: Weights,
     state: DecodeState,
     left_B: Array,
+    allowed_BW: Array | None,
     alternatives: int | None,
     guesses: int,
     config: Config,
@@ -438,6 +438,7 @@ def _step(
 
     Args:
       left_B: number of tokens that each row may still generate; rows with 0 stay as they are.
+      allowed_BW: see `decode`.
       alternatives: as for `prefill`.
       guesses: as for `decode`.
 
@@ -481,6 +482,7 @@ def _step(
         jax.tree.map(lambda x: jnp.repeat(x, 1 + guesses, axis=0), settings),
         (state.generated_B[:, None] + next_T).reshape(-1),
         occurrences,
+        None if allowed_BW is None else jnp.repeat(allowed_BW, 1 + guesses, axis=0),
     )
     chosen_BT = chosen_N.reshape(positions_BT.shape)
     added_B = active_B.astype(jnp.int32)
@@ -514,6 +516,7 @@ def decode(
     state: DecodeState,
     left_B: Array,
     steps: Array,
+    allowed_BW: Array | None,
     alternatives: int | None,
     most: int,
     guesses: int,
@@ -525,6 +528,7 @@ def decode(
     Args:
       left_B: number of tokens that each row may still generate, int32; a row with 0 generates none.
       steps: number of steps, at most `most`; may be traced, so one program serves any number.
+      allowed_BW: the tokens that each row may generate (see `sampling.choose`); None for all.
       alternatives: as for `prefill`.
       most: maximum number of steps, a Python int.
       guesses: number of tokens to guess per step (see `speculation`); a step generates from 1 to
@@ -538,7 +542,7 @@ def decode(
     width = 1 + guesses
 
     def step(state: DecodeState, left_B: Array) -> tuple[DecodeState, Chosen, Array]:
-        return _step(weights, state, left_B, alternatives, guesses, config, par)
+        return _step(weights, state, left_B, allowed_BW, alternatives, guesses, config, par)
 
     shapes = jax.eval_shape(step, state, left_B)[1]
     chosen = jax.tree.map(

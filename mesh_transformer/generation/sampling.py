@@ -521,6 +521,7 @@ def choose(
     settings: SamplerSettings,
     generated_B: Array,
     occurrences: Callable[[], tuple[Array, Array]],
+    allowed_BW: Array | None = None,
 ) -> Array:
     """Choose each row's next token, uint32 [B].
 
@@ -538,6 +539,8 @@ def choose(
       generated_B: number of tokens chosen so far in each row, which is the n of the random key.
       occurrences: returns `seen_BV` and `count_BV` (see `adjusted`), which are computed only if a
         row needs them.
+      allowed_BW: the tokens to choose from, as bits of uint32 words: for token t, bit t mod 32 of
+        word t // 32.  None allows all tokens.
     """
     logits_BV = finite(logits_BV)
     unchanged_B = (settings.penalty_B == 1) & (settings.presence_B == 0)
@@ -547,6 +550,11 @@ def choose(
         lambda: logits_BV,
         lambda: adjusted(logits_BV, settings, *occurrences()),
     )
+    allowed_BV = True
+    if allowed_BW is not None:
+        bits_BW32 = (allowed_BW[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        allowed_BV = bits_BW32.reshape(len(allowed_BW), -1)[:, : logits_BV.shape[-1]] == 1
+        logits_BV = jnp.where(allowed_BV, logits_BV, REMOVED)
     greedy_B = settings.temp_B < GREEDY_BELOW
 
     def drawn(logits_BV: Array) -> Array:
@@ -565,7 +573,8 @@ def choose(
 
         def draw(round_: ArrayLike, among_BV: ArrayLike) -> Array:
             round_keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, round_)
-            return _draw_by_blocks(round_keys_B, jnp.where(among_BV, scaled_BV, -jnp.inf))
+            may_BV = jnp.logical_and(among_BV, allowed_BV)
+            return _draw_by_blocks(round_keys_B, jnp.where(may_BV, scaled_BV, -jnp.inf))
 
         top_p_B = jnp.where(greedy_B, 1, settings.top_p_B)
         top_k_B = jnp.where(greedy_B, 0, settings.top_k_B)

@@ -38,6 +38,7 @@ from mesh_transformer.model.attention import (
     write_rows,
 )
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at
+from mesh_transformer.model.matrices import project_in, project_out
 
 # checkpoint_name of the residual stream between attention and feed-forward, if the latter reads it
 MIDDLE = "middle"
@@ -201,16 +202,10 @@ class Linear(hk.Module):
         self.unit = unit
 
     def __call__(self, x_GBTD: Array) -> Array:
-        groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
-        shape, axes = (width, self.columns), (None, "mp")
+        shape, axes = (x_GBTD.shape[-1], self.columns), (None, "mp")
         init = initialisers(self.config).inputs
         w_DN = param(self.par, "w", shape, axes, init, decay=True, unit=self.unit)
-        if groups == 1:  # a matmul without batch dimensions, which the remat policy "dots" saves
-            y_BTN = jnp.matmul(x_GBTD[0], w_DN, preferred_element_type=self.dtype)
-        else:
-            w_DGN = w_DN.reshape(width, groups, -1)
-            y_BTGN = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN, preferred_element_type=self.dtype)
-            y_BTN = y_BTGN.reshape(*y_BTGN.shape[:2], -1)
+        y_BTN = project_in(x_GBTD, w_DN, self.dtype)
         adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes, self.unit)
         if adapter is not None:
             y_BTN += lora.adapted_columns(x_GBTD, adapter, self.config.lora_scale)
@@ -467,13 +462,7 @@ class TransformerLayer(hk.Module):
         w_DHC = param(par, "fused_in", shape, axes, initialisers(c).inputs, decay=True)
         bias = hk.initializers.Constant(0.0)
         b_HC = param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), bias)
-        groups = x_GBTD.shape[0]
-        if groups == 1:  # no batch dimensions, as in `Linear`
-            y_BTHC = jnp.einsum("BTD,DHC->BTHC", x_GBTD[0], w_DHC) + b_HC
-        else:
-            w_DGHC = w_DHC.reshape(c.d_model, groups, -1, columns)
-            y_BTGHC = jnp.einsum("GBTD,DGHC->BTGHC", x_GBTD, w_DGHC)
-            y_BTHC = y_BTGHC.reshape(*y_BTGHC.shape[:2], -1, columns) + b_HC
+        y_BTHC = project_in(x_GBTD, w_DHC) + b_HC
         adapter = lora.factors(c, par, "fused_in", "fused_in", shape, axes)
         if adapter is not None:
             y_BTHC += lora.adapted_columns(x_GBTD, adapter, c.lora_scale).reshape(y_BTHC.shape)
@@ -500,7 +489,7 @@ class TransformerLayer(hk.Module):
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)
         w = param(par, name, shape, split, initialisers(c).outputs, decay=True, unit=unit)
-        y_BTD = jnp.tensordot(x, w, axes)
+        y_BTD = project_out(x, w)
         adapter = lora.factors(c, par, name, name, shape, split, unit)
         if adapter is None:
             return y_BTD

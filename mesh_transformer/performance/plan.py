@@ -422,7 +422,7 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     function = batch.compile_decode(config, mesh, None, STEPS)
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
-    memory = compiled(topology.name, function, weights, state, left, count, fast=fast)
+    memory = compiled(topology.name, function, weights, state, left, count, None, fast=fast)
     sizes = bytes_on_one_device(weights), bytes_on_one_device(state.caches)
     read = sum(sizes) - bytes_on_one_device(weights["embed"])
     traffic = moved = likely = None

@@ -1,6 +1,6 @@
 """`ClusterBatch`: a batch for text generation whose rows are spread over the hosts of a cluster."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
+from mesh_transformer.generation.batch import limited
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prefixes import Chunks, Pool
 from mesh_transformer.generation.prompts import check_biases, check_texts
@@ -84,6 +85,7 @@ class ClusterBatch:
         *,
         alternatives: int | None = None,
         chunks: Chunks | None = None,
+        allowed: Mapping[int, np.ndarray] | None = None,
         longest: int | None = None,
     ) -> Chosen:
         """Put prompts into `rows` and choose the first token of each answer; see `Batch.insert`."""
@@ -103,6 +105,7 @@ class ClusterBatch:
                 jax.tree.map(lambda x, share=share: x[share], settings),
                 alternatives,
                 jax.tree.map(lambda x, share=share: x[share], chunks),
+                _local(allowed, own),
                 longest or int((length - begin).max()),
                 most,
                 reach,
@@ -118,18 +121,27 @@ class ClusterBatch:
         self.left[np.asarray(rows, np.intp)] = 0
 
     def decode(
-        self, steps: int, alternatives: int | None = None, *, speculate: bool = False
+        self,
+        steps: int,
+        alternatives: int | None = None,
+        *,
+        speculate: bool = False,
+        allowed: Mapping[int, np.ndarray] | None = None,
     ) -> Chosen:
         """Make decode steps in every row; see `Batch.decode`."""
         most = steps * (1 + self._guesses * speculate)
         # Each host knows only its own rows, but all hosts must reserve the same size.
         needed = int((self._length + np.minimum(self.left, most)).max())
         idle = [np.flatnonzero(self.left[own] == 0) for own in self._host_rows]
-        arguments = [(steps, alternatives, speculate, needed, rows) for rows in idle]
+        arguments = [
+            (steps, alternatives, speculate, _local(allowed, own), needed, rows)
+            for own, rows in zip(self._host_rows, idle, strict=True)
+        ]
         results = self._call("decode", *arguments)
         # Hosts that share a replica must agree.
         left = self._cluster.gathered([own for own, _ in results], self._host_rows)
-        if not speculate and (left != self.left - np.minimum(self.left, steps)).any():
+        made = np.minimum(limited(self.left, allowed), steps)
+        if not speculate and (left != self.left - made).any():
             raise self._cluster.failed("the hosts disagree on how many tokens each row has left")
         self._length += self.left - left
         self.left = left
@@ -142,3 +154,12 @@ class ClusterBatch:
 
     def _gathered(self, results: list[Chosen], positions: list[np.ndarray]) -> Chosen:
         return jax.tree.map(lambda *parts: self._cluster.gathered(parts, positions), *results)
+
+
+def _local(
+    allowed: Mapping[int, np.ndarray] | None, own: np.ndarray
+) -> dict[int, np.ndarray] | None:
+    """Return the part of `allowed` for the rows `own`, with the places of these rows as keys."""
+    if allowed is None:
+        return None
+    return {place: allowed[row] for place, row in enumerate(own.tolist()) if row in allowed}

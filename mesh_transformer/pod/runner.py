@@ -302,6 +302,7 @@ class NetworkRunner:
         settings: SamplerSettings,
         alternatives: int | None,
         chunks: Chunks | None,
+        allowed: dict[int, np.ndarray] | None,
         longest: int,
         most: int,
         reach: int | None,
@@ -318,6 +319,7 @@ class NetworkRunner:
             settings,
             alternatives=alternatives,
             chunks=chunks,
+            allowed=allowed,
             longest=longest,
             most=most,
             reach=reach,
@@ -329,6 +331,7 @@ class NetworkRunner:
         steps: int,
         alternatives: int | None,
         speculate: bool,
+        allowed: dict[int, np.ndarray] | None,
         needed: int,
         idle: np.ndarray,
     ) -> tuple[np.ndarray, Chosen]:
@@ -337,7 +340,7 @@ class NetworkRunner:
         Before that, the KV cache is enlarged if necessary, and the rows in `idle` are released.
 
         Args:
-          steps, alternatives, speculate: as for `Batch.decode`.
+          steps, alternatives, speculate, allowed: as for `Batch.decode`.
           needed: number of cache positions per row, enough for the longest row in any process.
           idle: rows of this process that generate no more tokens.
 
@@ -346,7 +349,7 @@ class NetworkRunner:
         """
         self._running.reserve(needed)
         self._running.release(idle)
-        chosen = self._running.decode(steps, alternatives, speculate=speculate)
+        chosen = self._running.decode(steps, alternatives, speculate=speculate, allowed=allowed)
         return self._running.left, chosen
 
     @_one_line_errors

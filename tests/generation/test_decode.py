@@ -176,7 +176,7 @@ def compiled_decode(
         run: Any = running_batch.compile_decode(
             generator.config, generator.mesh, None, 8, guesses=guesses
         )
-        lowered = run.lower(batch._weights, network, batch.left, np.int32(3))
+        lowered = run.lower(batch._weights, network, batch.left, np.int32(3), None)
     compiled = lowered.compile(compiler_options=AS_USERS_COMPILE)
     return compiled.as_text(), compiled.memory_analysis()
 
@@ -284,7 +284,7 @@ def test_sampled_tokens_are_draws_from_logits_of_a_full_pass():
 def test_released_rows_generate_nothing_and_their_settings_are_ignored(monkeypatch):
     """Replace the sampler by one that returns the sum of all rows' top_k as every token."""
 
-    def choose(logits_BV, settings, generated_B, occurrences):
+    def choose(logits_BV, settings, generated_B, occurrences, allowed_BW):
         return jnp.full(len(generated_B), settings.top_k_B.sum(), jnp.uint32)
 
     config = small_config()
@@ -361,8 +361,8 @@ def test_calls_with_similar_lengths_share_compiled_functions():
         return [
             run._cache_size()
             for run in (
-                *(generator.prefill(None, width, False) for width in (32, 64)),
-                generator.decode(None, MOST_STEPS, False, 0),
+                *(generator.prefill(None, width, False, False) for width in (32, 64)),
+                generator.decode(None, MOST_STEPS, False, 0, False),
             )
         ]
 

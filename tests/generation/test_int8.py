@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.generation import batch as running_batch
-from mesh_transformer.generation import int8
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.declaration import Declaration
+from mesh_transformer.model import matrices
 from tests.conftest import AS_USERS_COMPILE
 from tests.generation.test_decode import (
     PLACES,
@@ -26,27 +26,53 @@ from tests.model.test_transformer import small_config
 from tests.training.test_parity import network_at_step_0
 
 MATRICES = [
-    (Declaration((12, 8), P(None, "mp"), True, False), 0),
-    (Declaration((8, 12), P("mp", None), True, False), 0),
-    (Declaration((12, 4, 6), P(None, "mp", None), True, False), 0),
-    (Declaration((4, 6, 12), P("mp", None, None), True, False), 1),
+    (Declaration((12, 8), P(None, "mp"), True, False), (0,)),
+    (Declaration((8, 12), P("mp", None), True, False), (0,)),
+    (Declaration((12, 4, 6), P(None, "mp", None), True, False), (0,)),
+    (Declaration((4, 6, 12), P("mp", None, None), True, False), (0, 1)),
 ]
 
 
-@pytest.mark.parametrize(("declared", "axis"), MATRICES)
-def test_the_quantization_error_is_bounded_by_the_column_maximum(declared, axis):
+@pytest.mark.parametrize(("declared", "inputs"), MATRICES)
+def test_the_quantization_error_is_bounded_by_the_column_maximum(declared, inputs):
     w = np.random.default_rng(1).standard_cauchy(declared.shape).astype(np.float32)
-    w[(slice(None),) * axis + (slice(None),) + (0,) * (w.ndim - axis - 1)] = 0  # a column of zeros
-    quantized = int8.quantize({"w": jnp.asarray(w)}, {"w": declared})
-    actual = np.asarray(int8.restore(quantized, jnp.float32, jnp.zeros(()))["w"])
-    assert quantized["w"].value.dtype == jnp.int8
-    largest = np.abs(w).max(axis=axis, keepdims=True)
+    w[(slice(None),) * len(inputs) + (0,) * (w.ndim - len(inputs))] = 0  # a column of zeros
+    quantized = matrices.quantize({"w": jnp.asarray(w)}, {"w": declared})["w"]
+    actual = np.asarray(quantized.value * quantized.scale)
+    assert quantized.value.dtype == jnp.int8
+    largest = np.abs(w).max(axis=inputs, keepdims=True)
     # Half a quantization step, and the rounding errors of f32.
     assert np.all(np.abs(actual - w) <= largest / 254 * (1 + 1e-4))
     assert np.all(actual[w == 0] == 0)
-    spec = int8.layout({"w": declared})["w"]
+    spec = matrices.layout({"w": declared})["w"]
     assert tuple(spec.value) == tuple(declared.spec)
-    assert spec.scale[axis] is None
+    assert all(spec.scale[axis] is None for axis in inputs)
+
+
+def test_a_matmul_of_a_quantized_matrix_is_that_of_its_values():
+    """Also with several norm groups, and with several input or output axes."""
+    rng = np.random.default_rng(3)
+
+    def random(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    for shape in ((12, 8), (12, 4, 6)):
+        declared = Declaration(shape, P(None, "mp", None)[: len(shape)], True, False)
+        w = matrices.quantize({"w": random(*shape)}, {"w": declared})["w"]
+        for groups in (1, 2, 4):
+            x = random(groups, 2, 3, 12)
+            expected = matrices.project_in(x, w.value * w.scale)
+            # Up to 12 terms are summed; only the order of two roundings differs.
+            np.testing.assert_allclose(matrices.project_in(x, w), expected, rtol=1e-5, atol=1e-5)
+            in_bf16 = matrices.project_in(x.astype(jnp.bfloat16), w, jnp.float32)
+            assert in_bf16.dtype == jnp.float32
+    for shape in ((8, 12), (4, 6, 12)):
+        declared = Declaration(shape, P("mp", None, None)[: len(shape)], True, False)
+        w = matrices.quantize({"w": random(*shape)}, {"w": declared})["w"]
+        x = random(2, 3, *shape[:-1])
+        expected = matrices.project_out(x, w.value * w.scale)
+        np.testing.assert_allclose(matrices.project_out(x, w), expected, rtol=1e-5, atol=1e-5)
+        assert matrices.project_out(x.astype(jnp.bfloat16), w).dtype == jnp.bfloat16
 
 
 @pytest.mark.slow
@@ -137,7 +163,7 @@ def test_int8_weights_take_a_quarter_of_the_memory_even_during_decoding():
         generator = batch._generator
         run: Any = running_batch.compile_decode(generator.config, generator.mesh, None, MOST_STEPS)
         analysis = (
-            run.lower(batch._weights, batch._state, np.ones(1, np.int32), np.int32(1))
+            run.lower(batch._weights, batch._state, np.ones(1, np.int32), np.int32(1), None)
             .compile(AS_USERS_COMPILE)
             .memory_analysis()
         )

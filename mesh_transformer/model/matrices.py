@@ -1,0 +1,129 @@
+"""The matmuls of weight matrices, which may be 8-bit integers with one scale per output column.
+
+Only generation quantizes weights.  Quantized matrices take a quarter of the memory of f32.
+Rounding changes a weight by at most 1/254 of the largest magnitude in its column.  Norms, biases
+and embeddings are not quantized, and the KV cache is only with `int8_cache`.
+
+Array names end in their shape, as in `layers`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from mesh_transformer.mesh.declaration import Declaration, count_input_axes, map_declared
+from mesh_transformer.util import to_int8
+
+
+class Int8(NamedTuple):
+    """A quantized matrix, equal to `value` (int8) times `scale` (f32).
+
+    `scale` has size 1 along the input axes of the matrix.  In a tree of PartitionSpecs, the fields
+    hold the specs of the two arrays.
+    """
+
+    value: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix, which `haiku.get_parameter` checks."""
+        return self.value.shape
+
+
+def quantize(weights: Any, declared: Any) -> Any:
+    """Quantize the matrices in a tree of weights to `Int8`.
+
+    Arrays without weight decay (norms, biases) are returned unchanged.
+
+    Args:
+      declared: a tree with the `Declaration` of each array.
+    """
+
+    def quantized(d: Declaration, w: Array) -> Array | Int8:
+        if not d.decay:
+            return w
+        return Int8(*to_int8(w, axis=tuple(range(count_input_axes(tuple(d.spec))))))
+
+    return map_declared(quantized, declared, weights)
+
+
+def layout(declared: Any) -> Any:
+    """Return the PartitionSpecs of the arrays that `quantize` returns.
+
+    Args:
+      declared: the same tree as for `quantize`.
+    """
+
+    def spec_of(d: Declaration) -> P | Int8:
+        if not d.decay:
+            return d.spec
+        inputs = count_input_axes(tuple(d.spec))
+        return Int8(d.spec, P(*(None,) * inputs, *d.spec[inputs:]))
+
+    return map_declared(spec_of, declared)
+
+
+def after(x: Array, weights: Any) -> Any:
+    """Return a tree of weights whose `Int8` matrices depend on the array `x`.
+
+    Otherwise the compiler for CPUs would convert the matrices of all layers to floats before the
+    loop over tokens, and keep these in memory.  The compiler for TPUs does not, and would copy some
+    of the matrices that depend on `x`; there, the matrices are returned unchanged.
+
+    Args:
+      x: the input of the layer that uses the weights.
+    """
+    zero = (0 * x.ravel()[0]).astype(jnp.int8)
+    zero = jax.lax.platform_dependent(zero, tpu=jnp.zeros_like, default=lambda zero: zero)
+
+    def dependent(w: Array | Int8) -> Array | Int8:
+        return Int8(w.value + zero, w.scale) if isinstance(w, Int8) else w
+
+    return jax.tree.map(dependent, weights, is_leaf=lambda node: isinstance(node, Int8))
+
+
+def project_in(x_GBTD: Array, w: Array | Int8, dtype: DTypeLike | None = None) -> Array:
+    """Return the product of an input [G, B, T, D] and a matrix [D, ...], as [B, T, ...].
+
+    The columns are divided into G equal blocks, and the input of block g is x_GBTD[g].  The result
+    is rounded once, to `dtype` (default: the dtype of the inputs).  A quantized matrix is
+    multiplied by its scale after the matmul, which therefore reads the integers.
+    """
+    value, columns = _float(w, x_GBTD.dtype), w.shape[1:]
+    exact = jnp.float32 if isinstance(w, Int8) else dtype
+    groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
+    if groups == 1:  # a matmul without batch dimensions, which the remat policy "dots" saves
+        y = jnp.tensordot(x_GBTD[0], value, 1, preferred_element_type=exact)
+    else:
+        w_DGN = value.reshape(width, groups, -1)
+        y = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN, preferred_element_type=exact)
+        y = y.reshape(*y.shape[:2], *columns)
+    return _scaled(y, w, dtype or x_GBTD.dtype)
+
+
+def project_out(x: Array, w: Array | Int8) -> Array:
+    """Return the product of inputs [B, T, ...] and a matrix [..., D], as [B, T, D].
+
+    A quantized matrix is multiplied by its scale after the matmul, as in `project_in`.
+    """
+    exact = jnp.float32 if isinstance(w, Int8) else None
+    y_BTD = jnp.tensordot(x, _float(w, x.dtype), x.ndim - 2, preferred_element_type=exact)
+    return _scaled(y_BTD, w, x.dtype)
+
+
+def _float(w: Array | Int8, dtype: DTypeLike) -> Array:
+    """Return a matrix without its scale; integers of 8 bits are exact in bfloat16."""
+    return w.value.astype(dtype) if isinstance(w, Int8) else w
+
+
+def _scaled(y: Array, w: Array | Int8, dtype: DTypeLike) -> Array:
+    """Multiply the product [B, T, ...] by the scale of the matrix, if it has one."""
+    if not isinstance(w, Int8):
+        return y
+    columns = w.shape[w.value.ndim - (y.ndim - 2) :]
+    return (y * w.scale.reshape(columns)).astype(dtype)
