@@ -72,6 +72,7 @@ setup(
         "uvicorn>=0.30",
         "h11>=0.14",
         "prometheus-client>=0.20",
+        "llguidance>=1.9,<2",  # answers that fit a JSON schema
     ],
     extras_require={
         "tpu": ["jax[tpu]"],
@@ -86,6 +87,7 @@ setup(
             "ruff==0.17.5",
             "pyright[nodejs]==1.1.414",
             "httpx>=0.27",
+            "jsonschema>=4",
             "openai>=2",
             "datasets>=4",
             "lm-eval[api]>=0.4.13",

@@ -185,7 +185,8 @@ class Answer:
                 text += self._add(token)
         if progress.ended and self.finish is None:
             text += self._stream.finish()
-            self.finish = "length" if self._stream.stopped is None else "stop"
+            stopped = progress.complete or self._stream.stopped is not None
+            self.finish = "stop" if stopped else "length"
         self._length += len(text)
         if self._stream.stopped is not None:
             self._token_offsets = [

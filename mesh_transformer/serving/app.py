@@ -13,9 +13,9 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Coroutine
 from importlib import resources
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
@@ -42,7 +42,7 @@ from mesh_transformer.serving.requests import (
     parse,
     read_json,
 )
-from mesh_transformer.serving.service import Completion, Service, unless_disconnected
+from mesh_transformer.serving.service import Completion, Service
 from mesh_transformer.util import InputError, brief
 
 EVENTS = "text/event-stream"
@@ -420,3 +420,36 @@ async def _answered(request: Request, body: SamplingRequest, completion: Complet
 def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of an endpoint whose request body has the type `kind`."""
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
+class Cancellable(Protocol):
+    """The answer to an HTTP request."""
+
+    def cancel(self) -> None: ...
+
+
+async def unless_disconnected(
+    request: Request, work: Coroutine[Any, Any, Any], answer: Cancellable
+) -> Any:
+    """Return the result of `work`, unless the client disconnects first.
+
+    When this function ends, what is still running of `answer` is cancelled.
+
+    Raises:
+      ClientDisconnect: if the client disconnects first.
+    """
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        answer.cancel()

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -32,6 +32,7 @@ from mesh_transformer.serving.prefill import (
     MIN_WIDTH,
     PREFILL_SIZES,
     Prefiller,
+    allowed_in,
 )
 from mesh_transformer.serving.speculation import Speculation
 from mesh_transformer.util import bucket
@@ -67,6 +68,7 @@ class Progress(NamedTuple):
         and in all updates but the first.
       vector: the prompt's vector, f32 [D], if the request sets `embed`.
       ended: whether this is the last update of the request.
+      complete: whether the request's constraint lets no token follow.
       error: the exception that has ended the request, or None.
     """
 
@@ -74,7 +76,30 @@ class Progress(NamedTuple):
     prompt: list[Token] | None = None
     vector: np.ndarray | None = None
     ended: bool = False
+    complete: bool = False
     error: Exception | None = None
+
+
+class Constraint(Protocol):
+    """Which tokens may come next in an answer.
+
+    Attributes:
+      allowed: the tokens that may come next, as bits [W] (see `sampling.choose`).
+    """
+
+    allowed: np.ndarray
+
+    def add(self, token: int) -> bool:
+        """Add a token to the answer, and return whether no token may follow.
+
+        Raises:
+          ConstraintError: if the answer cannot be continued.
+        """
+        ...
+
+
+class ConstraintError(Exception):
+    """The constraint of an answer cannot be met."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,6 +115,7 @@ class Request:
       logprobs: whether generated tokens are delivered with logprobs.
       score: whether the prompt's tokens are delivered too, with logprobs.
       embed: whether the prompt's vector is delivered, and nothing else.
+      constraint: what limits the answer's tokens, or None.
       cancelled: whether `Engine.cancel` has been called for this request.
       began: when the request was created, as a value of `time.perf_counter`.
       generated: number of tokens generated so far.
@@ -106,6 +132,7 @@ class Request:
     logprobs: bool = False
     score: bool = False
     embed: bool = False
+    constraint: Constraint | None = None
     cancelled: bool = False
     began: float = dataclasses.field(default_factory=time.perf_counter)
     generated: int = 0
@@ -249,7 +276,7 @@ class Engine:
         # In fixed shapes, a request for logprobs must not change the program of the others.
         for alternatives in (ALTERNATIVES,) if self._fixed else (None, ALTERNATIVES):
             for speculate in self._speculation.choices:
-                self._prefiller.batch.decode(1, alternatives, speculate=speculate)
+                self._prefiller.batch.decode(1, alternatives, speculate=speculate, allowed={})
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Put all of the requests in the queue, or none of them.
@@ -446,6 +473,7 @@ class Engine:
             [request.prompt for request in admitted],
             [request.length for request in admitted],
             [request.settings for request in admitted],
+            [request.constraint for request in admitted],
         )
         for index, (row, request) in enumerate(zip(rows, admitted, strict=True)):
             request.row = row
@@ -473,6 +501,7 @@ class Engine:
                 request.filled,
                 request.length,
                 request.settings,
+                request.constraint,
                 left,
             )
             left -= self._prefiller.cost(filled - request.filled - cached)
@@ -497,13 +526,19 @@ class Engine:
         left = [request.length - request.generated for request in self._active.values()]
         # If requests are waiting, decode only until the first row is free for one of them.
         steps = min(self.steps, min(left) if self._waiting else max(left))
+        # All calls have this argument, so that one program suffices.
+        allowed = allowed_in(self._active, [r.constraint for r in self._active.values()])
+        if allowed:
+            steps = 1  # of these rows, each generates one token per call
         logprobs = self._fixed or any(request.logprobs for request in self._active.values())
         speculate, before = self._speculation.next(), batch.left.copy()
-        chosen = batch.decode(steps, ALTERNATIVES if logprobs else None, speculate=speculate)
+        chosen = batch.decode(
+            steps, ALTERNATIVES if logprobs else None, speculate=speculate, allowed=allowed
+        )
         seconds, made = time.perf_counter() - began, before - batch.left
         self._step_seconds = seconds / steps
         # A row whose answer ends within the call makes fewer tokens, with guesses or without.
-        full = [made[row] for row in self._active if batch.left[row]]
+        full = [made[row] for row in self._active if batch.left[row] and row not in allowed]
         if full:
             self._speculation.observe(speculate, seconds / steps, sum(full) / len(full) / steps)
         self._metrics.decode(seconds, steps)
@@ -515,14 +550,21 @@ class Engine:
         ends = [end for end, token in enumerate(tokens, 1) if token.number == request.stop]
         tokens = tokens[: min(ends, default=None)]
         request.generated += len(tokens)
-        ended = bool(ends) or request.generated == request.length
+        error, complete = None, False
+        if request.constraint is not None and not ends:
+            try:
+                for token in tokens:
+                    complete = request.constraint.add(token.number)
+            except ConstraintError as caught:
+                error = caught
+        ended = bool(ends or error) or complete or request.generated == request.length
         self._metrics.generated(len(tokens))
         if ended:
             self._free(row)
             self._finished.append(time.perf_counter())
         if not request.logprobs:
             tokens = [Token(token.number) for token in tokens]
-        self._deliver(request, Progress(tokens=tokens, ended=ended))
+        self._deliver(request, Progress(tokens, ended=ended, complete=complete, error=error))
 
     def _free(self, row: int) -> None:
         """Remove the request from a batch row, and make the row idle so that it can be reused."""

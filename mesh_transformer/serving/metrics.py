@@ -4,7 +4,14 @@ import collections
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 RATE_SECONDS = 10.0  # period over which tokens per second are averaged
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -32,6 +39,7 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCIES) -> Histogram:
             return Histogram(f"mesh_transformer_{name}", text, buckets=buckets, registry=registry)
 
+        ProcessCollector(registry=registry)  # memory and CPU time of the server's process, on Linux
         self.answers = counter("http_responses", "Responses by path and status", "path", "status")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed")
         cached = "Prompt tokens whose keys and values were kept from earlier prompts"

@@ -6,7 +6,8 @@ the same tokens as an earlier one takes them from there (see `generation.prefixe
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,16 @@ BLOCK = 16  # positions per block of the pool
 # Otherwise it may share a call with others.
 SAVING = 64
 KEPT_WINDOWS = 4  # default size of each replica's pool, in windows
+
+
+def allowed_in(rows: Iterable[int], constraints: Iterable[Any]) -> dict[int, np.ndarray]:
+    """Return the argument `allowed` of `Batch.insert` and `Batch.decode`.
+
+    Args:
+      constraints: what limits the tokens of each row (an `engine.Constraint`), or None.
+    """
+    pairs = zip(rows, constraints, strict=True)
+    return {row: constraint.allowed for row, constraint in pairs if constraint is not None}
 
 
 class Prefiller:
@@ -88,13 +99,13 @@ class Prefiller:
             for size in PREFILL_SIZES:
                 if size == 1 or self.may_share_call(size, count):
                     prompts = [prompt[:count]] * size
-                    self._insert(range(size), prompts, [1] * size, [none] * size, 0, None)
+                    self._insert(range(size), prompts, [1] * size, [none] * size, 0)
             begin = self._window - count
             if not begin and self._guesses:  # the cache has more slots than the window
                 begin = min(BLOCK, self._window - 1)
             for _ in range(2 if begin else 0):
                 began = time.perf_counter()
-                self._insert([0], [prompt], [1], [none], begin, None)
+                self._insert([0], [prompt], [1], [none], begin)
                 self._seconds[width] = time.perf_counter() - began  # of the second call
 
     def may_share_call(self, count: int, longest: int) -> bool:
@@ -138,14 +149,20 @@ class Prefiller:
         prompts: Sequence[np.ndarray],
         lengths: Sequence[int],
         settings: Sequence[SamplingOptions],
+        constraints: Sequence[Any],
     ) -> Any:
-        """Put prompts into rows, and choose the first token of each answer; see `Batch.insert`."""
+        """Put prompts into rows, and choose the first token of each answer; see `Batch.insert`.
+
+        Args:
+          constraints: what limits each answer's tokens (an `engine.Constraint`), or None.
+        """
         began = time.perf_counter()
         prompts = [prompt[-self._window :] for prompt in prompts]
         blocks = [
             self._use(row, prompt, 0, prompts) for row, prompt in zip(rows, prompts, strict=True)
         ]
-        chosen = self._insert(rows, prompts, lengths, settings, 0, blocks)
+        allowed = allowed_in(rows, constraints)
+        chosen = self._insert(rows, prompts, lengths, settings, 0, blocks, allowed)
         self._metrics.prefill(time.perf_counter() - began, sum(map(len, prompts)))
         return chosen
 
@@ -156,6 +173,7 @@ class Prefiller:
         filled: int,
         length: int,
         settings: SamplingOptions,
+        constraint: Any,
         most: int,
     ) -> tuple[int, int, Any]:
         """Put the next chunk of a prompt into a row.
@@ -164,6 +182,7 @@ class Prefiller:
           prompt: token ids [T], of which the last `config.window` are used.
           filled: number of the prompt's tokens that the row holds, from earlier calls.
           length: number of tokens to generate.
+          constraint: as for `insert`.
           most: maximum number of tokens of this chunk.
 
         Returns:
@@ -182,6 +201,7 @@ class Prefiller:
             [settings if last else EVALUATION_DEFAULTS],
             begin,
             [self._use(row, prompt[:end], begin)],
+            allowed_in([row], [constraint if last else None]),
         )
         took = time.perf_counter() - began
         self._metrics.prefill(took, end - begin)
@@ -207,12 +227,14 @@ class Prefiller:
         lengths: Sequence[int],
         settings: Sequence[SamplingOptions],
         begin: int,
-        blocks: Sequence[tuple[np.ndarray, np.ndarray]] | None,
+        blocks: Sequence[tuple[np.ndarray, np.ndarray]] | None = None,
+        allowed: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> Any:
         """Call `Batch.insert` for the positions from `begin` on.
 
         Args:
           blocks: for each prompt, the blocks of the pool to load and to save; None for none.
+          allowed: see `Batch.insert`.  All calls have this argument, so that one program suffices.
         """
         load_PJ, save_PJ = np.full((2, len(prompts), self._window), -1, np.int32)
         for at, (load_J, save_J) in enumerate(blocks or ()):
@@ -224,6 +246,7 @@ class Prefiller:
             SamplingOptions.stacked(settings),
             alternatives=ALTERNATIVES,  # even if unused: one program per width
             chunks=Chunks(np.full(len(prompts), begin, np.int32), load_PJ, save_PJ),
+            allowed=dict(allowed),
             longest=self._longest if self._fixed else None,
         )
 

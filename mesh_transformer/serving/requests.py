@@ -189,6 +189,10 @@ PROMPT = (
 BOOLEAN = "true or false"
 TEXT = "a text"
 MOST_MESSAGES = 1024
+FORMAT = (
+    "an object whose type is text, json_object, or json_schema with the key json_schema, an object "
+    "with a name and a schema"
+)
 MESSAGE_KEYS = ("role", "content", "name")
 MESSAGES = (
     f"a list of 1 to {MOST_MESSAGES} messages, each an object with a role and a content, which are "
@@ -223,6 +227,28 @@ class StreamOptions(_StrictModel):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchema(_StrictModel):
+    """The key `json_schema` of the field `response_format`, as in OpenAI's API."""
+
+    name: Annotated[str, Field(max_length=64)]
+    content: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_StrictModel):
+    """The value of the field `response_format`, as in OpenAI's API."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_for_its_type(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError
+        return self
+
+
 class SamplingRequest(_StrictModel):
     """The fields that `CompletionRequest` and `ChatRequest` have in common.
 
@@ -255,6 +281,7 @@ class SamplingRequest(_StrictModel):
         None, "an object whose key include_usage is true or false, and include_obfuscation false"
     )
     ignore_eos: bool = _field(False, BOOLEAN)
+    response_format: ResponseFormat | None = _field(None, FORMAT)
     user: str | None = _field(None, TEXT)
 
     @property
@@ -326,10 +353,6 @@ class ChatMessage(_Part):
         return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
-class _PlainFormat(_StrictModel):
-    type: Literal["text"]
-
-
 class ChatRequest(SamplingRequest):
     """The body of `POST /v1/chat/completions`.
 
@@ -343,9 +366,6 @@ class ChatRequest(SamplingRequest):
     max_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
     max_completion_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
     logprobs: bool = _field(False, BOOLEAN)
-    response_format: _PlainFormat | None = _field(
-        None, 'the object {"type": "text"}, as other formats are not supported'
-    )
     tools: list[Any] | None = _field(None, "no tools, as they are not supported", max_length=0)
     tool_choice: Literal["none", "auto"] | None = _field(None, "none or auto")
     parallel_tool_calls: bool | None = _field(None, BOOLEAN)

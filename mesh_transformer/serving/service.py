@@ -11,19 +11,24 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from starlette.requests import ClientDisconnect, Request
 
 from mesh_transformer.data.chat import ANSWERS
 from mesh_transformer.generation.prompts import longest_text
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.answer import Answer, Echo, Piece, TokenOffset, TokenTexts
-from mesh_transformer.serving.engine import Engine, QueueFullError, StoppedEngineError
+from mesh_transformer.serving.engine import (
+    ConstraintError,
+    Engine,
+    QueueFullError,
+    StoppedEngineError,
+)
+from mesh_transformer.serving.grammar import Format, Grammars
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
     ApiError,
@@ -67,6 +72,7 @@ class Service:
         self.engine = engine
         self.metrics = metrics
         self.words = TokenTexts(tokenizer)
+        self._grammars = Grammars(self.words, engine.network.config.n_vocab)
         self.most_tokens = most_tokens
         self.template = template
         self.created = int(time.time())
@@ -111,7 +117,7 @@ class Service:
             raise invalid("max_tokens", length, "at least 1 unless echo is true")
         self._check_length(length, "max_tokens")
         prompts = [await self.tokens(prompt, length) for prompt in prompts_of(body.prompt)]
-        completion = Completion(self, body)
+        completion = Completion(self, body, await self._format(body))
         self._begin(completion, body, prompts, length)
         return completion
 
@@ -142,7 +148,7 @@ class Service:
             window = self.engine.network.config.window
             most = longest_text(self.engine.network.config) or window
             length = max(1, min(self.most_tokens, most - len(prompt)))
-        completion = ChatCompletion(self, body)
+        completion = ChatCompletion(self, body, await self._format(body))
         self._begin(completion, body, [prompt], length)
         return completion
 
@@ -152,6 +158,22 @@ class Service:
         n_vocab = self.engine.network.config.n_vocab
         if max(map(int, body.logit_bias or {}), default=0) >= n_vocab:
             raise invalid("logit_bias", body.logit_bias, f"token ids from 0 to {n_vocab - 1}")
+
+    async def _format(self, body: SamplingRequest) -> Format | None:
+        """Return the format of the answers; None if they may be any text.
+
+        Raises:
+          ApiError: if the format's schema is invalid, or not supported.
+        """
+        given = body.response_format
+        if given is None or given.type == "text":
+            return None
+        schema = None if given.json_schema is None else given.json_schema.content
+        try:
+            return await self.run_in_thread(functools.partial(self._grammars.json, schema))
+        except InputError as error:
+            message = f"response_format: {error}; change the schema"
+            raise ApiError(400, message, param="response_format") from None
 
     def _begin(
         self,
@@ -289,13 +311,20 @@ class Completion:
 
     Args:
       body: the HTTP request.
+      form: the format of the answers; None if they may be any text.
     """
 
     _prefix, _kind, _kind_of_chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, service: Service, body: CompletionRequest | ChatRequest):
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest | ChatRequest,
+        form: Format | None = None,
+    ):
         self._service = service
         self._body = body
+        self._form = form
         self._echo = isinstance(body, CompletionRequest) and body.echo
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
         self._alternatives = int(body.logprobs or 0)  # number of tokens besides the chosen one
@@ -318,7 +347,7 @@ class Completion:
           length: maximum number of tokens to generate per answer.
           options: the sampling settings of each answer.
         """
-        body, first = self._body, len(self._choices)
+        body, form, first = self._body, self._form, len(self._choices)
         indices = range(first, first + len(options))
         groups = [[index] for index in indices] if length else [list(indices)]
         score = self._echo and (self._with_logprobs or not length)
@@ -328,9 +357,10 @@ class Completion:
                 length,
                 options[group[0] - first],
                 functools.partial(self._deliver, group),
-                stop=None if body.ignore_eos else self._service.words.end,
+                stop=None if body.ignore_eos and form is None else self._service.words.end,
                 logprobs=self._with_logprobs,
                 score=score and group[0] == first,
+                constraint=None if form is None else form.copy(),
             )
             self._choices += [_Choice(prompt, request) for _ in group]
 
@@ -482,8 +512,8 @@ class ChatCompletion(Completion):
 
     _prefix, _kind, _kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, body: ChatRequest):
-        super().__init__(service, body)
+    def __init__(self, service: Service, body: ChatRequest, form: Format | None = None):
+        super().__init__(service, body, form)
         self._alternatives = body.top_logprobs or 0
         self._streamed = set[int]()  # indices of the answers that have begun
 
@@ -537,6 +567,9 @@ def failed(error: Exception) -> ApiError:
     """Return what to send to the client of a request that the engine ended with an error."""
     if isinstance(error, StoppedEngineError):
         return ApiError(503, str(error), headers={"Retry-After": "10"})
+    if isinstance(error, ConstraintError):
+        message = f"response_format: {error}; change the schema"
+        return ApiError(400, message, param="response_format")
     return ApiError(500, "the model failed; send the request again")
 
 
@@ -553,36 +586,3 @@ def _top(words: TokenTexts, spot: TokenOffset, count: int) -> dict[str, float] |
 
 def _event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value)}\n\n"
-
-
-class Cancellable(Protocol):
-    """The answer to an HTTP request."""
-
-    def cancel(self) -> None: ...
-
-
-async def unless_disconnected(
-    request: Request, work: Coroutine[Any, Any, Any], answer: Cancellable
-) -> Any:
-    """Return the result of `work`, unless the client disconnects first.
-
-    When this function ends, what is still running of `answer` is cancelled.
-
-    Raises:
-      ClientDisconnect: if the client disconnects first.
-    """
-
-    async def disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        watch.cancel()
-        answer.cancel()

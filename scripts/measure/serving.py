@@ -8,10 +8,15 @@ With --rates, requests arrive at random times instead, as those of independent u
 process), at each of the given mean rates in turn.  A request is sent however many are still
 unanswered, so the latencies show at which rate the server can no longer keep up.  The throughput
 counts the answers that ended while requests arrived.
+
+At the end, the server must have no active row and no waiting request left.  Its memory is printed
+at several times, so that a leak shows.
 """
 
 import argparse
 import asyncio
+import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,6 +24,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,6 +52,14 @@ WORDS = [
     "them",
     "all",
 ]
+
+
+def share(text: str) -> float:
+    """Parse a number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1")
+    return value
 
 
 def parse_args() -> argparse.Namespace:
@@ -86,6 +100,18 @@ def parse_args() -> argparse.Namespace:
         nargs="+",
         metavar="R",
         help="mean requests per second that arrive at random times; instead of --clients",
+    )
+    parser.add_argument(
+        "--leave",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the requests whose client disconnects at a random time (default 0)",
+    )
+    parser.add_argument(
+        "--count-errors",
+        action="store_true",
+        help="count the server's errors, as when a host is killed, instead of ending the test",
     )
     parser.add_argument(
         "--picture", help="PNG or SVG file for a plot of latency against throughput; with --rates"
@@ -129,6 +155,10 @@ class RefusedError(StoppedError):
     """The server's queue is full."""
 
 
+class LeftError(Exception):
+    """The client has disconnected before the answer's end, as it was told to."""
+
+
 class Client:
     """A client that requests streamed completions; it opens a new connection for each request."""
 
@@ -139,13 +169,26 @@ class Client:
         self.host, self.port = parts.hostname, parts.port or 80
         self.head = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
 
-    async def ask(self, body: dict[str, Any], began: float | None = None) -> Answer:
+    async def metrics(self) -> dict[str, float]:
+        """Return the server's metrics that have no labels."""
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        writer.write(f"GET /metrics HTTP/1.0\r\nHost: {self.host}\r\n{self.head}\r\n".encode())
+        text = (await reader.read()).decode()
+        writer.close()
+        lines = [line.split(" ") for line in text.partition("\r\n\r\n")[2].splitlines()]
+        return {line[0]: float(line[1]) for line in lines if len(line) == 2 and line[0] != "#"}
+
+    async def ask(
+        self, body: dict[str, Any], began: float | None = None, leave: int | None = None
+    ) -> Answer:
         """Send a request and return its answer.
 
         Args:
           began: the time from which the answer's seconds are counted (default: now).
+          leave: number of events of the stream after which to disconnect; None for never.
 
         Raises:
+          LeftError: if the client has disconnected before the answer's end.
           InputError: if the server cannot be reached.
           RefusedError: if the server's queue is full.
           StoppedError: if the server returns another error or an incomplete answer.
@@ -162,17 +205,19 @@ class Client:
             f"Content-Length: {len(content.encode())}\r\n\r\n{content}".encode()
         )
         try:
-            return await self._read(reader, began)
+            return await self._read(reader, began, leave)
         finally:
             writer.close()
 
-    async def _read(self, reader: asyncio.StreamReader, began: float) -> Answer:
+    async def _read(self, reader: asyncio.StreamReader, began: float, leave: int | None) -> Answer:
+        if leave == 0:
+            raise LeftError
         status = (await reader.readline()).decode()
         if " 429 " in status:
             raise RefusedError("the server's queue is full")
         if " 200 " not in status:
             raise StoppedError(f"the server returned {status.strip()}: {await reader.read()}")
-        pieces, first, tokens = [], None, None
+        pieces, first, tokens, events = [], None, None, 0
         # Each event of the stream is one line; all other lines are HTTP headers or chunk lengths.
         async for line in reader:
             if not line.startswith(b"data: {"):
@@ -184,6 +229,9 @@ class Client:
             pieces += [choice["text"] for choice in event["choices"]]
             if event["usage"]:
                 tokens = event["usage"]["completion_tokens"]
+            events += 1
+            if events == leave:
+                raise LeftError
         if first is None or tokens is None:
             raise StoppedError("a stream ended before its answer was complete")
         return Answer("".join(pieces), tokens, first, time.perf_counter() - began)
@@ -221,6 +269,8 @@ class Load:
       tokens: number of tokens of the answers that ended within this time.
       wrong: number of answers that differ from those given one at a time.
       refused: number of requests that were refused because the queue was full.
+      left: number of requests whose client disconnected before the answer's end.
+      errors: the server's error messages, each with its number.
     """
 
     answers: list[Answer]
@@ -228,6 +278,8 @@ class Load:
     tokens: int = 0
     wrong: int = 0
     refused: int = 0
+    left: int = 0
+    errors: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def tokens_per_second(self) -> float:
@@ -251,12 +303,15 @@ class Load:
         def milliseconds(values: list[float]) -> str:
             return " / ".join(f"{1e3 * values[place]:.1f}" for place in PERCENTILES.values())
 
-        refused = f", {self.refused} refused" if self.refused else ""
+        counts = {"refused": self.refused, "left": self.left, "failed": self.errors.total()}
+        others = "".join(f", {count} {what}" for what, count in counts.items() if count)
         print(
-            f"{name}: {len(self.answers)} answers, {self.tokens_per_second:.1f} tokens/s{refused}; "
+            f"{name}: {len(self.answers)} answers, {self.tokens_per_second:.1f} tokens/s{others}; "
             f"{' / '.join(PERCENTILES)} time to first token {milliseconds(self.first())} ms, "
             f"per token {milliseconds(self.per_token())} ms"
         )
+        for message, count in self.errors.items():
+            print(f"{count} failed: {message}")
 
 
 PERCENTILES = {"p50": 49, "p90": 89, "p99": 98}  # their places in a list of `percentiles`
@@ -283,16 +338,39 @@ async def load(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - began
     alone = Load(expected, seconds, sum(answer.tokens for answer in expected))
     alone.report("one at a time")
-    tester = Tester(client, requests, expected, args.seconds, args.seed)
+    tester = Tester(client, requests, expected, args)
     if not args.rates:
-        loads = [await tester.with_clients(args.clients, alone)]
+        async with tester.sampled():
+            loads = [await tester.with_clients(args.clients, alone)]
     else:
-        loads = [await tester.with_arrivals(rate) for rate in sorted(args.rates)]
+        loads = []
+        for rate in sorted(args.rates):
+            async with tester.sampled():
+                loads.append(await tester.with_arrivals(rate))
     wrong = sum(load.wrong for load in loads)
     print(f"{wrong} answers differ from those given one at a time")
+    busy = await rows_in_use(client)
+    print(f"{busy} rows and waiting requests are left")
+    if tester.memory:
+        print(f"memory of the server: {' / '.join(f'{mb:.0f}' for mb in tester.memory)} MB")
     if args.picture:
         draw(loads, args.picture)
-    return 1 if wrong else 0
+    return 1 if wrong or busy else 0
+
+
+IDLE_SECONDS = 10.0  # the longest time until rows of clients that have left are free
+SAMPLES = 5  # of the server's memory, per measurement
+
+
+async def rows_in_use(client: Client) -> int:
+    """Return how many rows and waiting requests the server still has after `IDLE_SECONDS`."""
+    names = ("mesh_transformer_rows_active", "mesh_transformer_queue_length")
+    until, busy = time.perf_counter() + IDLE_SECONDS, 1
+    while busy and time.perf_counter() < until:
+        metrics = await client.metrics()
+        busy = int(sum(metrics[name] for name in names))
+        await asyncio.sleep(0.1)
+    return busy
 
 
 class Tester:
@@ -300,7 +378,9 @@ class Tester:
 
     Args:
       expected: the answer to each of the requests on its own.
-      seconds: duration of each measurement.
+
+    Attributes:
+      memory: the server's resident memory in MB, `SAMPLES` times per measurement.
     """
 
     def __init__(
@@ -308,11 +388,12 @@ class Tester:
         client: Client,
         requests: list[dict[str, Any]],
         expected: list[Answer],
-        seconds: float,
-        seed: int,
+        args: argparse.Namespace,
     ):
         self._client, self._requests, self._expected = client, requests, expected
-        self._seconds, self._rng = seconds, random.Random(seed)
+        self._seconds, self._leave, self._count_errors = args.seconds, args.leave, args.count_errors
+        self._rng = random.Random(args.seed)
+        self.memory: list[float] = []
 
     async def _ask(self, load: Load, began: float, until: float) -> bool:
         """Send a request; return whether it was answered.
@@ -322,15 +403,43 @@ class Tester:
           until: the end of the measurement.
         """
         index = self._rng.randrange(len(self._requests))
+        body, leave = self._requests[index], None
+        if self._rng.random() < self._leave:
+            leave = self._rng.randrange(body["max_tokens"])
         try:
-            answer = await self._client.ask(self._requests[index], began)
+            answer = await self._client.ask(body, began, leave)
         except RefusedError:
             load.refused += 1
+            return False
+        except LeftError:
+            load.left += 1
+            return True
+        except StoppedError as error:
+            if not self._count_errors:
+                raise
+            load.errors[str(error)] += 1
             return False
         load.answers.append(answer)
         load.tokens += answer.tokens * (time.perf_counter() <= until)
         load.wrong += answer.text != self._expected[index].text
         return True
+
+    @contextlib.asynccontextmanager
+    async def sampled(self) -> AsyncIterator[None]:
+        """Record the server's memory while the body of the `async with` runs."""
+
+        async def sample() -> None:
+            for _ in range(SAMPLES):
+                await asyncio.sleep(self._seconds / (SAMPLES + 1))
+                bytes_ = (await self._client.metrics()).get("process_resident_memory_bytes")
+                if bytes_ is not None:  # on Linux
+                    self.memory.append(bytes_ / 1e6)
+
+        task = asyncio.ensure_future(sample())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
     async def with_clients(self, clients: int, alone: Load) -> Load:
         """Measure clients that each send a request when their last one has been answered.

@@ -27,4 +27,5 @@ def test_the_page_runs(tmp_path, monkeypatch, capfd):
     printed = capfd.readouterr().out
     assert '"text_completion"' in printed
     assert '"completion"' in printed
+    assert '{\\"name\\": ' in printed
     assert len(person.names["answer"].data[0].embedding) == MODEL["d_model"]

@@ -150,8 +150,8 @@ def test_the_plain_template_is_that_of_completion_records(serve):
         ),
         ({"messages": TALK, "store": True}, "store: found true, expected false, as nothing is"),
         (
-            {"messages": TALK, "response_format": {"type": "json_object"}},
-            'response_format: found {"type": "json_object"}, expected the object {"type": "text"}',
+            {"messages": TALK, "response_format": {"type": "xml"}},
+            'response_format: found {"type": "xml"}, expected an object whose type is text, json',
         ),
         ({"messages": TALK, "prompt": "a"}, "prompt: found an unknown key, expected only model,"),
         ({"messages": TALK, "model": "gpt-4"}, "the model 'gpt-4' does not exist; use 'fake'"),

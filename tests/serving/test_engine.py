@@ -465,7 +465,7 @@ def test_chunks_are_short_while_other_rows_wait_for_them(network):
     assert [prefiller.chunk(s) for s in seconds] == [256, 256, 128, 128, 64, 32, 32, 256]
     # The times follow what is measured: this network answers at once.
     for _ in range(30):
-        prefiller.insert_chunk(0, np.zeros(200, int), 60, 1, SamplingOptions(), 128)
+        prefiller.insert_chunk(0, np.zeros(200, int), 60, 1, SamplingOptions(), None, 128)
     assert prefiller._seconds[128] < 0.05
     prefiller._observe(256, 100.0)  # something held the machine up
     assert prefiller.chunk(1.0) == 128

@@ -25,13 +25,14 @@ def test_requests_arrive_at_random_times_and_the_latencies_are_drawn(live, tmp_p
     words = ["--seconds", "2", "--rates", "5", "20", "--picture", str(picture)]
     ended = measure(live, *words, "--lengths", "skewed", "--shared-words", "7")
     assert ended.returncode == 0, ended.stderr
-    alone, slow, fast, last = ended.stdout.splitlines()
+    alone, slow, fast, *last = ended.stdout.splitlines()
     assert alone.startswith("one at a time: 12 answers, ")
     for rate, line in (("5", slow), ("20", fast)):
         assert line.startswith(f"{rate} requests/s: ")
         assert "p50 / p90 / p99 time to first token " in line
         assert "nan" not in line
-    assert last == "0 answers differ from those given one at a time"
+    assert last[0] == "0 answers differ from those given one at a time"
+    assert last[1] == "0 rows and waiting requests are left"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -58,7 +59,33 @@ def test_wrong_answers_are_counted_and_end_with_status_1(serve, monkeypatch):
     monkeypatch.setattr(network, "answer", changing)
     ended = measure(live, "--seconds", "1", "--rates", "30")
     assert ended.returncode == 1, ended.stderr
-    assert not ended.stdout.endswith("\n0 answers differ from those given one at a time\n")
+    assert "\n0 answers differ from those given one at a time\n" not in ended.stdout
+
+
+def test_clients_that_leave_and_errors_of_the_server_are_counted(serve, monkeypatch):
+    live = serve(rows=3)
+    call, prompts = live.network.call, []
+
+    def failing(kind, *what):
+        prompts.extend([kind] * (kind in ("insert", "chunk")))
+        if len(prompts) == 16:  # the 12 requests on their own have been answered
+            prompts.append("")
+            raise RuntimeError("a host is gone")
+        call(kind, *what)
+
+    monkeypatch.setattr(live.network, "call", failing)
+    words = ["--clients", "8", "--seconds", "4", "--leave", "0.4", "--count-errors"]
+    ended = measure(live, *words, "--most-tokens", "40")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    left = re.search(r" (\d+) left, (\d+) failed; ", ended.stdout)
+    assert left is not None
+    assert int(left[1]) > 0
+    assert 1 <= int(left[2]) <= 3  # the requests in the rows
+    assert "failed: the server reports the model failed" in ended.stdout
+    assert "\n0 rows and waiting requests are left\n" in ended.stdout
+    if sys.platform == "linux":
+        (memory,) = re.findall(r"^memory of the server: (.*) MB$", ended.stdout, re.MULTILINE)
+        assert all(float(mb) > 100 for mb in memory.split(" / "))
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from mesh_transformer.serving import requests, server
+from mesh_transformer.serving.app import unless_disconnected
 from mesh_transformer.serving.requests import CompletionRequest, ContextRequest, Keys
 from mesh_transformer.serving.server import TimeoutProtocol
-from mesh_transformer.serving.service import unless_disconnected
 from mesh_transformer.util import InputError
 from tests.support.fake_network import FakeNetwork
 from tests.support.hostile_requests import BODIES, WRONG, WRONG_CONTEXT

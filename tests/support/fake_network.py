@@ -91,6 +91,14 @@ class FakeNetwork:
         return np.array([np.bincount(text, minlength=4)[:4] for text in texts], np.float32)
 
 
+def first_allowed(bits: np.ndarray | None, token: int) -> int:
+    """Return the token, or the first one after it whose bit is set."""
+    if bits is None:
+        return token
+    (tokens,) = np.nonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    return int(tokens[np.searchsorted(tokens, token) % len(tokens)])
+
+
 class FakeBatch:
     def __init__(self, network: FakeNetwork, rows: int, guesses: int):
         self.rows = rows
@@ -111,6 +119,7 @@ class FakeBatch:
         *,
         alternatives: int | None = None,
         chunks: Any = None,
+        allowed: Any = None,
         longest: int | None = None,
     ) -> FakeChosen:
         begin = np.zeros(len(rows), int) if chunks is None else chunks.begin_P
@@ -122,6 +131,7 @@ class FakeBatch:
         )
         for row, prompt, length, seed in requests:
             answer = self._network.answer(prompt.tolist(), int(seed), int(length))
+            answer[0] = first_allowed(allowed.get(row), answer[0])
             self._texts[row], self._made[row] = answer, 1
         first = np.array([self._texts[row][0] for row in rows])
         return self._network.chosen(first, alternatives)
@@ -136,14 +146,22 @@ class FakeBatch:
         return np.array([max(len(text) - made, 0) for text, made in pairs])
 
     def decode(
-        self, steps: int, alternatives: int | None = None, *, speculate: bool = False
+        self,
+        steps: int,
+        alternatives: int | None = None,
+        *,
+        speculate: bool = False,
+        allowed: Any = None,
     ) -> FakeChosen:
         """Generate 1 token per row and step; by speculation all guesses but row's number."""
         self._network.call("decode", steps)
         tokens = np.full((self.rows, steps * (1 + self._guesses * speculate)), 13)
         for row, (text, made) in enumerate(zip(self._texts, self._made, strict=True)):
             right = max(self._guesses - row, 0) if speculate else 0
-            new = text[made : made + steps * (1 + right)]
+            most = 1 if row in allowed else steps * (1 + right)
+            new = text[made : made + most]
+            if new and row in allowed:
+                text[made] = new[0] = first_allowed(allowed[row], new[0])
             tokens[row, : len(new)] = new
             self._made[row] += len(new)
         return self._network.chosen(tokens, alternatives)
