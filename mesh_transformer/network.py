@@ -68,10 +68,14 @@ class Network(Protocol):
     def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> Batch: ...
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
     def score(
-        self, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        alternatives: int,
+        beginning: np.ndarray | None = None,
+        adapter: int = 0,
     ) -> Any: ...
     def embed(
-        self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean"
+        self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean", adapter: int = 0
     ) -> np.ndarray: ...
 
 

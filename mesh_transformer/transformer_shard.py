@@ -1,7 +1,6 @@
 """`CausalTransformer`, a GPT-J model sharded over a mesh of devices, and `load` to open one."""
 
 import functools
-import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,13 +26,11 @@ from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prefixes import Pool
 from mesh_transformer.generation.prompts import check_pooled
 from mesh_transformer.mesh import accelerators
-from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
+from mesh_transformer.mesh.devices import fit_to_devices, make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows, limit_in_flight, process_rows
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
-
-SPARE_DEVICES = 8  # minimum number of virtual CPU devices when a model is loaded without a config
 
 
 class CausalTransformer:
@@ -228,7 +225,11 @@ class CausalTransformer:
         return rows.fetch(logits.block_until_ready(), len(tokens))
 
     def score(
-        self, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        alternatives: int,
+        beginning: np.ndarray | None = None,
+        adapter: int = 0,
     ) -> Chosen:
         """Return each token's logprob given the tokens before it; a row's first token has none.
 
@@ -238,6 +239,7 @@ class CausalTransformer:
           beginning: token ids [S] of a text that all rows continue; together they have at most
             `config.seq` + 1 tokens.  Its keys and values are computed once, and kept for the next
             call with the same beginning.
+          adapter: number of the adapter that all rows use (see `add_adapters`); 0 for none.
 
         Returns:
           A `Chosen` tuple of numpy arrays: [B, T - 1], and [B, T - 1, alternatives] for the most
@@ -248,15 +250,19 @@ class CausalTransformer:
             beginning = check_tokens(self.config, "beginning", beginning, 1, longest=longest - 2)
             longest -= len(beginning)
         tokens = check_tokens(self.config, "tokens", tokens, 2, longest=longest)
-        return self._generator.score(self._own_params(), tokens, alternatives, beginning)
+        own = self._own_params()
+        return self._generator.score(own, tokens, alternatives, beginning, adapter)
 
-    def embed(self, tokens: ArrayLike, lengths: ArrayLike, pooling: str = "mean") -> np.ndarray:
+    def embed(
+        self, tokens: ArrayLike, lengths: ArrayLike, pooling: str = "mean", adapter: int = 0
+    ) -> np.ndarray:
         """Return a vector for each text, from the last layer's normed output.
 
         Args:
           tokens: token ids [B, T], one left-aligned text per row; T is at most `config.seq`.
           lengths: number of tokens of each text, [B], from 1 to T.
           pooling: "mean" for the mean over the text's tokens, "last" for the last token's vector.
+          adapter: as for `score`.
 
         Returns:
           An f32 array [B, D].  The vectors are not scaled to length 1.
@@ -266,7 +272,7 @@ class CausalTransformer:
         """
         texts = check_tokens(self.config, "tokens", np.asarray(tokens), 2)
         sizes = check_pooled(texts, lengths, pooling)
-        return self._generator.embed(self._own_params(), texts, sizes, pooling)
+        return self._generator.embed(self._own_params(), texts, sizes, pooling, adapter)
 
     def generate(
         self,
@@ -286,8 +292,9 @@ class CausalTransformer:
           sampler_options: `top_p` (default 0.9), `top_k` (default 0: off), `temp` (default 1; 0 is
             greedy), `min_p` (default 0: off), `typical_p` (default 1: off), `repetition_penalty`
             (default 1: off), `presence_penalty` and `frequency_penalty` (default 0: off),
-            `logit_bias` (default None; see `sampler_settings`) and `seed` (default 0).  Each value
-            is one number for all rows, or an array with one number per row.
+            `logit_bias` (default None; see `sampler_settings`), `adapter` (default 0: none; see
+            `add_adapters`) and `seed` (default 0).  Each value is one number for all rows, or an
+            array with one number per row.
 
         Returns:
           Token ids [B, gen_length], uint32.
@@ -307,6 +314,19 @@ class CausalTransformer:
           guesses: number of tokens that a decode step may guess (see `Batch.decode`).
         """
         return self._generator.batch(self._own_params(), rows, pool, guesses)
+
+    def add_adapters(self, paths: Sequence[AnyPath | Source]) -> None:
+        """Let each text choose one of these LoRA adapters, instead of those given before.
+
+        A text that is generated with the option `adapter` n uses number n of the adapters, counted
+        from 1, and with 0 none.  Call this before `only_generate`.
+
+        Args:
+          paths: checkpoints of adapters that were trained on this model.
+        """
+        params, config, mesh = self._params(), self.config, self.mesh
+        loaded = [loading.load_adapter(Source.of(path), config, params, mesh) for path in paths]
+        self._generator = Generator(config, mesh, self._eval_rows, loaded)
 
     def only_generate(self) -> None:
         """Free the state, but not the weights that `generate`, `batch`, `score` and `embed` use.
@@ -533,7 +553,7 @@ def load(
     """
     source = Source.of(path)
     changes = changes or {}
-    fitted = _fit_to_devices(source.config, changes) if config is None else _config_of(config)
+    fitted = fit_to_devices(source.config, changes) if config is None else _config_of(config)
     fitted = fitted.replace(**changes)
     assert fitted.tpu_size is not None
     use_virtual_devices(fitted.tpu_size)
@@ -542,33 +562,6 @@ def load(
     network = CausalTransformer(fitted, devices=devices, init=False)
     network.load(source, only_params=not optimizer)
     return network
-
-
-def _fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
-    """Return a saved config adapted to the devices of this machine.
-
-    mp (`cores_per_replica`) becomes the greatest common divisor of its saved value and the number
-    of devices.  On CPUs mp becomes 1, because virtual devices share the same cores.  With `norm`
-    "layernorm-desync", mp is kept, because the parameters depend on it.  `attention` becomes
-    "auto", because the saved value was chosen for the devices of the training run.
-    """
-    saved = saved.replace(attention="auto")
-    assert saved.tpu_size is not None
-    if "tpu_size" in changes:
-        use_virtual_devices(max(changes["tpu_size"], SPARE_DEVICES))
-        if changes["tpu_size"] > jax.device_count():
-            raise InputError(
-                f"tpu_size is {changes['tpu_size']}, but there are {jax.device_count()} devices; "
-                "lower it, or load this model before others use JAX"
-            )
-    # Create more devices than this model needs: their number is fixed once JAX has started, and
-    # another model loaded later may need more.
-    use_virtual_devices(saved.tpu_size * -(-SPARE_DEVICES // saved.tpu_size))
-    if saved.norm == "layernorm-desync":
-        return saved  # its parameters depend on mp
-    on_cpu = jax.default_backend() == "cpu"
-    shards = 1 if on_cpu else math.gcd(saved.cores_per_replica, jax.device_count())
-    return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0)
 
 
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.

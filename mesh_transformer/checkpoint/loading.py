@@ -24,6 +24,7 @@ from mesh_transformer.checkpoint.state_tree import (
 )
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import named
+from mesh_transformer.model.lora import Adapter
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
@@ -112,6 +113,42 @@ def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Load
     state = _read_native(source.step, config, template)
     frozen, base = load_base(source.path, config, mesh, [recorded.path], recorded)
     return Loaded(state | {"frozen": frozen}, base)
+
+
+def load_adapter(source: Source, config: Config, params: Any, mesh: Mesh) -> Adapter:
+    """Load LoRA adapters that were trained on a model.
+
+    Args:
+      source: a checkpoint of adapters.
+      config: the model's config.
+      params: the model's parameters on `mesh`.
+
+    Returns:
+      The adapters, with the padding of the mesh.
+
+    Raises:
+      InputError: if the checkpoint holds no adapters, or those of another model.
+    """
+    if source.adapters is None or source.step is None:
+        raise InputError(f"{source.path}: holds a whole model, expected LoRA adapters")
+    if config.lora_rank:
+        raise InputError(
+            f"{source.path}: adapters can be given to a base model only, but the model has some "
+            "itself; load its base model"
+        )
+    saved = source.config
+    own = config.replace(
+        lora_rank=saved.lora_rank, lora_alpha=saved.lora_alpha, lora_targets=saved.lora_targets
+    )
+    template = {"params": stored_state(own, mesh)["params"]}
+    adapters = steps.padded(_read_native(source.step, own, template), own, mesh)["params"]
+    base = steps.unpadded({"params": params}, config, mesh)["params"]
+    if leaf := source.adapters.difference(Base("", _checksums(base, own, mesh))):
+        raise InputError(
+            f"{source.path}: its adapters were trained on another model, {source.adapters.path} "
+            f"(leaf {leaf} differs); load that one"
+        )
+    return Adapter(own, adapters)
 
 
 def load_base(

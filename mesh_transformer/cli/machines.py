@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mesh_transformer.cli.arguments import refuse_tpu_arguments, tpu_arguments
@@ -67,6 +67,7 @@ def running_model(
     config: Config | None,
     *,
     only_generate: bool = False,
+    adapters: Sequence[str] = (),
 ) -> "Iterator[CausalTransformer | RestartingCluster]":
     """Return a context manager that yields a network for inference, with the weights at `path`.
 
@@ -78,6 +79,7 @@ def running_model(
       config: the network's config; None to use the config stored at `path`.
       only_generate: whether to free all memory that generation does not need.  The network can then
         only generate and score (see `CausalTransformer.only_generate`).
+      adapters: checkpoints of LoRA adapters, of which each text may choose one.
     """
     from mesh_transformer.mesh.program import use_compilation_cache
 
@@ -87,6 +89,8 @@ def running_model(
 
         refuse_tpu_arguments(args)
         local_network = load(path, config)
+        if adapters:
+            local_network.add_adapters(adapters)
         if only_generate:
             local_network.only_generate()
         yield local_network
@@ -103,6 +107,8 @@ def running_model(
             )
             try:
                 cluster.load(os.fspath(path), only_params=True)
+                if adapters:
+                    cluster.add_adapters(adapters)
                 if only_generate:
                     cluster.only_generate()
             except BaseException:

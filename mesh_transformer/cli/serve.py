@@ -11,6 +11,7 @@ from mesh_transformer.cli.arguments import (
     positive,
 )
 from mesh_transformer.cli.machines import running_model
+from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, exit_now
 
 
@@ -77,10 +78,40 @@ def parse_args() -> argparse.Namespace:
         choices=("mean", "last"),
         help="serve /v1/embeddings: the mean over a text's tokens, or the last token's vector",
     )
+    parser.add_argument(
+        "--adapter",
+        type=adapter,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="LoRA adapters of the model, which clients choose as the model NAME (repeatable)",
+    )
     drain = "seconds to finish running requests at shutdown (default 60)"
     parser.add_argument("--drain-seconds", type=int, default=60, help=drain)
     add_host_arguments(parser, required=False)
     return parser.parse_args()
+
+
+def adapter(text: str) -> tuple[str, str]:
+    """Parse NAME=FOLDER, the argument of --adapter."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=FOLDER")
+    return name, folder
+
+
+def names_of(args: argparse.Namespace, config: Config) -> list[str]:
+    """Return the names, for clients, of the model and of its adapters.
+
+    Raises:
+      InputError: if two names are equal.
+    """
+    names = [args.name or config.name]
+    for name, _ in args.adapter:
+        if name in names:
+            raise InputError(f"--adapter {name}: another model has this name; choose another one")
+        names.append(name)
+    return names
 
 
 def main() -> None:
@@ -109,7 +140,9 @@ def main() -> None:
         except InputError as error:
             print(f"no chat: {error}; or give --chat-template", file=sys.stderr, flush=True)
         chat = template and template.prompt
-        with running_model(args, model, config, only_generate=True) as network:
+        name, *adapters = names_of(args, config or Source.of(model).config)
+        folders = [folder for _, folder in args.adapter]
+        with running_model(args, model, config, only_generate=True, adapters=folders) as network:
             metrics = Metrics(args.rows)
             engine = Engine(
                 network,
@@ -125,8 +158,7 @@ def main() -> None:
             )
             engine.warm_up()
             max_tokens = args.max_tokens or network.config.window
-            name = args.name or network.config.name
-            service = Service(name, engine, tokenizer, metrics, max_tokens, chat)
+            service = Service(name, engine, tokenizer, metrics, max_tokens, chat, adapters)
             log = sys.stderr if args.log_requests else None
             app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host], log)
             serve(app, socket, args.drain_seconds)

@@ -1,10 +1,10 @@
-"""Text generation on a mesh: compiled functions, and batches whose rows generate in parallel.
+"""Text generation on a mesh: batches whose rows generate in parallel.
 
 Callers pass and receive token ids and row numbers.  This module places the arrays on the devices.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,161 +15,16 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation import decode
-from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts, Weights
+from mesh_transformer.generation import decode, programs
+from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.prefixes import Chunks, Pool
 from mesh_transformer.generation.prompts import check_biases, check_prompts, check_texts
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
 from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
-from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
-from mesh_transformer.mesh.devices import named
+from mesh_transformer.generation.weights import Weights, joined_config
 from mesh_transformer.mesh.placement import Rows
-from mesh_transformer.mesh.program import compiled
-from mesh_transformer.model import transformer
-from mesh_transformer.model.attention import LayerCache
+from mesh_transformer.model.lora import Adapter
 from mesh_transformer.util import InputError, bucket
-
-
-def decode_specs(config: Config, *, pool: bool = False) -> decode.DecodeState:
-    """Return the PartitionSpecs of a `DecodeState`: rows and blocks split over dp, heads over mp.
-
-    Args:
-      pool: whether the batch has a pool of blocks.
-    """
-    rows, cache = P("dp"), P("dp", "mp")
-    settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
-    one = LayerCache(*(cache,) * (4 if config.int8_cache else 2))
-    caches = (one,) * config.layers
-    blocks = caches if pool else None
-    return decode.DecodeState(caches, *(rows,) * 6, settings=settings, pool=blocks)
-
-
-def compile_weights(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
-    """Return a jitted function params -> weights that converts parameters for generation.
-
-    The parameters may have any sharding.  See `decode.weights_of` for the weights.
-    """
-    declared, mp = transformer.declarations(config), mesh.shape["mp"]
-
-    def one(d: Declaration, x: Array) -> Array:  # a virtual mesh may have other padding
-        return resized(resized(x, d.shape), d.padded(mp))
-
-    def weights(params: Any) -> Any:
-        if config.virtual_mesh is not None:
-            params = map_declared(one, declared, params)
-        return decode.weights_of(params, config=config)
-
-    return jax.jit(
-        weights,
-        out_shardings=named(mesh, decode.weight_specs(config)),
-    )
-
-
-def compile_empty(config: Config, mesh: Mesh, pool: bool) -> Callable[..., decode.DecodeState]:
-    """Return a jitted function (rows, slots, blocks, block) -> state of a batch without prompts.
-
-    `rows` and `blocks` are the numbers of rows and of the pool's blocks on all replicas together;
-    `slots` and `block` are the numbers of positions of each (see `decode.empty`).
-    """
-    return jax.jit(
-        functools.partial(decode.empty, config, mp=mesh.shape["mp"]),
-        static_argnums=(0, 1, 2, 3),
-        out_shardings=named(mesh, decode_specs(config, pool=pool)),
-    )
-
-
-def compile_grow(config: Config, mesh: Mesh) -> Callable[..., decode.DecodeState]:
-    """Return a jitted function (state, slots) -> the same state with a larger KV cache.
-
-    `slots` is the new number of positions in each row's KV cache.  The state must have no pool,
-    which would be copied.
-    """
-    layout = named(mesh, decode_specs(config))
-    return jax.jit(decode.grow, static_argnums=1, out_shardings=layout)
-
-
-def before_specs(config: Config) -> decode.Before:
-    """Return the PartitionSpecs of a `Before`: heads split over mp."""
-    cache = P(None, "mp")
-    return decode.Before((LayerCache(cache, cache),) * config.layers, P())
-
-
-def compile_before(config: Config, mesh: Mesh) -> Callable[..., decode.Before]:
-    """Return `decode.before`, compiled as a function (weights, tokens, length) -> `Before`."""
-    specs = (decode.weight_specs(config), P(), P())
-    return compiled(decode.before, config, mesh, specs, before_specs(config))
-
-
-def compile_score(
-    config: Config, mesh: Mesh, alternatives: int, after: bool = False
-) -> Callable[..., Any]:
-    """Return `decode.score`, compiled as a function (weights, tokens, following, text) -> `Chosen`.
-
-    Args:
-      alternatives: see `decode.score`, also for the function's arguments.
-      after: whether the function is called with a `text` that is not None.
-    """
-    rows = P("dp")
-    function = functools.partial(decode.score, alternatives=alternatives)
-    text = before_specs(config) if after else None
-    specs = (decode.weight_specs(config), rows, rows, text)
-    return compiled(function, config, mesh, specs, rows)
-
-
-def compile_embed(config: Config, mesh: Mesh, pooling: str) -> Callable[..., Array]:
-    """Return `decode.embed`, compiled as a function (weights, tokens, lengths) -> vectors."""
-    rows = P("dp")
-    function = functools.partial(decode.embed, pooling=pooling)
-    return compiled(function, config, mesh, (decode.weight_specs(config), rows, rows), rows)
-
-
-def compile_prefill(
-    config: Config,
-    mesh: Mesh,
-    alternatives: int | None,
-    width: int,
-    pool: bool,
-    constrained: bool = False,
-) -> Callable[..., Any]:
-    """Return `decode.prefill`, compiled as a function (weights, state, prompts) -> (state, chosen).
-
-    The `state` that is passed in is donated.  See `decode.prefill` for `alternatives` and `width`.
-
-    Args:
-      constrained: whether `prompts.allowed_PW` is given.
-    """
-    rows, state = P("dp"), decode_specs(config, pool=pool)
-    allowed = rows if constrained else None
-    prompts = decode.Prompts(*(rows,) * 6, settings=state.settings, allowed_PW=allowed)
-    function = functools.partial(decode.prefill, alternatives=alternatives, width=width)
-    specs = (decode.weight_specs(config), state, prompts)
-    return compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)
-
-
-def compile_decode(
-    config: Config,
-    mesh: Mesh,
-    alternatives: int | None,
-    most: int,
-    pool: bool = False,
-    guesses: int = 0,
-    constrained: bool = False,
-) -> Callable[..., Any]:
-    """Return `decode.decode`, compiled: (weights, state, left, steps, allowed) -> its results.
-
-    The `state` that is passed in is donated.  See `decode.decode` for all arguments.
-
-    Args:
-      constrained: whether `allowed` is given; None must be passed otherwise.
-    """
-    state = decode_specs(config, pool=pool)
-    function = functools.partial(
-        decode.decode, alternatives=alternatives, most=most, guesses=guesses
-    )
-    rows = P("dp")
-    specs = (decode.weight_specs(config), state, rows, P(), rows if constrained else None)
-    return compiled(function, config, mesh, specs, (state, rows, rows), donate_argnums=1)
-
 
 # Prompts are padded to this width times a power of two, so that few programs are compiled.
 SMALLEST_PROMPT = 16
@@ -185,31 +40,41 @@ PREFILL_TOKENS = 4096
 class Generator:
     """The compiled functions that generate text on a mesh, and the weights that they use.
 
-    The weights are a copy of the model's parameters, converted for generation.  LoRA adapters are
-    merged in, and with `int8_weights` the matrices are quantized.  The dtype is f32 on CPUs, where
-    bf16 matmuls are slow, and `config.dtype` on other devices.
+    The weights are a copy of the model's parameters, converted for generation.  LoRA adapters that
+    the model has are merged in, and with `int8_weights` the matrices are quantized.  The dtype is
+    f32 on CPUs, where bf16 matmuls are slow, and `config.dtype` on other devices.
+
+    Args:
+      adapters: further adapters, one of which each text may choose.
+
+    Raises:
+      InputError: if the sum of the adapters' ranks is larger than the model's width.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, rows: Rows):
+    def __init__(self, config: Config, mesh: Mesh, rows: Rows, adapters: Sequence[Adapter] = ()):
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         # The weights are split over mp only, even if ZeRO splits the training state over dp.
         config = config.replace(zero=0, dtype="float32" if on_cpu else config.dtype)
-        self._weights = compile_weights(config, mesh)
+        self._adapters = [adapter.params for adapter in adapters]
+        configs = tuple(adapter.config for adapter in adapters)
+        self._weights = programs.compile_weights(config, mesh, configs)
         config = config.replace(virtual_mesh=None, cores_per_replica=config.shards, tpu_size=None)
-        self.config = config.merged()
+        self.config = joined_config(config.merged(), configs)
         self.mesh = mesh
         self.rows = rows
         # The parameters' arrays (None after `cache_weights`), and the weights computed from them.
         self._made: tuple[list[Array] | None, Weights] | None = None
-        self.empty = functools.cache(functools.partial(compile_empty, self.config, mesh))
-        self.grow = compile_grow(self.config, mesh)
-        self._score = functools.cache(functools.partial(compile_score, self.config, mesh))
-        self._embed = functools.cache(functools.partial(compile_embed, self.config, mesh))
-        self._before = compile_before(self.config, mesh)
+        self.empty = functools.cache(functools.partial(programs.compile_empty, self.config, mesh))
+        self.grow = programs.compile_grow(self.config, mesh)
+        self._score = functools.cache(functools.partial(programs.compile_score, self.config, mesh))
+        self._embed = functools.cache(functools.partial(programs.compile_embed, self.config, mesh))
+        self._before = programs.compile_before(self.config, mesh)
         # The last beginning that `score` got, and its keys and values.
-        self._begun: tuple[bytes, decode.Before] | None = None
-        self.prefill = functools.cache(functools.partial(compile_prefill, self.config, mesh))
-        self.decode = functools.cache(functools.partial(compile_decode, self.config, mesh))
+        self._begun: tuple[tuple[bytes, int], decode.Before] | None = None
+        self.prefill = functools.cache(
+            functools.partial(programs.compile_prefill, self.config, mesh)
+        )
+        self.decode = functools.cache(functools.partial(programs.compile_decode, self.config, mesh))
 
     def weights(self, params: Any | None) -> Weights:
         """Return the weights for generation, computed from `params`.
@@ -229,7 +94,7 @@ class Generator:
             self._made = self._begun = (
                 None  # free the old weights first, so that only one copy is in memory
             )
-            self._made = (arrays, self._weights(params))
+            self._made = (arrays, self._weights(params, self._adapters))
         return self._made[1]
 
     def cache_weights(self, params: Any) -> None:
@@ -248,8 +113,22 @@ class Generator:
         if self._made is not None and self._made[0] is not None:
             self._made = self._begun = None
 
+    def check_adapter(self, numbers: ArrayLike) -> None:
+        """Raise InputError if there is no adapter with one of these numbers."""
+        wrong = np.setdiff1d(numbers, range(len(self._adapters) + 1))
+        if len(wrong):
+            raise InputError(
+                f"generate: adapter is {wrong[0]}, expected 0 for none"
+                + (f", or up to {len(self._adapters)}" if self._adapters else "")
+            )
+
     def score(
-        self, params: Any, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None
+        self,
+        params: Any,
+        tokens: np.ndarray,
+        alternatives: int,
+        beginning: np.ndarray | None,
+        adapter: int = 0,
     ) -> Chosen:
         """Return the logprobs of the tokens in each row; see `CausalTransformer.score`."""
         if tokens.shape[1] < 2:
@@ -261,12 +140,16 @@ class Generator:
                 f"score: alternatives is {alternatives}, expected 0 to {self.config.n_vocab}, the "
                 "value of n_vocab"
             )
-        placed = self.rows.place(self.rows.pad(tokens), P("dp"))
+        self.check_adapter(adapter)
+        placed, number = (
+            self.rows.place(self.rows.pad(tokens), P("dp")),
+            np.array([adapter], np.int32),
+        )
         weights = self.weights(params)
-        text = None if beginning is None else self._text(weights, beginning)
+        text = None if beginning is None else self._text(weights, beginning, number)
         # The program needs the most likely token itself.
         compute = self._score(max(alternatives, 1), text is not None)
-        scored = compute(weights, placed[:, :-1], placed[:, 1:], text)
+        scored = compute(weights, placed[:, :-1], placed[:, 1:], text, number)
         scored = jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
         return scored._replace(
             top_token=scored.top_token[..., :alternatives],
@@ -274,22 +157,28 @@ class Generator:
         )
 
     def embed(
-        self, params: Any, tokens: np.ndarray, lengths: np.ndarray, pooling: str
+        self,
+        params: Any,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        pooling: str,
+        adapter: int = 0,
     ) -> np.ndarray:
         """Return a vector for each row's text; see `CausalTransformer.embed`."""
+        self.check_adapter(adapter)
         rows = [self.rows.place(self.rows.pad(x), P("dp")) for x in (tokens, lengths)]
-        vectors = self._embed(pooling)(self.weights(params), *rows)
+        vectors = self._embed(pooling)(self.weights(params), *rows, np.array([adapter], np.int32))
         return np.asarray(self.rows.fetch(vectors, len(tokens)))
 
-    def _text(self, weights: Weights, tokens: np.ndarray) -> decode.Before:
+    def _text(self, weights: Weights, tokens: np.ndarray, adapter: np.ndarray) -> decode.Before:
         """Return the keys and values of the text that all rows follow, token ids [T]."""
-        name = tokens.tobytes()
+        name = tokens.tobytes(), int(adapter[0])
         if self._begun is None or self._begun[0] != name:
             self._begun = None  # freed first, so that memory never holds two texts
             width = bucket(len(tokens), SMALLEST_PROMPT, self.config.seq)
             padded = np.zeros((1, width), np.uint32)
             padded[0, : len(tokens)] = tokens
-            self._begun = name, self._before(weights, padded, np.int32(len(tokens)))
+            self._begun = name, self._before(weights, padded, np.int32(len(tokens)), adapter)
         return self._begun[1]
 
     def batch(self, params: Any, rows: int, pool: Pool | None = None, guesses: int = 0) -> "Batch":
@@ -462,6 +351,7 @@ class Batch:
         window = self._generator.config.window
         texts, length, left = check_texts(self._generator.config, prompts, lengths)
         check_biases(self._generator.config, settings)
+        self._generator.check_adapter(settings.adapter_B)
         begin = np.zeros(len(texts), np.int32) if chunks is None else chunks.begin_P
         longest = longest or int((length - begin).max())
         width = bucket(min(longest, window), SMALLEST_PROMPT, window)

@@ -30,15 +30,14 @@ from mesh_transformer.generation.sampling import (
     top_tokens,
 )
 from mesh_transformer.generation.speculation import guess
-from mesh_transformer.mesh.declaration import map_declared, padded_size
+from mesh_transformer.generation.weights import SCALES, Weights
+from mesh_transformer.mesh.declaration import padded_size
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model import lora, matrices, transformer
+from mesh_transformer.model import matrices, transformer
 from mesh_transformer.model.attention import LayerCache, causal_bias, write_rows
 from mesh_transformer.model.layers import Context
 from mesh_transformer.model.loss import cross_entropy
 
-Weights = dict[str, Any]
-MATRICES = ("layers", "proj")  # model parts that `int8_weights` quantizes
 # The settings of idle rows: greedy decoding, which is the fastest, and no penalty or bias.
 IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0}, ())
 
@@ -97,50 +96,6 @@ class DecodeState(NamedTuple):
     def slots(self) -> int:
         """The number of positions in each row's KV cache, S."""
         return self.caches[0].v_BHSK.shape[2]
-
-
-def weights_of(params: transformer.Params, config: Config) -> Weights:
-    """Convert parameters to the weights that generation uses.
-
-    The layers are unstacked, LoRA adapters are merged, and arrays are cast to `config.dtype`.  If
-    the config sets `int8_weights`, the matrices of the layers and of the output head are quantized
-    instead of cast.
-    """
-    declared = weight_declarations(config)
-
-    def unstacked(layer: int) -> Any:
-        modules = jax.tree.map(lambda x: x[layer], params["layers"])
-        return lora.merged(modules, config.lora_scale) if config.lora_rank else modules
-
-    weights = params | {"layers": tuple(unstacked(layer) for layer in range(config.layers))}
-    if not config.int8_weights:
-        return jax.tree.map(lambda x: x.astype(config.dtype), weights)
-    weights["proj"] = transformer.projection_params(weights)
-    in_8_bits = {name: matrices.quantize(weights[name], declared[name]) for name in MATRICES}
-    rest = {name: weights[name] for name in weights if name not in MATRICES}
-    return jax.tree.map(lambda x: x.astype(config.dtype), rest) | in_8_bits
-
-
-def weight_declarations(config: Config) -> Weights:
-    """Return the `Declaration` (shape and layout) of each array that `weights_of` returns.
-
-    If the config quantizes weights, the declarations describe the arrays before quantization.
-    """
-    merged = config.merged()
-    declared = transformer.declarations(merged)
-    layer = map_declared(lambda d: d.unstack(), declared["layers"])
-    if config.int8_weights:  # of a tied head there is a quantized copy
-        declared = declared | {"proj": transformer.declared_projection(merged)}
-    return declared | {"layers": (layer,) * config.layers}
-
-
-def weight_specs(config: Config) -> Weights:
-    """Return the PartitionSpecs of the arrays that `weights_of` returns."""
-    declared = weight_declarations(config)
-    specs = map_declared(lambda d: d.spec, declared)
-    if not config.int8_weights:
-        return specs
-    return specs | {name: matrices.layout(declared[name]) for name in MATRICES}
 
 
 def empty(
@@ -228,17 +183,22 @@ def _context(
     slots: Array | None,
     config: Config,
     par: Parallel,
+    adapter_B: Array,
     rows: Array | None = None,
 ) -> Context:
     """Return the `Context` that all layers share: positions, attention bias and cache slots.
 
     The bias contains the causal mask and any relative position bias.
+
+    Args:
+      adapter_B: the number of each row's adapter, or one for all, [1]; 0 for none.
     """
     bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
     if config.pe == "t5":
         relative = transformer.transforms(config, par)["relative"]
         bias_BHTS += relative.apply(weights["relative"], positions_BT, key_positions_BS)
-    return Context(positions_BT, bias_BHTS, slots, rows)
+    scale = weights[SCALES][adapter_B][:, None] if SCALES in weights else None
+    return Context(positions_BT, bias_BHTS, slots, rows, lora_scale=scale)
 
 
 def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
@@ -273,11 +233,16 @@ def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chose
 
 
 def before(
-    weights: Weights, tokens_1S: Array, length: Array, config: Config, par: Parallel
+    weights: Weights,
+    tokens_1S: Array,
+    length: Array,
+    adapter_1: Array,
+    config: Config,
+    par: Parallel,
 ) -> Before:
     """Return the keys and values of the first `length` tokens of a text, for `score`."""
     positions_1S = jnp.arange(tokens_1S.shape[1])[None]
-    context = _context(weights, positions_1S, positions_1S, None, config, par)
+    context = _context(weights, positions_1S, positions_1S, None, config, par, adapter_1)
     return Before(_forward(weights, tokens_1S, context, None, config, par)[1], length)
 
 
@@ -286,6 +251,7 @@ def score(
     tokens_BT: Array,
     following_BT: Array,
     text: Before | None,
+    adapter_1: Array,
     alternatives: int,
     config: Config,
     par: Parallel,
@@ -298,6 +264,7 @@ def score(
       tokens_BT: token ids of B texts.
       following_BT: the token that follows each of `tokens_BT` in its text.
       text: what all B texts begin with, before `tokens_BT`; None if that is nothing.
+      adapter_1: the number of the adapter that all texts use; 0 for none.
       alternatives: number of most likely tokens to return for each position, at least 1.
 
     Returns:
@@ -310,7 +277,7 @@ def score(
         slots = jnp.arange(text.caches_1HSK[0].k_BHSK.shape[2])
         in_text_1S = jnp.where(slots < text.length, slots, -1)[None]
         keys_1S = jnp.concatenate((in_text_1S, positions_1T), axis=1)
-    context = _context(weights, positions_1T, keys_1S, None, config, par)
+    context = _context(weights, positions_1T, keys_1S, None, config, par, adapter_1)
     caches = None if text is None else text.caches_1HSK
     x_BTD, _ = _forward(weights, tokens_BT, context, caches, config, par)
     logits_BTV = _own_logits(weights, x_BTD, config, par)
@@ -325,7 +292,13 @@ def score(
 
 
 def embed(
-    weights: Weights, tokens_BT: Array, length_B: Array, pooling: str, config: Config, par: Parallel
+    weights: Weights,
+    tokens_BT: Array,
+    length_B: Array,
+    adapter_1: Array,
+    pooling: str,
+    config: Config,
+    par: Parallel,
 ) -> Array:
     """Return one f32 vector per text, [B, D], from what the output head reads at its positions.
 
@@ -334,10 +307,11 @@ def embed(
     Args:
       tokens_BT: token ids of B texts; the padding after a text is ignored.
       length_B: number of tokens of each text.
+      adapter_1: as for `score`.
       pooling: "mean" for the mean over the text's positions, or "last" for its last position.
     """
     positions_1T = jnp.arange(tokens_BT.shape[1])[None]
-    context = _context(weights, positions_1T, positions_1T, None, config, par)
+    context = _context(weights, positions_1T, positions_1T, None, config, par, adapter_1)
     x_BTD, _ = _forward(weights, tokens_BT, context, None, config, par)
     if pooling == "last":
         x_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
@@ -378,7 +352,7 @@ def prefill(
     slots_1S = jnp.arange(slots)[None]
     if width == slots:
         begin_P = jnp.zeros_like(begin_P)
-        context = _context(weights, slots_1S, slots_1S, None, config, par)
+        context = _context(weights, slots_1S, slots_1S, None, config, par, settings.adapter_B)
         x_PTD, new_caches = _forward(weights, tokens_PS, context, None, config, par)
         caches = tuple(
             write_rows(old, new.like(old), row_P, begin_P)
@@ -389,7 +363,9 @@ def prefill(
         begin_P = jnp.minimum(begin_P, slots - width)  # so that all positions have a slot
         positions_PT = begin_P[:, None] + jnp.arange(width)
         tokens_PT = jnp.take_along_axis(tokens_PS, positions_PT, axis=1)
-        context = _context(weights, positions_PT, slots_1S, begin_P, config, par, row_P)
+        context = _context(
+            weights, positions_PT, slots_1S, begin_P, config, par, settings.adapter_B, row_P
+        )
         x_PTD, caches = _forward(weights, tokens_PT, context, caches, config, par)
 
     def put(rows: Array, values: Array, *index: Any) -> Array:
@@ -456,15 +432,17 @@ def _step(
     newest_B1 = last_B1 + guesses
     key_positions_BS = newest_B1 - (newest_B1 - slots_1S) % state.slots
     slot_BT = positions_BT % state.slots
-    context = _context(weights, positions_BT, key_positions_BS, slot_BT, config, par)
-    x_BTD, caches = _forward(weights, tokens_BT, context, state.caches, config, par)
-    logits_NV = _logits(weights, x_BTD, config, par)  # N: all positions of all rows
     # Idle rows use the settings `IDLE`, so that their old settings do not slow down other rows.
     settings = jax.tree.map(
         lambda x, idle: jnp.where(active_B.reshape(-1, *[1] * idle.ndim), x, idle),
         state.settings,
         IDLE,
     )
+    context = _context(
+        weights, positions_BT, key_positions_BS, slot_BT, config, par, settings.adapter_B
+    )
+    x_BTD, caches = _forward(weights, tokens_BT, context, state.caches, config, par)
+    logits_NV = _logits(weights, x_BTD, config, par)  # N: all positions of all rows
 
     def occurrences() -> tuple[Array, Array]:
         """Return what each position has seen, and how often, if all guesses before it are right."""

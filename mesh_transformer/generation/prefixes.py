@@ -46,7 +46,8 @@ class Prefixes:
     """An index of the blocks in the pool of one replica, by the tokens that they end.
 
     A block's keys and values depend on all tokens before its end.  It is found by exactly these
-    tokens, so a prompt never gets the block of another one.  If the pool is full, the block that
+    tokens, so a prompt never gets the block of another one, or of another adapter (see
+    `of_adapter`).  If the pool is full, the block that
     was not used for the longest time is replaced.
 
     Args:
@@ -135,5 +136,15 @@ class Prefixes:
         return None if oldest in kept else self._blocks.pop(oldest)
 
 
+def of_adapter(prompt: np.ndarray, adapter: int) -> np.ndarray:
+    """Return a prompt for `Prefixes` whose keys and values depend on a LoRA adapter.
+
+    Args:
+      prompt: token ids [T].
+      adapter: the adapter's number; 0 for none.
+    """
+    return prompt.astype(np.int64) | adapter << 32
+
+
 def _key(tokens: np.ndarray) -> bytes:
-    return np.ascontiguousarray(tokens, np.int32).tobytes()
+    return np.ascontiguousarray(tokens, np.int64).tobytes()

@@ -60,6 +60,7 @@ RANGES = {
     "presence_penalty": Range(np.float32, 0.0, -2.0, 2.0),
     "frequency_penalty": Range(np.float32, 0.0, -2.0, 2.0),
     "typical_p": Range(np.float32, 1.0, 0.0, F32_MAX),
+    "adapter": Range(np.int32, 0, 0, 2**31 - 1),
 }
 BIAS = Range(np.float32, 0.0, -100.0, 100.0)  # the values of "logit_bias"
 MOST_BIASES = 300  # maximum number of biased tokens per row
@@ -75,6 +76,7 @@ class SamplerSettings(NamedTuple):
 
     Attributes:
       penalty_B: repetition penalty; 1 disables it.
+      adapter_B: the number of the row's LoRA adapter; 0 for none.
       biased_BN: the token ids of `bias_BN`, which is added to their logits.
     """
 
@@ -87,6 +89,7 @@ class SamplerSettings(NamedTuple):
     presence_B: Any
     frequency_B: Any
     typical_p_B: Any
+    adapter_B: Any
     biased_BN: Any
     bias_BN: Any
 
@@ -205,6 +208,7 @@ class SamplingOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     typical_p: float = 1.0
+    adapter: int = 0
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """The device mesh with axes dp (data parallel) and mp (model parallel), and shardings on it."""
 
 import contextlib
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import is_spec
 from mesh_transformer.util import InputError
+
+SPARE_DEVICES = 8  # minimum number of virtual CPU devices when a model is loaded without a config
 
 
 def use_virtual_devices(count: int) -> None:
@@ -27,6 +30,33 @@ def use_virtual_devices(count: int) -> None:
     # JAX raises RuntimeError if its backends have already started; their devices are then kept.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
+    """Return a saved config adapted to the devices of this machine.
+
+    mp (`cores_per_replica`) becomes the greatest common divisor of its saved value and the number
+    of devices.  On CPUs mp becomes 1, because virtual devices share the same cores.  With `norm`
+    "layernorm-desync", mp is kept, because the parameters depend on it.  `attention` becomes
+    "auto", because the saved value was chosen for the devices of the training run.
+    """
+    saved = saved.replace(attention="auto")
+    assert saved.tpu_size is not None
+    if "tpu_size" in changes:
+        use_virtual_devices(max(changes["tpu_size"], SPARE_DEVICES))
+        if changes["tpu_size"] > jax.device_count():
+            raise InputError(
+                f"tpu_size is {changes['tpu_size']}, but there are {jax.device_count()} devices; "
+                "lower it, or load this model before others use JAX"
+            )
+    # Create more devices than this model needs: their number is fixed once JAX has started, and
+    # another model loaded later may need more.
+    use_virtual_devices(saved.tpu_size * -(-SPARE_DEVICES // saved.tpu_size))
+    if saved.norm == "layernorm-desync":
+        return saved  # its parameters depend on mp
+    on_cpu = jax.default_backend() == "cpu"
+    shards = 1 if on_cpu else math.gcd(saved.cores_per_replica, jax.device_count())
+    return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0)
 
 
 def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:

@@ -57,6 +57,7 @@ class Context(NamedTuple):
     rows: Array | None = None  # the rows of the cache that the batch rows stand for; None for all
     attend: Attend | None = None  # used instead of `attention.attend`, which needs `bias_BHTS`
     dropout: Dropout | None = None  # the layer's random numbers; None without dropout
+    lora_scale: lora.Scale | None = None  # used instead of `config.lora_scale`
 
 
 class Initialisers(NamedTuple):
@@ -201,14 +202,20 @@ class Linear(hk.Module):
         self.dtype = dtype
         self.unit = unit
 
-    def __call__(self, x_GBTD: Array) -> Array:
+    def __call__(self, x_GBTD: Array, lora_scale: lora.Scale | None = None) -> Array:
+        """Return [B, T, columns].
+
+        Args:
+          lora_scale: used instead of `config.lora_scale`.
+        """
         shape, axes = (x_GBTD.shape[-1], self.columns), (None, "mp")
         init = initialisers(self.config).inputs
         w_DN = param(self.par, "w", shape, axes, init, decay=True, unit=self.unit)
         y_BTN = project_in(x_GBTD, w_DN, self.dtype)
         adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes, self.unit)
         if adapter is not None:
-            y_BTN += lora.adapted_columns(x_GBTD, adapter, self.config.lora_scale)
+            scale = self.config.lora_scale if lora_scale is None else lora_scale
+            y_BTN += lora.adapted_columns(x_GBTD, adapter, scale)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
             y_BTN += param(self.par, "b", (self.columns,), ("mp",), zeros, unit=self.unit)
@@ -353,7 +360,7 @@ class TransformerLayer(hk.Module):
         """Compute GPT-J's block: attention and feed-forward read the same norm."""
         x_GBTD = Norm(self.config, self.par)(x_BTD)
         attended_BTN, cache = self._attended(x_GBTD, context, cache, with_bias=False)
-        y_BTD = self._outputs(attended_BTN, self._hidden(x_GBTD), context)
+        y_BTD = self._outputs(attended_BTN, self._hidden(x_GBTD, context), context)
         return self.par.join(y_BTD) + self._bias("b", FEED_FORWARD, context, summed=True), cache
 
     @hk.transparent
@@ -369,7 +376,8 @@ class TransformerLayer(hk.Module):
             Norm(self.config, self.par, name, fanned_out=True) for name in ("norm", "ff_norm")
         )
         attended_BTN, cache = self._attended(norm(x_BTD), context, cache)
-        y_BTD = self.par.join(self._outputs(attended_BTN, self._hidden(ff_norm(x_BTD)), context))
+        hidden_BTF = self._hidden(ff_norm(x_BTD), context)
+        y_BTD = self.par.join(self._outputs(attended_BTN, hidden_BTF, context))
         y_BTD += self._bias("o_b", ATTENTION, context)
         return y_BTD + self._bias("out_b", FEED_FORWARD, context), cache
 
@@ -380,13 +388,14 @@ class TransformerLayer(hk.Module):
         """Compute GPT-2's block: attention, then feed-forward, each with a norm of its own."""
         c, par = self.config, self.par
         attended_BTN, cache = self._attended(Norm(c, par)(x_BTD), context, cache)
-        attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,), c.d_head)
+        columns = c.n_heads * c.d_head
+        attended_BTD = self._output("o", attended_BTN, (columns,), context, c.d_head)
         y_BTD = par.join(self._drop(attended_BTD, ATTENTION, context))
         y_BTD += self._bias("o_b", ATTENTION, context)
         middle_BTD = checkpoint_name(x_BTD + y_BTD, MIDDLE)
-        hidden_BTF = self._hidden(Norm(c, par, "ff_norm")(middle_BTD))
-        out_BTD = self._drop(self._output("out", hidden_BTF, (c.d_ff,)), FEED_FORWARD, context)
-        y_BTD += par.join(out_BTD)
+        hidden_BTF = self._hidden(Norm(c, par, "ff_norm")(middle_BTD), context)
+        out_BTD = self._output("out", hidden_BTF, (c.d_ff,), context)
+        y_BTD += par.join(self._drop(out_BTD, FEED_FORWARD, context))
         return y_BTD + self._bias("out_b", FEED_FORWARD, context), cache
 
     @hk.transparent
@@ -403,24 +412,27 @@ class TransformerLayer(hk.Module):
 
         def heads(name: str) -> Array:
             columns = c.n_heads * c.d_head
-            y_BTN = Linear(c, self.par, columns, name, with_bias, unit=c.d_head)(x_GBTD)
+            linear = Linear(c, self.par, columns, name, with_bias, unit=c.d_head)
+            y_BTN = linear(x_GBTD, context.lora_scale)
             return y_BTN.reshape(*y_BTN.shape[:2], self.heads, c.d_head)
 
         attended_BTHK, cache = self._attention(heads("q"), heads("k"), heads("v"), context, cache)
         return attended_BTHK.reshape(*attended_BTHK.shape[:2], -1), cache
 
     @hk.transparent
-    def _hidden(self, x_GBTD: Array) -> Array:
+    def _hidden(self, x_GBTD: Array, context: Context) -> Array:
         """Return the hidden activations of the feed-forward, [B, T, F]."""
-        return self._gelu(Linear(self.config, self.par, self.config.d_ff, "fc")(x_GBTD))
+        linear = Linear(self.config, self.par, self.config.d_ff, "fc")
+        return self._gelu(linear(x_GBTD, context.lora_scale))
 
     @hk.transparent
     def _outputs(self, attended_BTN: Array, hidden_BTF: Array, context: Context) -> Array:
         """Project the results of attention and feed-forward to D and add them."""
         c = self.config
-        attended_BTD = self._output("o", attended_BTN, (c.n_heads * c.d_head,), c.d_head)
+        columns = c.n_heads * c.d_head
+        attended_BTD = self._output("o", attended_BTN, (columns,), context, c.d_head)
         attended_BTD = self._drop(attended_BTD, ATTENTION, context)
-        hidden_BTD = self._output("out", hidden_BTF, (c.d_ff,))
+        hidden_BTD = self._output("out", hidden_BTF, (c.d_ff,), context)
         return attended_BTD + self._drop(hidden_BTD, FEED_FORWARD, context)
 
     def _drop(self, x_BTD: Array, place: int, context: Context) -> Array:
@@ -465,18 +477,21 @@ class TransformerLayer(hk.Module):
         y_BTHC = project_in(x_GBTD, w_DHC) + b_HC
         adapter = lora.factors(c, par, "fused_in", "fused_in", shape, axes)
         if adapter is not None:
-            y_BTHC += lora.adapted_columns(x_GBTD, adapter, c.lora_scale).reshape(y_BTHC.shape)
+            scale = c.lora_scale if context.lora_scale is None else context.lora_scale
+            y_BTHC += lora.adapted_columns(x_GBTD, adapter, scale).reshape(y_BTHC.shape)
         edges = (c.d_head, 2 * c.d_head, 3 * c.d_head, 3 * c.d_head + hidden)
         q_BTHK, k_BTHK, v_BTHK, gate_BTHF, value_BTHF = jnp.split(y_BTHC, edges, axis=-1)
         attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
         hidden_BTHF = self._gelu(gate_BTHF) * value_BTHF
         joined_BTHC = jnp.concatenate((attended_BTHK, hidden_BTHF), axis=-1)
-        y_BTD = self._output("fused_out", joined_BTHC, (c.n_heads, rows))
+        y_BTD = self._output("fused_out", joined_BTHC, (c.n_heads, rows), context)
         y_BTD = par.join(self._drop(y_BTD, FEED_FORWARD, context))
         return y_BTD + self._bias("b", FEED_FORWARD, context, summed=True), cache
 
     @hk.transparent
-    def _output(self, name: str, x: Array, inputs: tuple[int, ...], unit: int = 1) -> Array:
+    def _output(
+        self, name: str, x: Array, inputs: tuple[int, ...], context: Context, unit: int = 1
+    ) -> Array:
         """Project x, [B, T, *inputs], to [B, T, D], without the sum over mp.
 
         The result is a partial sum, which the caller must sum over mp.
@@ -493,8 +508,8 @@ class TransformerLayer(hk.Module):
         adapter = lora.factors(c, par, name, name, shape, split, unit)
         if adapter is None:
             return y_BTD
-        low_BTR = jnp.tensordot(x, adapter[0], axes) * c.lora_scale
-        return y_BTD + low_BTR @ adapter[1]
+        scale = c.lora_scale if context.lora_scale is None else context.lora_scale
+        return y_BTD + lora.scaled(jnp.tensordot(x, adapter[0], axes), scale) @ adapter[1]
 
     def _attention(
         self,

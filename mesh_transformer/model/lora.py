@@ -1,7 +1,7 @@
 """LoRA (Hu 2021): low-rank adapters of weights, and a function to merge them into the weights."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax.numpy as jnp
@@ -17,6 +17,11 @@ def adapter_names(weight: str) -> tuple[str, str]:
     return f"{weight}_lora_a", f"{weight}_lora_b"
 
 
+def rank_axis(name: str) -> int:
+    """Return the axis R of the factor with this parameter name."""
+    return -1 if name.endswith("_lora_a") else 0
+
+
 def factors(
     config: Config,
     par: Parallel,
@@ -29,8 +34,8 @@ def factors(
     """Return the LoRA factors (Hu 2021) of a weight, or None if the config adds no adapter to it.
 
     The factors are a, [in, R], and b, [R, out], which become parameters of the current Haiku
-    module.  The factor b is initialised to zero.  The caller must add
-    `config.lora_scale` * x @ a @ b to the product of x and the weight.
+    module.  The factor b is initialised to zero.  The caller must add x @ a @ b times the scale
+    (see `scaled`) to the product of x and the weight.
 
     A weight may have several input axes or several output axes (see `count_input_axes`).  The
     factors split each of these axes over the mesh in the same way as the weight.
@@ -56,7 +61,22 @@ def factors(
     )
 
 
-def adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -> Array:
+class Adapter(NamedTuple):
+    """A LoRA adapter of a model: the config with its keys, and its factors, stacked by layer."""
+
+    config: Config
+    params: Any
+
+
+Scale = float | Array  # the factor of an adapter's contribution; an array has the shape [B, 1, R]
+
+
+def scaled(low: Array, scale: Scale) -> Array:
+    """Return the product of an input and an adapter's factor a, [..., B, T, R], times the scale."""
+    return (low * scale).astype(low.dtype)
+
+
+def adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: Scale) -> Array:
     """Return an adapter's contribution to a linear layer's output, [B, T, columns].
 
     The columns are split over mp.  As in `layers.Linear`, they are also divided into G equal
@@ -64,11 +84,11 @@ def adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: float) -
 
     Args:
       adapter: the LoRA factors (a, b).
-      scale: the factor by which the contribution is scaled, `config.lora_scale`.
+      scale: the factor by which the contribution is scaled.
     """
     a_DR, b = adapter
     b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)
-    low_GBTR = jnp.einsum("GBTD,DR->GBTR", x_GBTD, a_DR) * scale
+    low_GBTR = scaled(jnp.einsum("GBTD,DR->GBTR", x_GBTD, a_DR), scale)
     y_BTGN = jnp.einsum("GBTR,RGN->BTGN", low_GBTR, b_RGN)
     return y_BTGN.reshape(*y_BTGN.shape[:2], -1)
 

@@ -38,14 +38,14 @@ class Int8(NamedTuple):
 def quantize(weights: Any, declared: Any) -> Any:
     """Quantize the matrices in a tree of weights to `Int8`.
 
-    Arrays without weight decay (norms, biases) are returned unchanged.
+    Arrays without weight decay (norms, biases) and adapters are returned unchanged.
 
     Args:
       declared: a tree with the `Declaration` of each array.
     """
 
     def quantized(d: Declaration, w: Array) -> Array | Int8:
-        if not d.decay:
+        if not d.decay or d.adapter:
             return w
         return Int8(*to_int8(w, axis=tuple(range(count_input_axes(tuple(d.spec))))))
 
@@ -60,7 +60,7 @@ def layout(declared: Any) -> Any:
     """
 
     def spec_of(d: Declaration) -> P | Int8:
-        if not d.decay:
+        if not d.decay or d.adapter:
             return d.spec
         inputs = count_input_axes(tuple(d.spec))
         return Int8(d.spec, P(*(None,) * inputs, *d.spec[inputs:]))

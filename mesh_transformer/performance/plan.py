@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation import batch, decode
+from mesh_transformer.generation import decode, programs
+from mesh_transformer.generation.weights import Weights, weight_specs, weights_of
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.model import flops, transformer
@@ -419,7 +420,7 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     weights, state = _abstract_weights(config, mesh), _abstract_rows(config, mesh, rows)
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    function = batch.compile_decode(config, mesh, None, STEPS)
+    function = programs.compile_decode(config, mesh, None, STEPS)
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     memory = compiled(topology.name, function, weights, state, left, count, None, fast=fast)
@@ -456,14 +457,14 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     )
 
 
-def _abstract_weights(config: Config, mesh: Mesh) -> decode.Weights:
+def _abstract_weights(config: Config, mesh: Mesh) -> Weights:
     """Return the shapes and shardings of the weights that generation reads."""
     params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
-    shapes = jax.eval_shape(functools.partial(decode.weights_of, config=config), params)
-    return abstract(shapes, named(mesh, decode.weight_specs(config)))
+    shapes = jax.eval_shape(functools.partial(weights_of, config=config), params)
+    return abstract(shapes, named(mesh, weight_specs(config.merged())))
 
 
 def _abstract_rows(config: Config, mesh: Mesh, rows: int) -> decode.DecodeState:
     """Return the shapes and shardings of a decode batch: `rows` rows with `seq` positions each."""
     shapes = jax.eval_shape(lambda: decode.empty(config, rows, config.seq))
-    return abstract(shapes, named(mesh, batch.decode_specs(config)))
+    return abstract(shapes, named(mesh, programs.decode_specs(config)))

@@ -10,13 +10,12 @@ still run the current step.  If a host fails, all hosts are shut down and the dr
 HostError.  `restarts.train` then creates a new cluster and resumes from the newest saved state.
 """
 
-import dataclasses
 import itertools
 import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,48 +35,12 @@ from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.ray_head import spill_disk_is_full
-from mesh_transformer.pod.runner import FORWARDED, StepReport
+from mesh_transformer.pod.runner import FORWARDED
+from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.storage.access import local_path
 from mesh_transformer.training.step import MEASURED
 from mesh_transformer.util import HostError, InputError, StoppedError
-
-
-@dataclasses.dataclass
-class DispatchedStep:
-    """A training step that `TPUCluster.train` has dispatched to the hosts.
-
-    Attributes:
-      step: number of the step.
-      dispatched: Ray references to the results of the `train` calls, one per host.
-      values: metrics of the step; None until `TPUCluster.read` has fetched them.
-      ended: whether all hosts have reported that the step has finished.
-    """
-
-    step: int
-    dispatched: list[Any]
-    values: dict[str, float] | None = None
-    ended: bool = False
-
-
-class PendingMetric:
-    """One metric of a training step; `float(metric)` waits until the step has finished."""
-
-    def __init__(
-        self, read: Callable[[DispatchedStep], dict[str, float]], reading: DispatchedStep, name: str
-    ):
-        self._read, self._reading, self._name = read, reading, name
-
-    def __float__(self) -> float:
-        return self._read(self._reading)[self._name]
-
-    def is_ready(self) -> bool:
-        """Return whether the step is known to have finished.
-
-        A finished step may give False until metrics of this step or an earlier one are read.
-        """
-        return self._reading.ended or self._reading.values is not None
-
 
 SECONDS_TO_START = 60.0  # for a new host process to answer its first call
 SECONDS_TO_ANSWER = 2.0  # for a host to answer a health check after a failure
@@ -262,18 +225,25 @@ class TPUCluster:
         }
 
     def score(
-        self, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        alternatives: int,
+        beginning: np.ndarray | None = None,
+        adapter: int = 0,
     ) -> Chosen:
         """Return each token's logprob given the tokens before it; see `CausalTransformer.score`."""
         shares = self._shares(self._padded(tokens))
-        results = self.call("score", *[(*share, alternatives, beginning) for share in shares])
+        rest = alternatives, beginning, adapter
+        results = self.call("score", *[(*share, *rest) for share in shares])
         return Chosen(*(self._joined(parts, len(tokens)) for parts in zip(*results, strict=True)))
 
-    def embed(self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean") -> np.ndarray:
+    def embed(
+        self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean", adapter: int = 0
+    ) -> np.ndarray:
         """Return a vector for each text; see `CausalTransformer.embed`."""
         lengths = check_pooled(tokens, lengths, pooling)
         batch = {"tokens": self._padded(tokens), "lengths": self._padded(lengths)}
-        calls = [(*share.values(), pooling) for (share,) in self._shares(batch)]
+        calls = [(*share.values(), pooling, adapter) for (share,) in self._shares(batch)]
         return self._joined(self.call("embed", *calls), len(tokens))
 
     def generate(
@@ -301,6 +271,10 @@ class TPUCluster:
         """
         self.newest_batch = ClusterBatch(self, rows, pool, guesses)
         return self.newest_batch
+
+    def add_adapters(self, paths: Sequence[str]) -> None:
+        """Let each text choose a LoRA adapter; see `CausalTransformer.add_adapters`."""
+        self.call("add_adapters", *[(list(paths),)] * len(self.hosts))
 
     def only_generate(self) -> None:
         """Free all state but the weights for generation; see `CausalTransformer.only_generate`."""

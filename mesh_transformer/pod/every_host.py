@@ -117,14 +117,20 @@ class EveryHost(CausalTransformer):
             return super().eval(sample)
 
     def score(
-        self, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        alternatives: int,
+        beginning: np.ndarray | None = None,
+        adapter: int = 0,
     ) -> Chosen:
         with self._call():
-            return super().score(tokens, alternatives, beginning)
+            return super().score(tokens, alternatives, beginning, adapter)
 
-    def embed(self, tokens: ArrayLike, lengths: ArrayLike, pooling: str = "mean") -> np.ndarray:
+    def embed(
+        self, tokens: ArrayLike, lengths: ArrayLike, pooling: str = "mean", adapter: int = 0
+    ) -> np.ndarray:
         with self._call():
-            return super().embed(tokens, lengths, pooling)
+            return super().embed(tokens, lengths, pooling, adapter)
 
     def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> "_Batch":  # type: ignore[override]
         with self._call():

@@ -105,14 +105,20 @@ class RestartingCluster:
         return self._cluster.batch_size
 
     def score(
-        self, tokens: np.ndarray, alternatives: int, beginning: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        alternatives: int,
+        beginning: np.ndarray | None = None,
+        adapter: int = 0,
     ) -> Chosen:
         """Return the logprob of each token given the tokens before it; see `TPUCluster.score`."""
-        return self._cluster.score(tokens, alternatives, beginning)
+        return self._cluster.score(tokens, alternatives, beginning, adapter)
 
-    def embed(self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean") -> np.ndarray:
+    def embed(
+        self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean", adapter: int = 0
+    ) -> np.ndarray:
         """Return a vector for each text; see `CausalTransformer.embed`."""
-        return self._cluster.embed(tokens, lengths, pooling)
+        return self._cluster.embed(tokens, lengths, pooling, adapter)
 
     def close(self) -> None:
         """Shut down the hosts immediately, even during a call, and never restart them."""

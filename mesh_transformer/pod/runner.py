@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from mesh_transformer.mesh.placement import process_rows
 from mesh_transformer.mesh.program import compile_together, use_compilation_cache
 from mesh_transformer.pod.keeper import Copy, receive, send
 from mesh_transformer.pod.shared_folder import create_marker
+from mesh_transformer.pod.steps import StepReport
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -73,28 +74,8 @@ def bypass_proxy(address: str) -> None:
 
 # Methods of `CausalTransformer` that `NetworkRunner.forward` calls directly.  The batch rows
 # in their arguments and results are those of this process.
-FORWARDED = {"init", "score", "embed", "generate", "only_generate"}
+FORWARDED = {"init", "score", "embed", "generate", "add_adapters", "only_generate"}
 FORWARDED |= {"claim", "own_aux", "save", "wait"}
-
-
-class StepReport(NamedTuple):
-    """One host's report about one training step.
-
-    Attributes:
-      step: number of the step.
-      seconds: duration of the step on this host, in seconds.
-      numbers: the step's metrics, by name.
-      ended: number of later steps that have also finished on this host.
-      save_failed: whether the last save of a checkpoint has failed on this host.
-      notice: whether this host has received SIGTERM, a sign that its machine will be shut down.
-    """
-
-    step: int
-    seconds: float
-    numbers: dict[str, float]
-    ended: int
-    save_failed: bool
-    notice: bool = False
 
 
 class NetworkRunner:

@@ -331,10 +331,10 @@ def _add_pages(app: FastAPI, service: Service, keys: Keys) -> None:
 def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     """Add OpenAI's endpoints under /v1, and the original mesh-transformer-jax's /complete."""
 
-    def model() -> dict[str, Any]:
+    def model(name: str) -> dict[str, Any]:
         config = service.engine.network.config
         return {
-            "id": service.name,
+            "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "mesh-transformer",
@@ -344,13 +344,13 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Any:
         keys.check(request)
-        return {"object": "list", "data": [model()]}
+        return {"object": "list", "data": [model(name) for name in service.names]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(request: Request, name: str) -> Any:
         keys.check(request)
-        service.check_model(name)
-        return model()
+        service.adapter(name)
+        return model(name)
 
     @app.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(request: Request) -> Response:

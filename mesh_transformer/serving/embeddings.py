@@ -21,7 +21,7 @@ async def embeddings_of(service: Service, body: EmbeddingRequest) -> "Embeddings
     Raises:
       ApiError: if the request is invalid for this model, or if the engine rejects the request.
     """
-    service.check_model(body.model)
+    adapter = service.adapter(body.model)
     width = service.engine.network.config.d_model
     if body.dimensions not in (None, width):
         raise invalid("dimensions", body.dimensions, f"{width}, the model's, or no value")
@@ -30,7 +30,7 @@ async def embeddings_of(service: Service, body: EmbeddingRequest) -> "Embeddings
     if len(texts) > room:
         raise invalid("input", body.input, f"at most {room} texts, as the server has no more room")
     tokens = [await service.tokens(text, 0, "input") for text in texts]
-    return Embeddings(service, body, tokens)
+    return Embeddings(service, body, tokens, adapter)
 
 
 class Embeddings:
@@ -39,19 +39,26 @@ class Embeddings:
     Args:
       body: the HTTP request.
       texts: token ids [T] of each text.
+      adapter: number of the adapter that reads the texts.
 
     Raises:
       ApiError: at construction, if the engine rejects the request.
     """
 
-    def __init__(self, service: Service, body: EmbeddingRequest, texts: list[np.ndarray]):
-        self._service = service
+    def __init__(
+        self, service: Service, body: EmbeddingRequest, texts: list[np.ndarray], adapter: int
+    ):
+        self._service, self._model = service, body.model or service.name
         self._in_base64 = body.encoding_format == "base64"
         self._updates: asyncio.Queue[tuple[int, engines.Progress]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._requests = [
             engines.Request(
-                text, 0, SamplingOptions(), lambda x, at=at: self._deliver(at, x), embed=True
+                text,
+                0,
+                SamplingOptions(adapter=adapter),
+                lambda x, at=at: self._deliver(at, x),
+                embed=True,
             )
             for at, text in enumerate(texts)
         ]
@@ -91,7 +98,7 @@ class Embeddings:
             item = {"object": "embedding", "index": index, "embedding": vector}
             yield (", " if index else "") + json.dumps(item)
             await asyncio.sleep(0)  # so that one fast client cannot block the others
-        rest = {"model": self._service.name, "usage": self.usage()}
+        rest = {"model": self._model, "usage": self.usage()}
         yield f"], {json.dumps(rest)[1:]}"
 
     def _encoded(self, vector: np.ndarray | None) -> list[float] | str:

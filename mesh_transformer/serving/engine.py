@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer.generation.prefixes import of_adapter
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
@@ -144,6 +145,11 @@ class Request:
     def reads_only(self) -> bool:
         """Whether the next call for this request reads its prompt, and needs no batch row."""
         return self.score or self.embed
+
+    @functools.cached_property
+    def named(self) -> np.ndarray:
+        """The prompt and the number of its adapter, for `Prefiller`."""
+        return of_adapter(self.prompt, self.settings.adapter)
 
 
 class QueueFullError(Exception):
@@ -395,11 +401,11 @@ class Engine:
         free = sum(request.cancelled for request in [*self._active.values(), *self._filling])
         free += self.rows - self.active
         longest, fitting = 0, 0
-        chunks = self._prefiller.in_chunks(self._waiting[0].prompt)
+        chunks = self._prefiller.in_chunks(self._waiting[0].named)
         for request in itertools.islice(self._waiting, min(free, PREFILL_SIZES[0])):
             longest = max(longest, len(request.prompt))
             crowded = fitting and not self._prefiller.may_share_call(fitting + 1, longest)
-            if request.reads_only or self._prefiller.in_chunks(request.prompt) != chunks:
+            if request.reads_only or self._prefiller.in_chunks(request.named) != chunks:
                 break
             if crowded and not chunks:
                 break
@@ -417,7 +423,7 @@ class Engine:
             self._embed(admitted[0])
         elif admitted and admitted[0].score:
             self._score(admitted[0])
-        elif admitted and not self._prefiller.in_chunks(admitted[0].prompt):
+        elif admitted and not self._prefiller.in_chunks(admitted[0].named):
             self._prefill(admitted)
         else:
             for request in admitted:
@@ -435,7 +441,7 @@ class Engine:
 
         A request that must also generate tokens is put back at the front of the queue.
         """
-        scores = self._score_text(request.prompt)
+        scores = self._score_text(request.prompt, request.settings.adapter)
         self._metrics.prompt_tokens(len(request.prompt))
         prompt = [Token(int(request.prompt[0])), *_tokens(scores)]
         self._deliver(request, Progress(prompt=prompt, ended=request.length == 0))
@@ -446,24 +452,25 @@ class Engine:
 
     def _embed(self, request: Request) -> None:
         """Deliver the prompt's vector."""
-        vector = self._vector(request.prompt)
+        vector = self._vector(request.prompt, request.settings.adapter)
         self._metrics.prompt_tokens(len(request.prompt))
         self._finished.append(time.perf_counter())
         self._deliver(request, Progress(vector=vector, ended=True))
 
-    def _vector(self, text: np.ndarray) -> np.ndarray:
+    def _vector(self, text: np.ndarray, adapter: int = 0) -> np.ndarray:
         """Return the vector of token ids [T], f32 [D]."""
         assert self.pooling is not None
         padded = np.zeros((1, bucket(len(text), MIN_WIDTH, self.network.config.seq)), np.int32)
         padded[0, : len(text)] = text
-        return self.network.embed(padded, np.array([len(text)]), self.pooling)[0]
+        return self.network.embed(padded, np.array([len(text)]), self.pooling, adapter)[0]
 
-    def _score_text(self, text: np.ndarray) -> Any:
+    def _score_text(self, text: np.ndarray, adapter: int = 0) -> Any:
         """Return the logprobs of token ids `text[1:]` as a `Chosen` tuple; `text` is [T]."""
         width = bucket(len(text) - 1, MIN_WIDTH, self.network.config.seq)
         padded = np.zeros((1, width + 1), np.int32)
         padded[0, : len(text)] = text
-        return _part(self.network.score(padded, ALTERNATIVES), (0, slice(len(text) - 1)))
+        scored = self.network.score(padded, ALTERNATIVES, adapter=adapter)
+        return _part(scored, (0, slice(len(text) - 1)))
 
     def _prefill(self, admitted: list[Request]) -> None:
         """Put requests into free batch rows, and deliver the first token of each answer."""
@@ -486,7 +493,7 @@ class Engine:
 
     def _begin_filling(self, request: Request) -> None:
         """Give a request a row, if possible in a replica that keeps the prompt's beginning."""
-        request.row = self._prefiller.best_row(request.prompt, self._free_rows())
+        request.row = self._prefiller.best_row(request.named, self._free_rows())
         self._filling.append(request)
 
     def _fill(self) -> None:

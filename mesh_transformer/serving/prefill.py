@@ -4,6 +4,7 @@ The keys and values of prompts are kept in the batch's pool of blocks.  A prompt
 the same tokens as an earlier one takes them from there (see `generation.prefixes`).
 """
 
+import dataclasses
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.generation.prefixes import Chunks, Pool, Prefixes
+from mesh_transformer.generation.prefixes import Chunks, Pool, Prefixes, of_adapter
 from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
@@ -113,7 +114,11 @@ class Prefiller:
         return not self._fixed and count <= self._rows and count * longest <= PREFILL_TOKENS
 
     def in_chunks(self, prompt: np.ndarray) -> bool:
-        """Return whether a prompt is for `insert_chunk`, as it is long or its beginning is kept."""
+        """Return whether a prompt is for `insert_chunk`, as it is long or its beginning is kept.
+
+        Args:
+          prompt: a result of `of_adapter`.
+        """
         prompt = prompt[-self._window :]
         if self._fixed or len(prompt) > self._longest:
             return True
@@ -137,7 +142,11 @@ class Prefiller:
         return min(max([*fast, SHORTEST_CHUNK]), self._longest)
 
     def best_row(self, prompt: np.ndarray, free: Sequence[int]) -> int:
-        """Return the row of `free` in the replica that keeps most of the prompt's beginning."""
+        """Return the row of `free` in the replica that keeps most of the prompt's beginning.
+
+        Args:
+          prompt: a result of `of_adapter`.
+        """
         if not self._prefixes:
             return free[0]
         prompt = prompt[-self._window :]
@@ -158,9 +167,10 @@ class Prefiller:
         """
         began = time.perf_counter()
         prompts = [prompt[-self._window :] for prompt in prompts]
-        blocks = [
-            self._use(row, prompt, 0, prompts) for row, prompt in zip(rows, prompts, strict=True)
+        named = [
+            of_adapter(prompt, own.adapter) for prompt, own in zip(prompts, settings, strict=True)
         ]
+        blocks = [self._use(row, prompt, 0, named) for row, prompt in zip(rows, named, strict=True)]
         allowed = allowed_in(rows, constraints)
         chosen = self._insert(rows, prompts, lengths, settings, 0, blocks, allowed)
         self._metrics.prefill(time.perf_counter() - began, sum(map(len, prompts)))
@@ -190,17 +200,19 @@ class Prefiller:
           before, and the first token of the answer, which is None before the prompt's end.
         """
         began, prompt, begin = time.perf_counter(), prompt[-self._window :], filled
+        named = of_adapter(prompt, settings.adapter)
+        unused = dataclasses.replace(EVALUATION_DEFAULTS, adapter=settings.adapter)
         if self._prefixes:
-            begin = max(begin, self._kept(prompt, self._prefixes[self._replica(row)]))
+            begin = max(begin, self._kept(named, self._prefixes[self._replica(row)]))
         end = min(begin + most, len(prompt))
         last = end == len(prompt)
         chosen = self._insert(
             [row],
             [prompt[:end]],
             [length if last else 1],
-            [settings if last else EVALUATION_DEFAULTS],
+            [settings if last else unused],
             begin,
-            [self._use(row, prompt[:end], begin)],
+            [self._use(row, named[:end], begin)],
             allowed_in([row], [constraint if last else None]),
         )
         took = time.perf_counter() - began

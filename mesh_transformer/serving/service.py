@@ -55,6 +55,7 @@ class Service:
     Args:
       name: the model's name in requests and responses.
       most_tokens: maximum number of tokens per answer.
+      adapters: the names of the network's adapters, as which requests choose them.
       template: function from messages to the text of a prompt, which raises InputError for messages
         that it refuses; None for a model that cannot chat.
     """
@@ -67,8 +68,10 @@ class Service:
         metrics: Metrics,
         most_tokens: int,
         template: Callable[[list[dict[str, Any]]], str] | None = None,
+        adapters: Sequence[str] = (),
     ):
         self.name = name
+        self.names = [name, *adapters]
         self.engine = engine
         self.metrics = metrics
         self.words = TokenTexts(tokenizer)
@@ -93,15 +96,22 @@ class Service:
         """Run `work` in a thread, so that the event loop can serve other clients meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError with status 404 if `name` is neither this model's name nor None."""
-        if name is not None and name != self.name:
+    def adapter(self, name: str | None) -> int:
+        """Return the number of the adapter that a request chooses as its model; 0 for none.
+
+        Raises:
+          ApiError: with status 404, if `name` is neither None nor a model's name.
+        """
+        if name is None:
+            return 0
+        if name not in self.names:
             raise ApiError(
                 404,
-                f"the model {name[:80]!r} does not exist; use {self.name!r}",
+                f"the model {name[:80]!r} does not exist; use {' or '.join(map(repr, self.names))}",
                 param="model",
                 code="model_not_found",
             )
+        return self.names.index(name)
 
     async def completion(self, body: CompletionRequest) -> "Completion":
         """Begin the answers to a `POST /v1/completions` request, as in OpenAI's API.
@@ -154,7 +164,7 @@ class Service:
 
     def _check_request(self, body: SamplingRequest) -> None:
         """Raise ApiError if the request names another model or an unknown token."""
-        self.check_model(body.model)
+        self.adapter(body.model)
         n_vocab = self.engine.network.config.n_vocab
         if max(map(int, body.logit_bias or {}), default=0) >= n_vocab:
             raise invalid("logit_bias", body.logit_bias, f"token ids from 0 to {n_vocab - 1}")
@@ -188,7 +198,7 @@ class Service:
             most = f"at most {room // len(prompts)}, as the server has room for {room} answers"
             raise invalid("n", count, most)
         seed = secrets.randbits(32) if body.seed is None else body.seed
-        options = body.options
+        options = dataclasses.replace(body.options, adapter=self.adapter(body.model))
         seeds = [(seed + number) % 2**32 for number in range(count)]
         for prompt in prompts:
             completion.add(prompt, length, [dataclasses.replace(options, seed=s) for s in seeds])
@@ -336,7 +346,7 @@ class Completion:
             "id": f"{self._prefix}-{secrets.token_hex(12)}",
             "object": self._kind,
             "created": int(time.time()),
-            "model": service.name,
+            "model": body.model or service.name,
         }
 
     def add(self, prompt: np.ndarray, length: int, options: Sequence[SamplingOptions]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import batch as running_batch
-from mesh_transformer.generation import decode
+from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.batch import MOST_STEPS, Batch
 from mesh_transformer.generation.sampling import choose, penalize, sampler_settings
 from mesh_transformer.mesh.devices import named
@@ -173,7 +173,7 @@ def compiled_decode(
     generator, network = batch._generator, batch._state
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "decode", function)
-        run: Any = running_batch.compile_decode(
+        run: Any = programs.compile_decode(
             generator.config, generator.mesh, None, 8, guesses=guesses
         )
         lowered = run.lower(batch._weights, network, batch.left, np.int32(3), None)

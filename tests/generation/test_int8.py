@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.generation import batch as running_batch
+from mesh_transformer.generation import programs
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.declaration import Declaration
@@ -161,7 +161,7 @@ def test_int8_weights_take_a_quarter_of_the_memory_even_during_decoding():
         network = network_of(config.replace(**changes))
         batch = network.batch(1)
         generator = batch._generator
-        run: Any = running_batch.compile_decode(generator.config, generator.mesh, None, MOST_STEPS)
+        run: Any = programs.compile_decode(generator.config, generator.mesh, None, MOST_STEPS)
         analysis = (
             run.lower(batch._weights, batch._state, np.ones(1, np.int32), np.int32(1), None)
             .compile(AS_USERS_COMPILE)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation import batch as running_batch
+from mesh_transformer.generation import programs
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import attention as attention_module
 from mesh_transformer.model.attention import _cudnn_disagrees, attend_function, attention_backend
@@ -139,7 +139,7 @@ def test_only_programs_over_whole_sequences_select_a_backend():
     config = small_config(attention="splash")  # not available on CPUs
     mesh = mesh_of(1, 1)
     step.state_specs(config, mesh)
-    running_batch.compile_decode(config, mesh, None, 1)
+    programs.compile_decode(config, mesh, None, 1)
     with pytest.raises(InputError, match="requires seq to be a multiple of 128"):
         step.compile_eval(config, mesh)
 

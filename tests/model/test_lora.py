@@ -17,7 +17,7 @@ from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.source import FORMATS, Source
 from mesh_transformer.config import Config
 from mesh_transformer.families import BLOCKS
-from mesh_transformer.generation import batch as running_batch
+from mesh_transformer.generation import programs
 from mesh_transformer.mesh.declaration import combine
 from mesh_transformer.mesh.devices import make_mesh, named
 from mesh_transformer.mesh.parallel import Auto
@@ -32,7 +32,7 @@ from tests.support.small_run import SEQ, VOCAB, run_values
 
 COMPILED = {
     loading: ("adapters", "checksums"),
-    running_batch: ("score", "weights"),
+    programs: ("score", "weights"),
     step: ("eval", "logits", "opt_state", "train"),
 }
 

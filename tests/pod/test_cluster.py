@@ -24,7 +24,7 @@ from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.pod import restarts
 from mesh_transformer.pod.launch import build_model, local_machines
-from mesh_transformer.pod.runner import StepReport
+from mesh_transformer.pod.steps import StepReport
 from mesh_transformer.serving.engine import ALTERNATIVES, Engine
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.training import loop

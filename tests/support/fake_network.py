@@ -78,15 +78,17 @@ class FakeNetwork:
         row = np.random.default_rng(0).normal(size=self.config.n_vocab)
         return row - np.log(np.exp(row).sum())
 
-    def score(self, tokens: np.ndarray, alternatives: int) -> FakeChosen:
-        self.call("score", tokens.shape[1])
+    def score(self, tokens: np.ndarray, alternatives: int, *, adapter: int = 0) -> FakeChosen:
+        self.call("score", tokens.shape[1], *[adapter] * bool(adapter))
         scored, row = tokens[:, 1:], self.logprobs()
         top = np.broadcast_to(np.argsort(-row)[:alternatives], (*scored.shape, alternatives))
         return FakeChosen(scored, row[scored], top, row[top])
 
-    def embed(self, tokens: np.ndarray, lengths: np.ndarray, pooling: str) -> np.ndarray:
+    def embed(
+        self, tokens: np.ndarray, lengths: np.ndarray, pooling: str, adapter: int = 0
+    ) -> np.ndarray:
         """Return vectors with the numbers of tokens 0, 1, 2, 3 of each text."""
-        self.call("embed", tokens.shape[1], pooling)
+        self.call("embed", tokens.shape[1], pooling, *[adapter] * bool(adapter))
         texts = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         return np.array([np.bincount(text, minlength=4)[:4] for text in texts], np.float32)
 

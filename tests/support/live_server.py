@@ -30,11 +30,11 @@ class Live:
         metrics, hosts = Metrics(options.setdefault("rows", 8)), options.pop("hosts", ())
         drain_seconds = options.pop("drain_seconds", 5)
         template = read_template(tokenizer, options.pop("template", None))
-        chat = template and template.prompt
+        chat, adapters = template and template.prompt, options.pop("adapters", ())
         self.network = network
         self.tokenizer = tokenizer
         self.engine = Engine(network, metrics, **options)
-        self.service = Service("fake", self.engine, tokenizer, metrics, 500, chat)
+        self.service = Service("fake", self.engine, tokenizer, metrics, 500, chat, adapters)
         listening = listen("127.0.0.1", 0)
         self.address = listening.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"

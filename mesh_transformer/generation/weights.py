@@ -1,0 +1,147 @@
+"""The weights that generation uses: parameters without stacked layers, cast or quantized.
+
+They may have LoRA adapters, of which each row of a batch may use another one.  The adapters are
+joined to a single one, whose columns R are those of all of them.  For each row, the columns of the
+other adapters are multiplied by 0.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.model import lora, matrices, transformer
+from mesh_transformer.model.lora import Adapter
+from mesh_transformer.model.transformer import Params
+from mesh_transformer.util import InputError
+
+Weights = dict[str, Any]
+MATRICES = ("layers", "proj")  # model parts that `int8_weights` quantizes
+SCALES = "adapter_scales"  # the key of the result of `scales`
+
+
+def joined_config(config: Config, adapters: Sequence[Config]) -> Config:
+    """Return the config of a base model with all adapters joined.
+
+    Args:
+      config: the config of the base model.
+      adapters: the configs of the adapters.
+
+    Raises:
+      InputError: if the sum of the adapters' ranks is larger than the model's width.
+    """
+    if not adapters:
+        return config
+    rank = sum(adapter.lora_rank for adapter in adapters)
+    if rank > config.d_model:
+        raise InputError(
+            f"adapters: their ranks (lora_rank) sum to {rank}, expected at most d_model "
+            f"({config.d_model}); use fewer adapters"
+        )
+    known = config.layer_kind.lora_targets
+    targets = [name for name in known if any(adapter.adapts(name) for adapter in adapters)]
+    return config.replace(lora_rank=rank, lora_alpha=float(rank), lora_targets=targets)
+
+
+def scales(adapters: Sequence[Config]) -> np.ndarray:
+    """Return the factor of each of the joined columns, f32 [1 + number of adapters, R].
+
+    Row 0 is for no adapter, and row n for adapter n, counted from 1.
+    """
+    ranks = [adapter.lora_rank for adapter in adapters]
+    table_AR = np.zeros((1 + len(ranks), sum(ranks)), np.float32)
+    for number, adapter in enumerate(adapters, 1):
+        begin = sum(ranks[: number - 1])
+        table_AR[number, begin : begin + adapter.lora_rank] = adapter.lora_scale
+    return table_AR
+
+
+def join(config: Config, adapters: Sequence[Adapter]) -> dict[str, Any]:
+    """Return the factors of the joined adapter, {module: {name: array}}, stacked by layer.
+
+    Args:
+      config: the result of `joined_config`.
+    """
+
+    def factor(module: str, name: str) -> Any:
+        own = [adapter.params["layers"].get(module, {}).get(name) for adapter in adapters]
+        like = next(x for x in own if x is not None)
+        axis = lora.rank_axis(name) % (like.ndim - 1) + 1  # after the layers
+        parts = []
+        for adapter, x in zip(adapters, own, strict=True):
+            shape = list(like.shape)
+            shape[axis] = adapter.config.lora_rank
+            parts.append(jnp.zeros(shape, like.dtype) if x is None else x)
+        return jnp.concatenate(parts, axis)
+
+    modules = transformer.trained(config)["layers"]
+    return {
+        module: {name: factor(module, name) for name in leaves}
+        for module, leaves in modules.items()
+    }
+
+
+def weights_of(params: Params, config: Config, adapters: Sequence[Adapter] = ()) -> Weights:
+    """Convert parameters to the weights that generation uses.
+
+    The layers are unstacked, LoRA adapters are merged, and arrays are cast to `config.dtype`.  If
+    the config sets `int8_weights`, the matrices of the layers and of the output head are quantized
+    instead of cast.
+
+    Args:
+      adapters: LoRA adapters that rows may choose from.  These are joined, not merged.
+    """
+    own = joined_config(config.merged(), [adapter.config for adapter in adapters])
+    declared = weight_declarations(own)
+    factors = join(own, adapters) if adapters else {}
+
+    def unstacked(layer: int) -> Any:
+        modules = jax.tree.map(lambda x: x[layer], params["layers"])
+        modules = lora.merged(modules, config.lora_scale) if config.lora_rank else modules
+        more = jax.tree.map(lambda x: x[layer].astype(config.dtype), factors)
+        return {name: leaves | more.get(name, {}) for name, leaves in modules.items()}
+
+    weights = params | {"layers": tuple(unstacked(layer) for layer in range(config.layers))}
+    if config.int8_weights:
+        weights["proj"] = transformer.projection_params(weights)
+        in_8_bits = {name: matrices.quantize(weights[name], declared[name]) for name in MATRICES}
+        rest = {name: weights[name] for name in weights if name not in MATRICES}
+        weights = jax.tree.map(lambda x: x.astype(config.dtype), rest) | in_8_bits
+    else:
+        weights = jax.tree.map(lambda x: x.astype(config.dtype), weights)
+    if adapters:
+        weights[SCALES] = jnp.asarray(scales([adapter.config for adapter in adapters]))
+    return weights
+
+
+def weight_declarations(config: Config) -> Weights:
+    """Return the `Declaration` (shape and layout) of each array that `weights_of` returns.
+
+    If the config quantizes weights, the declarations describe the arrays before quantization.
+
+    Args:
+      config: the config of the weights: without adapters, or with the joined ones.
+    """
+    declared = transformer.declarations(config)
+    layer = map_declared(lambda d: d.unstack(), declared["layers"])
+    if config.int8_weights:  # of a tied head there is a quantized copy
+        declared = declared | {"proj": transformer.declared_projection(config)}
+    return declared | {"layers": (layer,) * config.layers}
+
+
+def weight_specs(config: Config) -> Weights:
+    """Return the PartitionSpecs of the arrays that `weights_of` returns.
+
+    Args:
+      config: as for `weight_declarations`.
+    """
+    declared = weight_declarations(config)
+    specs = map_declared(lambda d: d.spec, declared)
+    if config.int8_weights:
+        specs |= {name: matrices.layout(declared[name]) for name in MATRICES}
+    return specs | ({SCALES: P()} if config.lora_rank else {})

@@ -1,0 +1,61 @@
+"""Training steps of a cluster: dispatched to the hosts, and reported by them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class StepReport(NamedTuple):
+    """One host's report about one training step.
+
+    Attributes:
+      step: number of the step.
+      seconds: duration of the step on this host, in seconds.
+      numbers: the step's metrics, by name.
+      ended: number of later steps that have also finished on this host.
+      save_failed: whether the last save of a checkpoint has failed on this host.
+      notice: whether this host has received SIGTERM, a sign that its machine will be shut down.
+    """
+
+    step: int
+    seconds: float
+    numbers: dict[str, float]
+    ended: int
+    save_failed: bool
+    notice: bool = False
+
+
+@dataclasses.dataclass
+class DispatchedStep:
+    """A training step that `TPUCluster.train` has dispatched to the hosts.
+
+    Attributes:
+      step: number of the step.
+      dispatched: Ray references to the results of the `train` calls, one per host.
+      values: metrics of the step; None until `TPUCluster.read` has fetched them.
+      ended: whether all hosts have reported that the step has finished.
+    """
+
+    step: int
+    dispatched: list[Any]
+    values: dict[str, float] | None = None
+    ended: bool = False
+
+
+class PendingMetric:
+    """One metric of a training step; `float(metric)` waits until the step has finished."""
+
+    def __init__(
+        self, read: Callable[[DispatchedStep], dict[str, float]], reading: DispatchedStep, name: str
+    ):
+        self._read, self._reading, self._name = read, reading, name
+
+    def __float__(self) -> float:
+        return self._read(self._reading)[self._name]
+
+    def is_ready(self) -> bool:
+        """Return whether the step is known to have finished.
+
+        A finished step may give False until metrics of this step or an earlier one are read.
+        """
+        return self._reading.ended or self._reading.values is not None

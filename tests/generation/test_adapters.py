@@ -1,0 +1,162 @@
+"""Batches whose rows use different LoRA adapters of one model."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.families import BLOCKS
+from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.transformer_shard import CausalTransformer, load
+from mesh_transformer.util import InputError
+from tests.conftest import SMALL
+
+# Adapters of different ranks, scales and targets (the last is for the numbers of targets).
+KINDS = [{"lora_rank": 2, "lora_alpha": 6.0}, {"lora_rank": 3}, {"lora_rank": 1, "lora_alpha": 9.0}]
+MESHES = [("jit", 1, 1), ("shard_map", 2, 4), ("jit", 2, 4)]
+PROMPTS = [5, 12, 3, 20, 9]
+CHOSEN = [0, 1, 2, 3, 1]
+ONE = pytest.mark.parametrize("checkpoints", ["gptj"], indirect=True)  # block
+
+
+def config_of(block: str, place: tuple[str, int, int], **changes: Any) -> Config:
+    partitioning, dp, mp = place
+    mesh = {"partitioning": partitioning, "cores_per_replica": mp, "tpu_size": dp * mp}
+    values = {"block": block, "dtype": "float32", "seq": 64, "gradient_accumulation_steps": 1}
+    return Config(**(SMALL | values | mesh | changes))
+
+
+def random_factors(state: Any, seed: int) -> Any:
+    """Return a state whose adapters change the model: their second factors are nonzero too."""
+    rng = np.random.default_rng(seed)
+    for module in state["params"]["layers"].values():
+        for name, x in module.items():
+            values = rng.normal(scale=0.3, size=x.shape).astype(np.float32)
+            module[name] = jax.device_put(values, x.sharding)
+    return state
+
+
+@pytest.fixture(scope="module", params=["gptj", "geglu", "gpt2", "neox"])
+def checkpoints(request, tmp_path_factory) -> tuple[str, Path, list[Path]]:
+    """Return the block, a base model, and checkpoints of three adapters that were trained on it."""
+    folder, block = tmp_path_factory.mktemp(request.param), request.param
+    base = CausalTransformer(config_of(block, MESHES[0]))
+    base.save(folder / "base")
+    base.close()
+    targets = BLOCKS[block].lora_targets
+    paths = []
+    for number, kind in enumerate(KINDS):
+        own = targets[number % len(targets) :] if number else targets
+        config = config_of(block, MESHES[0], **kind, lora_targets=list(own))
+        network = CausalTransformer(config, init=False)
+        network.load(folder / "base")
+        network.state = random_factors(network.state, number)
+        paths.append(folder / f"adapter_{number}")
+        network.save(paths[-1])
+        network.close()
+    return block, folder / "base", paths
+
+
+def network_of(checkpoints, place, **changes: Any) -> CausalTransformer:
+    block, base, paths = checkpoints
+    network = load(base, config_of(block, place, **changes))
+    network.add_adapters(paths)
+    return network
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("place", MESHES)
+def test_each_row_generates_as_the_model_with_its_adapter_merged(checkpoints, place):
+    block, base, paths = checkpoints
+    network = network_of(checkpoints, place)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, network.config.n_vocab, length) for length in PROMPTS]
+    rows = len(prompts) + 1  # the last row stays idle
+    settings = sampler_settings({"temp": 0.0, "adapter": np.array(CHOSEN)}, len(prompts))
+    batch = network.batch(rows)
+    first = batch.insert(range(len(prompts)), prompts, 12, settings, alternatives=4)
+    later = batch.decode(11, 4)
+    tokens = np.concatenate((first.token[:, None], later.token[: len(prompts)]), axis=1)
+    logprobs = np.concatenate((first.logprob[:, None], later.logprob[: len(prompts)]), axis=1)
+    seen = set()
+    for path, number in ((base, 0), *zip(paths, (1, 2, 3), strict=True)):
+        merged = load(path, config_of(block, MESHES[0]))
+        for row in np.flatnonzero(np.equal(CHOSEN, number)):
+            text = np.concatenate((prompts[row], tokens[row]))
+            expected = merged.score(text[None], 1)
+            # f32 sums in another order: logits of about 1, a few hundred terms.
+            np.testing.assert_allclose(logprobs[row], expected.logprob[0, -12:], rtol=0, atol=2e-5)
+            assert (tokens[row] == expected.top_token[0, -12:, 0]).mean() > 0.9  # but for ties
+            actual = network.score(text[None], 1, adapter=number).logprob
+            np.testing.assert_allclose(actual, expected.logprob, rtol=0, atol=2e-5)
+            vectors = [
+                model.embed(text[None], [len(text)], "last", adapter)
+                for model, adapter in ((network, number), (merged, 0))
+            ]
+            np.testing.assert_allclose(*vectors, rtol=0, atol=2e-5)
+        seen.add(float(merged.score(prompts[1][None], 1).logprob.sum()))
+        merged.close()
+    assert len(seen) == 4  # the adapters differ
+    network.close()
+
+
+@ONE
+def test_a_row_does_not_depend_on_the_adapters_of_others(checkpoints):
+    network = network_of(checkpoints, MESHES[0])
+    prompts = [np.arange(7), np.arange(9)]
+    results = []
+    for other in (0, 1, 3):
+        batch = network.batch(2)
+        options = {"adapter": np.array([2, other]), "seed": np.array([3, 4])}
+        batch.insert(range(2), prompts, 9, sampler_settings(options, 2))
+        chosen = batch.decode(8, 3)
+        results.append([x[0] for x in chosen])
+    for other in results[1:]:
+        for actual, expected in zip(other, results[0], strict=True):
+            np.testing.assert_array_equal(actual, expected)
+    network.close()
+
+
+@ONE
+def test_adapters_are_not_quantized_with_the_model(checkpoints):
+    exact, network = (network_of(checkpoints, MESHES[0], int8_weights=x) for x in (False, True))
+    prompt = np.arange(12)[None]
+    for adapter in range(4):
+        pair = [model.score(prompt, 1, adapter=adapter).logprob for model in (exact, network)]
+        error = np.sqrt(np.mean(np.square(pair[0] - pair[1])))
+        assert 0 < error < 0.05 * np.std(pair[0])
+    for model in (exact, network):
+        model.close()
+
+
+@ONE
+def test_wrong_adapters_are_one_line(checkpoints, tmp_path):
+    block, base, paths = checkpoints
+    network = network_of(checkpoints, MESHES[0])
+    with pytest.raises(InputError, match=r"adapter is 4, expected 0 for none, or up to 3"):
+        network.generate(np.ones((1, 3), int), [3], 4, {"adapter": 4})
+    with pytest.raises(InputError, match="holds a whole model, expected LoRA adapters"):
+        network.add_adapters([base])
+    other = CausalTransformer(config_of(block, MESHES[0], seed=99))
+    with pytest.raises(InputError, match="its adapters were trained on another model"):
+        other.add_adapters(paths)
+    wide = config_of(block, MESHES[0])
+    with pytest.raises(InputError, match=f"sum to .*, expected at most d_model .{wide.d_model}"):
+        network.add_adapters(paths * wide.d_model)
+    with pytest.raises(InputError, match=r"adapter is 1, expected 0 for none$"):
+        other.generate(np.ones((1, 3), int), [3], 4, {"adapter": 1})
+    tuned = load(
+        paths[0],
+        config_of(
+            block,
+            MESHES[0],
+            lora_rank=2,
+            lora_alpha=6.0,
+            lora_targets=list(BLOCKS[block].lora_targets),
+        ),
+    )
+    with pytest.raises(InputError, match="the model has some itself; load its base model"):
+        tuned.add_adapters(paths)

@@ -1,0 +1,71 @@
+"""LoRA adapters that requests choose as their model, on a fake network."""
+
+import numpy as np
+import pytest
+
+from mesh_transformer.cli import serve as command
+from mesh_transformer.generation.prefixes import Pool, Prefixes, of_adapter
+from mesh_transformer.util import InputError
+
+pytest_plugins = ["tests.support.live_fixtures"]
+
+
+@pytest.fixture(scope="module")
+def live(serve):
+    return serve(network={"window": 256}, adapters=["tuned", "other"], pooling="mean")
+
+
+def test_models_are_listed_and_named_in_answers(live):
+    listed = live.http.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["fake", "tuned", "other"]
+    assert live.http.get("/v1/models/tuned").json()["id"] == "tuned"
+    assert live.ask(prompt="a", model="tuned", max_tokens=2)["model"] == "tuned"
+    status, error = live.refused({"prompt": "a", "model": "third"})
+    assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")
+    assert "use 'fake' or 'tuned' or 'other'" in error["message"]
+
+
+def test_the_network_gets_the_adapter_of_each_request(live):
+    for number, model in enumerate(("fake", "tuned", "other")):
+        live.ask(prompt=f"Hello {model}", model=model, max_tokens=2)
+        assert live.network.settings.adapter_B.tolist() == [number]
+        own = [number] if number else []
+        live.ask(prompt="Hello you", model=model, max_tokens=1, echo=True, logprobs=1)
+        assert ("score", 17, *own) in live.network.calls
+        answer = live.http.post("/v1/embeddings", json={"input": "a", "model": model})
+        assert answer.json()["model"] == model
+        assert live.network.calls[-1] == ("embed", 16, "mean", *own)
+
+
+def test_kept_beginnings_belong_to_one_adapter(live):
+    """A long prompt is kept once per adapter, and found again only with the same one."""
+    prompt, cached = "word " * 100, []
+    for model in ("fake", "tuned", "fake", "tuned", "other"):
+        usage = live.ask(prompt=prompt, model=model, max_tokens=1)["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 0, 96, 96, 0]
+
+
+def test_the_keys_of_different_adapters_differ():
+    prefixes, tokens = Prefixes(Pool(9, 2)), np.array([3, 1, 4, 1, 5, 9])
+    prefixes.use(of_adapter(tokens, 1), 0)
+    assert len(prefixes.find(of_adapter(tokens, 1))) == 2
+    for other in (tokens, of_adapter(tokens, 0), of_adapter(tokens, 2), of_adapter(tokens, 2**20)):
+        assert prefixes.find(other) == []
+
+
+def test_names_are_parsed_and_must_differ(monkeypatch, capsys):
+    def parsed(*words: str):
+        monkeypatch.setattr("sys.argv", ["serve", "--model-path", "m", *words])
+        return command.parse_args()
+
+    args = parsed("--adapter", "a=folder", "--adapter", "b=gs://bucket/x=1", "--name", "c")
+    assert args.adapter == [("a", "folder"), ("b", "gs://bucket/x=1")]
+    assert command.names_of(args, None) == ["c", "a", "b"]
+    twice = parsed("--adapter", "a=x", "--name", "a")
+    with pytest.raises(InputError, match="--adapter a: another model has this name"):
+        command.names_of(twice, None)
+    for bad in ("folder", "=folder", "name="):
+        with pytest.raises(SystemExit):
+            parsed("--adapter", bad)
+        assert "expected NAME=FOLDER" in capsys.readouterr().err
