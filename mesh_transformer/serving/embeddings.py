@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,8 +10,9 @@ import numpy as np
 
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
+from mesh_transformer.serving.delivery import Updates, submit
 from mesh_transformer.serving.requests import EmbeddingRequest, invalid, prompts_of
-from mesh_transformer.serving.service import Service, failed, submit
+from mesh_transformer.serving.service import Service
 
 
 async def embeddings_of(service: Service, body: EmbeddingRequest) -> "Embeddings":
@@ -50,24 +50,18 @@ class Embeddings:
     ):
         self._service, self._model = service, body.model or service.name
         self._in_base64 = body.encoding_format == "base64"
-        self._updates: asyncio.Queue[tuple[int, engines.Progress]] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        self._updates = Updates[int]()
         self._requests = [
             engines.Request(
                 text,
                 0,
                 SamplingOptions(adapter=adapter),
-                lambda x, at=at: self._deliver(at, x),
+                self._updates.callback(at),
                 embed=True,
             )
             for at, text in enumerate(texts)
         ]
         submit(service.engine, self._requests)
-
-    def _deliver(self, index: int, progress: engines.Progress) -> None:
-        """Pass an update from the engine's thread to the event loop."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, as the server has stopped
-            self._loop.call_soon_threadsafe(self._updates.put_nowait, (index, progress))
 
     def cancel(self) -> None:
         """Cancel the texts that have no vector yet."""
@@ -85,9 +79,7 @@ class Embeddings:
         """
         vectors: list[Any] = [None] * len(self._requests)
         for _ in self._requests:
-            index, progress = await self._updates.get()
-            if progress.error is not None:
-                raise failed(progress.error) from progress.error
+            index, progress = await self._updates.next()
             vectors[index] = self._encoded(progress.vector)
         return self._parts(vectors)
 

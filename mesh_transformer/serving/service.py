@@ -5,7 +5,6 @@ HTTP responses.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import json
@@ -22,12 +21,8 @@ from mesh_transformer.generation.prompts import longest_text
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.answer import Answer, Echo, Piece, TokenOffset, TokenTexts
-from mesh_transformer.serving.engine import (
-    ConstraintError,
-    Engine,
-    QueueFullError,
-    StoppedEngineError,
-)
+from mesh_transformer.serving.delivery import Updates, submit
+from mesh_transformer.serving.engine import Engine
 from mesh_transformer.serving.grammar import Format, Grammars
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
@@ -339,9 +334,7 @@ class Completion:
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
         self._alternatives = int(body.logprobs or 0)  # number of tokens besides the chosen one
         self._choices: list[_Choice] = []
-        # The engine's updates, each with the indices of the choices that it belongs to.
-        self._updates: asyncio.Queue[tuple[Sequence[int], engines.Progress]] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        self._updates = Updates[Sequence[int]]()  # each with the indices of its choices
         self._head = {
             "id": f"{self._prefix}-{secrets.token_hex(12)}",
             "object": self._kind,
@@ -366,20 +359,13 @@ class Completion:
                 prompt,
                 length,
                 options[group[0] - first],
-                functools.partial(self._deliver, group),
+                self._updates.callback(group),
                 stop=None if body.ignore_eos and form is None else self._service.words.end,
                 logprobs=self._with_logprobs,
                 score=score and group[0] == first,
                 constraint=None if form is None else form.copy(),
             )
             self._choices += [_Choice(prompt, request) for _ in group]
-
-    def _deliver(self, indices: Sequence[int], progress: engines.Progress) -> None:
-        """Pass an update on the answers `indices` from the engine's thread to the event loop."""
-        # RuntimeError: the event loop is closed, because the server stopped before its requests
-        # had finished.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._updates.put_nowait, (indices, progress))
 
     def begin(self) -> None:
         """Submit all answers to the engine.
@@ -412,9 +398,7 @@ class Completion:
         answers = await self._answers()
         running = set(range(len(answers)))
         while running:
-            indices, progress = await self._updates.get()
-            if progress.error is not None:
-                raise failed(progress.error) from progress.error
+            indices, progress = await self._updates.next()
             for index in running.intersection(indices):
                 piece = answers[index].feed(progress)
                 if piece.finish is not None:
@@ -556,31 +540,6 @@ class ChatCompletion(Completion):
     def _token(self, number: int, logprob: float | None) -> dict[str, Any]:
         word = self._service.words[number]
         return {"token": word, "logprob": logprob, "bytes": self._service.words.bytes_of(number)}
-
-
-def submit(engine: Engine, requests: Sequence[engines.Request]) -> None:
-    """Submit requests to the engine.
-
-    Raises:
-      ApiError: if the engine's queue is full (status 429), or the engine has stopped (503).
-    """
-    try:
-        engine.submit(requests)
-    except QueueFullError as error:
-        headers = {"Retry-After": str(error.retry_after)}
-        raise ApiError(429, str(error), code="queue_full", headers=headers) from None
-    except StoppedEngineError as error:
-        raise failed(error) from None
-
-
-def failed(error: Exception) -> ApiError:
-    """Return what to send to the client of a request that the engine ended with an error."""
-    if isinstance(error, StoppedEngineError):
-        return ApiError(503, str(error), headers={"Retry-After": "10"})
-    if isinstance(error, ConstraintError):
-        message = f"response_format: {error}; change the schema"
-        return ApiError(400, message, param="response_format")
-    return ApiError(500, "the model failed; send the request again")
 
 
 def _top(words: TokenTexts, spot: TokenOffset, count: int) -> dict[str, float] | None:

@@ -6,6 +6,7 @@ import pytest
 from mesh_transformer.generation.sampling import sampler_settings
 from tests.generation.test_decode import PLACES, by_token, network_of, random_prompts
 from tests.model.test_transformer import small_config
+from tests.support.mixes import bits_of
 
 ROWS, CALLS = 6, 12
 # At very high temperatures, all tokens are equally likely.
@@ -17,13 +18,6 @@ OPTIONS = {
     "repetition_penalty": np.array([1, 1.3, 1, 1, 1.2, 1]),
     "seed": np.arange(ROWS),
 }
-
-
-def bits_of(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
-    """Return a set of token ids as bits of uint32 words."""
-    bits = np.zeros(-(-n_vocab // 32) * 32, np.uint8)
-    bits[tokens] = 1
-    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
 
 
 @pytest.mark.quick(2)

@@ -8,11 +8,9 @@ import argparse
 import collections
 import sys
 
-import jax
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
-from mesh_transformer.transformer_shard import CausalTransformer
 from tests.conftest import SMALL
 from tests.support.mixes import Networks, compare
 
@@ -23,7 +21,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=1000, help="seed of the first one")
     args = parser.parse_args()
     config = Config(**(SMALL | {"seq": 128, "n_vocab": 64}))
-    networks = Networks(lambda: CausalTransformer(config, devices=jax.devices()[:1]))
+    networks = Networks(config, devices=1, adapters=2)
     seen: collections.Counter[str] = collections.Counter()
     different = total = 0
     for seed in tqdm(range(args.first, args.first + args.count), unit="mix"):

@@ -31,7 +31,6 @@ from mesh_transformer.training import loop
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
 from tests.conftest import random_batch
-from tests.generation.test_allowed import bits_of
 from tests.long.interruptions import (
     KINDS,
     Interruption,
@@ -44,6 +43,7 @@ from tests.long.interruptions import (
 )
 from tests.serving.test_engine import Client, random_clients
 from tests.support import made_tasks
+from tests.support.mixes import bits_of
 from tests.support.ray_nodes import other_node, vanish
 from tests.support.small_run import (
     VALUES,

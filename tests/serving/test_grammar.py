@@ -21,8 +21,8 @@ from mesh_transformer.serving.answer import TokenTexts
 from mesh_transformer.serving.engine import ConstraintError
 from mesh_transformer.serving.grammar import Grammars
 from mesh_transformer.util import InputError
-from tests.generation.test_allowed import bits_of
 from tests.support.live_server import check_error
+from tests.support.mixes import bits_of
 
 pytest_plugins = ["tests.support.live_fixtures"]
 

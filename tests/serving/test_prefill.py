@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.transformer_shard import CausalTransformer
 from tests.conftest import SMALL
 from tests.support.mixes import (
     GUESSES,
@@ -21,14 +19,14 @@ from tests.support.mixes import (
 
 @pytest.fixture(
     scope="module",
-    params=[(1, False), (4, False), (1, True)],
+    params=[(1, False, 0), (4, False, 2), (1, True, 2)],
     ids=["one device", "2 x 2 devices", "8-bit cache"],
-)  # number of devices, int8_cache
+)  # number of devices, int8_cache, adapters
 def networks(request):
-    devices, int8_cache = request.param
+    devices, int8_cache, adapters = request.param
     mesh = {"cores_per_replica": min(devices, 2), "tpu_size": devices, "int8_cache": int8_cache}
     config = Config(**(SMALL | {"seq": 128, "n_vocab": 64} | mesh))
-    return Networks(lambda: CausalTransformer(config, devices=jax.devices()[:devices]))
+    return Networks(config, devices, adapters)
 
 
 @pytest.mark.quick(2)
@@ -39,12 +37,12 @@ def test_features_change_no_bit_in_fixed_shapes(networks, seed):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("networks", [(1, False), (4, False)], indirect=True, scope="module")
+@pytest.mark.parametrize("networks", [(1, False, 0), (4, False, 2)], indirect=True, scope="module")
 @pytest.mark.parametrize("seed", range(2))
 def test_otherwise_features_change_tokens_only_where_logits_are_nearly_equal(networks, seed):
     """Chunks, kept beginnings and guesses against one request at a time without any of them."""
     network, rng = networks.network, np.random.default_rng(100 + seed)
-    requests = random_requests(rng, network.config)
+    requests = random_requests(rng, network.config, networks.adapters)
     for request in requests:
         plain = {"temp": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0}
         greedy = dataclasses.replace(request["settings"], **plain)

@@ -1,20 +1,27 @@
 """Random mixes of requests to the engine, and their answers with and without its features."""
 
 import contextlib
+import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode
+from mesh_transformer.generation.batch import Generator
 from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.model.lora import Adapter
 from mesh_transformer.network import Network
 from mesh_transformer.serving.engine import Engine, Progress, Request, Token
 from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.training.step import init_state
+from mesh_transformer.transformer_shard import CausalTransformer
 
 ROWS = 4
 CHUNK = 16
@@ -47,10 +54,20 @@ class Networks:
     """Two equal networks, of which only the first one looks guesses up.
 
     Args:
-      make: creates a network.
+      config: their config.
+      devices: number of devices of each.
+      adapters: number of adapters of each, with random factors.
     """
 
-    def __init__(self, make: Callable[[], Network]):
+    def __init__(self, config: Config, devices: int, adapters: int):
+        self.adapters = adapters
+
+        def make() -> CausalTransformer:
+            network = CausalTransformer(config, devices=jax.devices()[:devices])
+            own = network.config, network.mesh, network._eval_rows
+            network._generator = Generator(*own, random_adapters(config, adapters))
+            return network
+
         self.network, self._without = make(), make()
 
     @contextlib.contextmanager
@@ -65,8 +82,54 @@ class Networks:
             yield self.network if features.lookup else self._without
 
 
-def random_requests(rng: np.random.Generator, config: Config) -> list[dict[str, Any]]:
-    """Return the arguments of 3 to 12 requests, many of which begin with the same tokens."""
+class Limits:
+    """A constraint that allows a few random tokens at each position, and some number of tokens."""
+
+    def __init__(self, seed: int, n_vocab: int):
+        self._rng, self._n_vocab = np.random.default_rng(seed), n_vocab
+        self._left = int(self._rng.integers(1, 15))
+        self._next()
+
+    def _next(self) -> None:
+        self._tokens = self._rng.permutation(self._n_vocab)[: self._rng.choice([1, 2, 20])]
+        self.allowed = bits_of(self._tokens, self._n_vocab)
+
+    def add(self, token: int) -> bool:
+        assert token in self._tokens
+        self._left -= 1
+        self._next()
+        return self._left == 0
+
+
+def bits_of(tokens: np.ndarray, n_vocab: int) -> np.ndarray:
+    """Return a set of token ids as bits of uint32 words (see `sampling.choose`)."""
+    bits = np.zeros(-(-n_vocab // 32) * 32, np.uint8)
+    bits[tokens] = 1
+    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def random_adapters(config: Config, count: int) -> list[Adapter]:
+    """Return adapters with random factors, of ranks 1, 2, ..."""
+    adapters = []
+    for number in range(1, count + 1):
+        own = config.replace(lora_rank=number, lora_alpha=3.0, lora_targets=["q", "fc", "out"])
+        shapes = jax.eval_shape(lambda own=own: init_state(own, jax.random.key(0)))["params"]
+        rng = np.random.default_rng(number)
+        factors = jax.tree.map(
+            lambda x, rng=rng: jnp.asarray(rng.normal(scale=0.2, size=x.shape), jnp.float32), shapes
+        )
+        adapters.append(Adapter(own, factors))
+    return adapters
+
+
+def random_requests(
+    rng: np.random.Generator, config: Config, adapters: int = 0
+) -> list[dict[str, Any]]:
+    """Return the arguments of 3 to 12 requests, many of which begin with the same tokens.
+
+    Args:
+      adapters: number of the network's adapters.
+    """
     n_vocab, window = config.n_vocab, config.window
     shared = [rng.integers(0, n_vocab, window, dtype=np.int32) for _ in range(2)]
 
@@ -88,9 +151,11 @@ def random_requests(rng: np.random.Generator, config: Config) -> list[dict[str, 
                 repetition_penalty=float(rng.choice([1.0, 1.2])),
                 frequency_penalty=float(rng.choice([0.0, 0.5])),
                 seed=int(rng.integers(2**32)),
+                adapter=int(rng.integers(adapters + 1)),
             ),
             "stop": int(rng.integers(n_vocab)) if rng.random() < 0.3 else None,
             "logprobs": bool(rng.random() < 0.5),
+            "constraint": Limits(rng.integers(99), n_vocab) if rng.random() < 0.3 else None,
         }
         for _ in range(rng.integers(3, 13))
     ]
@@ -134,7 +199,10 @@ def answers(
     try:
         for begin, end in itertools.pairwise(np.cumsum([0, *sizes])):
             group = zip(requests[begin:end], every[begin:end], strict=True)
-            engine.submit([Request(deliver=to.deliver, **request) for request, to in group])
+            # A copy, because constraints change.
+            engine.submit(
+                [Request(deliver=to.deliver, **copy.deepcopy(request)) for request, to in group]
+            )
             assert every[begin].begun.wait(SECONDS)
         return [answer.wait() for answer in every]
     finally:
@@ -156,7 +224,7 @@ def compare(networks: Networks, seed: int) -> tuple[Features, int, int]:
       The features, and how many answers differ in any token or logprob, of how many.
     """
     rng = np.random.default_rng(seed)
-    requests = random_requests(rng, networks.network.config)
+    requests = random_requests(rng, networks.network.config, networks.adapters)
     features, sizes = Features.random(rng), random_sizes(rng, len(requests))
     results = []
     for chosen, groups in ((features, sizes), (PLAIN, [1] * len(requests))):
