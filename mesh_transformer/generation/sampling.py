@@ -208,8 +208,8 @@ class SamplingOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     typical_p: float = 1.0
-    adapter: int = 0
     logit_bias: Mapping[int, float] | None = None
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         sampler_settings(self.options(), ())
