@@ -28,7 +28,7 @@ class FakeCluster:
 
     eval = batch
 
-    def score(self, tokens: np.ndarray, alternatives: int, beginning: None) -> np.ndarray:
+    def score(self, tokens: np.ndarray, alternatives: int, *_: Any) -> np.ndarray:
         return tokens + alternatives * self.number
 
     def kill(self) -> None:
