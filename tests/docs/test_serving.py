@@ -32,5 +32,5 @@ def test_the_page_runs(tmp_path, monkeypatch, capfd):
     assert '"text_completion"' in printed
     assert '"completion"' in printed
     assert '"model": "tuned"' in printed
-    assert '{\\"name\\": ' in printed
+    assert '{"name": "' in printed
     assert len(person.names["answer"].data[0].embedding) == MODEL["d_model"]
