@@ -198,8 +198,8 @@ def test_engine_over_hosts_matches_a_single_process(cluster, single, options):
     engine = Engine(cluster, Metrics(4), rows=4, **options)
     engine.start()
     clients = random_clients(8, seed=3, n_vocab=VOCAB, logprobs=True)
-    # Equal beginnings, which chunks take from earlier prompts.  Of the first prompt, which is longer
-    # than the window, only the end is used.
+    # Equal beginnings, which chunks take from earlier prompts.  The first prompt is longer than the
+    # window, so only its end is used.
     for client, most in zip(clients, [40, *[6] * 7], strict=True):
         client.request.prompt = np.concatenate((np.arange(9), client.request.prompt[:most]))
     scored = Client(np.arange(9), 0, score=True)
