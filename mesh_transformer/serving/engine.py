@@ -85,7 +85,8 @@ class Constraint(Protocol):
     """Which tokens may come next in an answer.
 
     Attributes:
-      allowed: the tokens that may come next, as bits [W] (see `sampling.choose`).
+      allowed: the tokens that may come next, as bits of uint32 words [W]: for token t, bit t mod 32
+        of word t // 32.
     """
 
     allowed: np.ndarray
