@@ -477,6 +477,8 @@ class CausalTransformer:
           InputError: if the checkpoint cannot be read or does not fit the config, or if its
             optimizer's state is that of another optimizer.
         """
+        if self._generator.adapters:  # they belong to the model that was loaded before
+            self._generator = Generator(self.config, self.mesh, self._eval_rows)
         optimizer = not fresh_opt and not only_params
         loaded = loading.load(Source.of(path), self.config, self.mesh, optimizer=optimizer)
         state = steps.padded(loaded.state, self.config, self.mesh)

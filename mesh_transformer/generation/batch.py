@@ -18,7 +18,12 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.prefixes import Chunks, Pool
-from mesh_transformer.generation.prompts import check_biases, check_prompts, check_texts
+from mesh_transformer.generation.prompts import (
+    check_adapters,
+    check_biases,
+    check_prompts,
+    check_texts,
+)
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
 from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
 from mesh_transformer.generation.weights import Weights, joined_config
@@ -55,7 +60,7 @@ class Generator:
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         # The weights are split over mp only, even if ZeRO splits the training state over dp.
         config = config.replace(zero=0, dtype="float32" if on_cpu else config.dtype)
-        self._adapters = [adapter.params for adapter in adapters]
+        self.adapters = [adapter.params for adapter in adapters]
         configs = tuple(adapter.config for adapter in adapters)
         self._weights = programs.compile_weights(config, mesh, configs)
         config = config.replace(virtual_mesh=None, cores_per_replica=config.shards, tpu_size=None)
@@ -94,7 +99,7 @@ class Generator:
             self._made = self._begun = (
                 None  # free the old weights first, so that only one copy is in memory
             )
-            self._made = (arrays, self._weights(params, self._adapters))
+            self._made = (arrays, self._weights(params, self.adapters))
         return self._made[1]
 
     def cache_weights(self, params: Any) -> None:
@@ -112,15 +117,6 @@ class Generator:
         """
         if self._made is not None and self._made[0] is not None:
             self._made = self._begun = None
-
-    def check_adapter(self, numbers: ArrayLike) -> None:
-        """Raise InputError if there is no adapter with one of these numbers."""
-        wrong = np.setdiff1d(numbers, range(len(self._adapters) + 1))
-        if len(wrong):
-            raise InputError(
-                f"generate: adapter is {wrong[0]}, expected 0 for none"
-                + (f", or up to {len(self._adapters)}" if self._adapters else "")
-            )
 
     def score(
         self,
@@ -140,7 +136,7 @@ class Generator:
                 f"score: alternatives is {alternatives}, expected 0 to {self.config.n_vocab}, the "
                 "value of n_vocab"
             )
-        self.check_adapter(adapter)
+        check_adapters(adapter, len(self.adapters))
         placed, number = (
             self.rows.place(self.rows.pad(tokens), P("dp")),
             np.array([adapter], np.int32),
@@ -165,7 +161,7 @@ class Generator:
         adapter: int = 0,
     ) -> np.ndarray:
         """Return a vector for each row's text; see `CausalTransformer.embed`."""
-        self.check_adapter(adapter)
+        check_adapters(adapter, len(self.adapters))
         rows = [self.rows.place(self.rows.pad(x), P("dp")) for x in (tokens, lengths)]
         vectors = self._embed(pooling)(self.weights(params), *rows, np.array([adapter], np.int32))
         return np.asarray(self.rows.fetch(vectors, len(tokens)))
@@ -351,7 +347,7 @@ class Batch:
         window = self._generator.config.window
         texts, length, left = check_texts(self._generator.config, prompts, lengths)
         check_biases(self._generator.config, settings)
-        self._generator.check_adapter(settings.adapter_B)
+        check_adapters(settings.adapter_B, len(self._generator.adapters))
         begin = np.zeros(len(texts), np.int32) if chunks is None else chunks.begin_P
         longest = longest or int((length - begin).max())
         width = bucket(min(longest, window), SMALLEST_PROMPT, window)

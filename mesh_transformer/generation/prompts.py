@@ -168,3 +168,15 @@ def check_texts(
                 f"allows at most {longest} (seq + 1); shorten the prompt or the answer"
             )
     return texts, length, left
+
+
+def check_adapters(numbers: ArrayLike, count: int) -> None:
+    """Raise InputError if one of the numbers is not that of an adapter.
+
+    Args:
+      count: number of adapters, which are numbered from 1; 0 stands for none.
+    """
+    wrong = np.setdiff1d(numbers, range(count + 1))
+    if len(wrong):
+        more = f", or up to {count}" if count else ""
+        raise InputError(f"generate: adapter is {wrong[0]}, expected 0 for none{more}")

@@ -558,7 +558,8 @@ def choose(
     if allowed_BW is not None:
         bits_BW32 = (allowed_BW[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
         allowed_BV = bits_BW32.reshape(len(allowed_BW), -1)[:, : logits_BV.shape[-1]] == 1
-        logits_BV = jnp.where(allowed_BV, logits_BV, REMOVED)
+        # Other tokens rank below all of these, also if a row's logits are all NaN.
+        logits_BV = jnp.where(allowed_BV, jnp.maximum(logits_BV, REMOVED), 2 * REMOVED)
     greedy_B = settings.temp_B < GREEDY_BELOW
 
     def drawn(logits_BV: Array) -> Array:

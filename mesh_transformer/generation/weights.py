@@ -109,11 +109,12 @@ def weights_of(params: Params, config: Config, adapters: Sequence[Adapter] = ())
     weights = params | {"layers": tuple(unstacked(layer) for layer in range(config.layers))}
     if config.int8_weights:
         weights["proj"] = transformer.projection_params(weights)
-        in_8_bits = {name: matrices.quantize(weights[name], declared[name]) for name in MATRICES}
-        rest = {name: weights[name] for name in weights if name not in MATRICES}
-        weights = jax.tree.map(lambda x: x.astype(config.dtype), rest) | in_8_bits
-    else:
-        weights = jax.tree.map(lambda x: x.astype(config.dtype), weights)
+        weights |= {name: matrices.quantize(weights[name], declared[name]) for name in MATRICES}
+
+    def cast(x: Any) -> Any:
+        return x if isinstance(x, matrices.Int8) else x.astype(config.dtype)
+
+    weights = jax.tree.map(cast, weights, is_leaf=lambda x: isinstance(x, matrices.Int8))
     if adapters:
         weights[SCALES] = jnp.asarray(scales([adapter.config for adapter in adapters]))
     return weights

@@ -11,7 +11,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import limited
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prefixes import Chunks, Pool
-from mesh_transformer.generation.prompts import check_biases, check_texts
+from mesh_transformer.generation.prompts import check_adapters, check_biases, check_texts
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.placement import process_rows
 from mesh_transformer.util import HostError, InputError
@@ -22,6 +22,7 @@ class Cluster(Protocol):
 
     config: Config
     dp: int
+    adapters: int  # number of LoRA adapters
     replicas: list[list[int]]  # for each host, the dp indices of its replicas
     newest_batch: "ClusterBatch | None"
 
@@ -91,6 +92,7 @@ class ClusterBatch:
         """Put prompts into `rows` and choose the first token of each answer; see `Batch.insert`."""
         texts, length, left = check_texts(self._cluster.config, prompts, lengths)
         check_biases(self._cluster.config, settings)
+        check_adapters(settings.adapter_B, self._cluster.adapters)
         row_ids = np.asarray(rows)
         most = int(np.bincount(self._replica[row_ids]).max())  # most prompts in any replica
         begin = np.zeros_like(length) if chunks is None else chunks.begin_P

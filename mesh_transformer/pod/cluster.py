@@ -87,6 +87,7 @@ class TPUCluster:
         self._actors: list[Any] = []
         self.ended = False  # whether the hosts have been shut down
         self._why = ""  # " (FAILURE)" once a failure has shut down the hosts
+        self.adapters = 0
         self.newest_batch: ClusterBatch | None = None  # the running batch that the hosts hold
         try:
             if copies is not None:
@@ -274,7 +275,8 @@ class TPUCluster:
 
     def add_adapters(self, paths: Sequence[str]) -> None:
         """Let each text choose a LoRA adapter; see `CausalTransformer.add_adapters`."""
-        self.call("add_adapters", *[(list(paths),)] * len(self.hosts))
+        self.call("add_adapters", *[([local_path(path) for path in paths],)] * len(self.hosts))
+        self.adapters = len(paths)
 
     def only_generate(self) -> None:
         """Free all state but the weights for generation; see `CausalTransformer.only_generate`."""

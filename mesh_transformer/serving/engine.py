@@ -563,8 +563,8 @@ class Engine:
             try:
                 for token in tokens:
                     complete = request.constraint.add(token.number)
-            except ConstraintError as caught:
-                error = caught
+            except ConstraintError as caught:  # which does not matter after the last token
+                error = caught if request.generated < request.length else None
         ended = bool(ends or error) or complete or request.generated == request.length
         self._metrics.generated(len(tokens))
         if ended:

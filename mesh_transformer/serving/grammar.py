@@ -20,6 +20,7 @@ from mesh_transformer.util import InputError, brief
 STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = {"type": "object"}
 END = b"<end>"
+SAMPLE = 'The cat, and {"a": "b c"}'
 NO_TOKEN = "the tokenizer has no token that may come next"
 
 
@@ -101,7 +102,10 @@ class Grammars:
             that the model does not have.
         """
         text = json.dumps(ANY_OBJECT if schema is None else schema)
-        grammar = LLMatcher.grammar_from_json_schema(text, defaults=STYLE)
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(text, defaults=STYLE)
+        except ValueError as error:
+            raise InputError(brief(str(error), 200)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise InputError(brief(matcher.get_error(), 200))
@@ -112,6 +116,10 @@ class Grammars:
 
     @functools.cached_property
     def _tokenizer(self) -> LLTokenizer:
+        tokens = self._words.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
+        parts = b"".join(bytes(self._words.bytes_of(number)) for number in tokens)
+        if parts != self._words.text(tokens).encode():
+            raise InputError("the texts of this model's tokens do not add up to that of an answer")
         return LLTokenizer(TokenizerWrapper(_Vocabulary(self._words, self._n_vocab)))
 
 

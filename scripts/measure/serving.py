@@ -436,10 +436,13 @@ class Tester:
                     self.memory.append(bytes_ / 1e6)
 
         task = asyncio.ensure_future(sample())
-        yield
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        try:
+            yield
+        finally:
+            task.cancel()
+            # Without a sample, if the server does not answer.
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await task
 
     async def with_clients(self, clients: int, alone: Load) -> Load:
         """Measure clients that each send a request when their last one has been answered.

@@ -1,5 +1,6 @@
 """8-bit weights and caches: rounding errors, logits, meshes and memory."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.generation import programs
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.generation.weights import weights_of
 from mesh_transformer.mesh.declaration import Declaration
-from mesh_transformer.model import matrices
+from mesh_transformer.model import matrices, transformer
 from tests.conftest import AS_USERS_COMPILE
 from tests.generation.test_decode import (
     PLACES,
@@ -176,3 +178,16 @@ def test_int8_weights_take_a_quarter_of_the_memory_even_during_decoding():
     assert small < 0.27 * exact
     # During execution, only one or two of the six layers are dequantized at a time.
     assert temporary < exact / 2
+
+
+@pytest.mark.parametrize("block", ["gptj", "gpt2"])
+def test_what_is_not_quantized_has_the_dtype_of_the_computation(block):
+    """Otherwise the sums of bf16 activations and f32 biases would be in f32."""
+    config = small_config(block=block, int8_weights=True, dtype="bfloat16")
+    params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(weights_of, config=config), params)
+    leaves = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, matrices.Int8))
+    quantized = [x for x in leaves if isinstance(x, matrices.Int8)]
+    assert all((x.value.dtype, x.scale.dtype) == (jnp.int8, jnp.float32) for x in quantized)
+    assert {x.dtype for x in leaves if not isinstance(x, matrices.Int8)} == {jnp.bfloat16}
+    assert len(quantized) == 6 * config.layers + 1

@@ -106,6 +106,7 @@ def test_a_wrong_token_and_an_impossible_continuation_are_errors():
         ({"not": {}}, 'Unimplemented keys: ["not"]'),
         ({"$ref": "https://example.org/schema"}, "example.org"),
         ({"enum": []}, ""),
+        ({"maximum": 10**400}, ""),
     ],
 )
 def test_invalid_schemas_are_refused_in_one_line(live, schema, words):
