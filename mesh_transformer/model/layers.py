@@ -214,7 +214,7 @@ class Linear(hk.Module):
         y_BTN = project_in(x_GBTD, w_DN, self.dtype)
         adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes, self.unit)
         if adapter is not None:
-            scale = self.config.lora_scale if lora_scale is None else lora_scale
+            scale = lora.scale_of(self.config, lora_scale)
             y_BTN += lora.adapted_columns(x_GBTD, adapter, scale)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
@@ -477,7 +477,7 @@ class TransformerLayer(hk.Module):
         y_BTHC = project_in(x_GBTD, w_DHC) + b_HC
         adapter = lora.factors(c, par, "fused_in", "fused_in", shape, axes)
         if adapter is not None:
-            scale = c.lora_scale if context.lora_scale is None else context.lora_scale
+            scale = lora.scale_of(c, context.lora_scale)
             y_BTHC += lora.adapted_columns(x_GBTD, adapter, scale).reshape(y_BTHC.shape)
         edges = (c.d_head, 2 * c.d_head, 3 * c.d_head, 3 * c.d_head + hidden)
         q_BTHK, k_BTHK, v_BTHK, gate_BTHF, value_BTHF = jnp.split(y_BTHC, edges, axis=-1)
@@ -508,7 +508,7 @@ class TransformerLayer(hk.Module):
         adapter = lora.factors(c, par, name, name, shape, split, unit)
         if adapter is None:
             return y_BTD
-        scale = c.lora_scale if context.lora_scale is None else context.lora_scale
+        scale = lora.scale_of(c, context.lora_scale)
         return y_BTD + lora.scaled(jnp.tensordot(x, adapter[0], axes), scale) @ adapter[1]
 
     def _attention(

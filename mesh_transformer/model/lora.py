@@ -71,6 +71,11 @@ class Adapter(NamedTuple):
 Scale = float | Array  # the factor of an adapter's contribution; an array has the shape [B, 1, R]
 
 
+def scale_of(config: Config, own: Scale | None) -> Scale:
+    """Return `own` or, if it is None, the scale of the config's adapters."""
+    return config.lora_scale if own is None else own
+
+
 def scaled(low: Array, scale: Scale) -> Array:
     """Return the product of an input and an adapter's factor a, [..., B, T, R], times the scale."""
     return (low * scale).astype(low.dtype)

@@ -73,6 +73,7 @@ def test_a_matmul_of_a_quantized_matrix_is_that_of_its_values():
         w = matrices.quantize({"w": random(*shape)}, {"w": declared})["w"]
         x = random(2, 3, *shape[:-1])
         expected = matrices.project_out(x, w.value * w.scale)
+        # Up to 24 terms are summed, as above.
         np.testing.assert_allclose(matrices.project_out(x, w), expected, rtol=1e-5, atol=1e-5)
         assert matrices.project_out(x.astype(jnp.bfloat16), w).dtype == jnp.bfloat16
 
