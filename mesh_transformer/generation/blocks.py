@@ -1,78 +1,150 @@
-"""Copies between the rows of a batch and its pool of blocks; see `decode`.
+"""Reuse of prompts that begin with the same tokens: which blocks of a batch's pool hold them.
 
-Array names end in their shape: P prompts, B rows, S slots, H heads, K head size, J blocks of a row,
-L blocks of the pool, C positions of a block.
+A batch's pool holds the keys and values of blocks of prompt tokens (see `decode`).  This module
+keeps account of it in Python: callers ask which blocks begin a prompt, and where to save new ones.
 """
 
-from collections.abc import Callable
+import collections
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax import Array
-
-from mesh_transformer.model.attention import LayerCache, write_rows
-
-Caches = tuple[LayerCache, ...]  # one per layer
+import numpy as np
 
 
-def load(caches: Caches, pool: Caches | None, row_P: Array, load_PJ: Array) -> Caches:
-    """Return the caches after copying blocks of the pool to rows.
+class Pool(NamedTuple):
+    """The size of a batch's pool.
+
+    Attributes:
+      blocks: number of blocks per data-parallel replica, at least 1.
+      block: number of positions per block.
+    """
+
+    blocks: int
+    block: int
+
+
+class Chunks(NamedTuple):
+    """Which positions of each of P prompts to compute, and which blocks of the pool to copy.
+
+    Position p of a prompt belongs to its block p // `Pool.block`.  Before the prompt's tokens are
+    computed, blocks are copied from the pool to its row; afterwards, blocks are copied from the row
+    to the pool.
+
+    Attributes:
+      begin_P: the first position to compute.  Earlier positions must be in the row, from an earlier
+        call, or in the blocks to copy.
+      load_PJ: for each block of the prompt, the number of the pool's block to copy from, or -1.
+      save_PJ: for each block of the prompt, the number of the pool's block to copy to, or -1.
+    """
+
+    begin_P: np.ndarray
+    load_PJ: np.ndarray
+    save_PJ: np.ndarray
+
+
+class Prefixes:
+    """An index of the blocks in the pool of one replica, by the tokens that they end.
+
+    A block's keys and values depend on all tokens before its end.  It is found by exactly these
+    tokens, so a prompt never gets the block of another one, or of another adapter (see
+    `of_adapter`).  If the pool is full, the block that
+    was not used for the longest time is replaced.
 
     Args:
-      row_P: the row of each prompt.
-      load_PJ: for each block of a prompt, the block of the pool, or -1 to copy none.
+      pool: the size of the pool.
     """
-    if pool is None:
-        return caches
-    rows, block = len(caches[0].k_BHSK), pool[0].k_BHSK.shape[2]
 
-    def body(at: Array, caches: Caches) -> Caches:
-        load_P = load_PJ[:, at]
-        to_P = jnp.where(load_P >= 0, row_P, rows)  # out of range, so that it is not written
-        slot_P = jnp.full_like(row_P, at * block)
-        return tuple(
-            write_rows(cache, jax.tree.map(lambda x: x[load_P], blocks), to_P, slot_P)
-            for cache, blocks in zip(caches, pool, strict=True)
-        )
+    def __init__(self, pool: Pool):
+        self.pool = pool
+        # The number of each block, by the prompt's tokens up to the block's end; the block that was
+        # not used for the longest time comes first.
+        self._blocks: collections.OrderedDict[bytes, int] = collections.OrderedDict()
 
-    return _for_each_used(load_PJ, body, caches)
+    def __len__(self) -> int:
+        """Return the number of blocks that hold tokens."""
+        return len(self._blocks)
+
+    def find(self, prompt: np.ndarray) -> list[int]:
+        """Return the pool's blocks that begin a prompt, in order.
+
+        At least one token of the prompt is in none of these blocks, because its logits must be
+        computed.
+
+        Args:
+          prompt: token ids [T].
+        """
+        found = []
+        for end in range(self.pool.block, len(prompt), self.pool.block):
+            block = self._blocks.get(_key(prompt[:end]))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def use(
+        self, prompt: np.ndarray, begin: int, others: Sequence[np.ndarray] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Choose blocks for a prompt whose positions from `begin` on are about to be computed.
+
+        The blocks before `begin` count as used now.  For the blocks from `begin` on, the index
+        counts on the caller to save them.
+
+        Args:
+          prompt: token ids [T], up to the last token that will be computed.
+          begin: number of tokens before.
+          others: prompts that are inserted by the same call.  Their blocks are not replaced,
+            because a call must not save two blocks to the same place.
+
+        Returns:
+          For each complete block of the prompt, the block of the pool to load or -1, and the block
+          of the pool to save it to or -1.
+        """
+        size, keys = self.pool.block, self._keys(prompt)
+        kept = set(keys).union(*map(self._keys, others))
+        # Later blocks are useless without the earlier ones, so they are the first to be replaced.
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+        load, save = np.full((2, len(keys)), -1, np.int32)
+        for index, key in enumerate(keys):
+            if (index + 1) * size <= begin:
+                load[index] = self._blocks.get(key, -1)
+            elif key not in self._blocks:
+                block = self._free(kept)
+                if block is None:
+                    break
+                save[index] = self._blocks[key] = block
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+        return load, save
+
+    def _keys(self, prompt: np.ndarray) -> list[bytes]:
+        """Return the keys of a prompt's complete blocks."""
+        size = self.pool.block
+        return [_key(prompt[:end]) for end in range(size, len(prompt) + 1, size)]
+
+    def _free(self, kept: set[bytes]) -> int | None:
+        """Return a block that is not in use, or the one least recently used; None if all are kept.
+
+        Args:
+          kept: the keys of blocks that must not be replaced.
+        """
+        if len(self._blocks) < self.pool.blocks:
+            return len(self._blocks)
+        oldest = next(iter(self._blocks))
+        return None if oldest in kept else self._blocks.pop(oldest)
 
 
-def save(pool: Caches | None, caches: Caches, row_P: Array, save_PJ: Array) -> Caches | None:
-    """Return the pool after copying blocks of rows to it; the arguments are as for `load`."""
-    if pool is None:
-        return None
-    blocks, block = len(pool[0].k_BHSK), pool[0].k_BHSK.shape[2]
-
-    def body(at: Array, pool: Caches) -> Caches:
-        save_P = save_PJ[:, at]
-        to_P = jnp.where(save_P >= 0, save_P, blocks)  # out of range, so that it is not written
-
-        def part(cache_BHSK: Array) -> Array:
-            part_BHCK = jax.lax.dynamic_slice_in_dim(cache_BHSK, at * block, block, axis=2)
-            return part_BHCK[row_P]
-
-        return tuple(
-            write_rows(old, jax.tree.map(part, cache), to_P, jnp.zeros_like(to_P))
-            for old, cache in zip(pool, caches, strict=True)
-        )
-
-    return _for_each_used(save_PJ, body, pool)
-
-
-def _for_each_used(
-    numbers_PJ: Array,
-    body: Callable[[Array, Caches], Caches],
-    caches: Caches,
-) -> Caches:
-    """Return the result of `body` for each block that any prompt uses, in a loop over `caches`.
+def of_adapter(prompt: np.ndarray, adapter: int) -> np.ndarray:
+    """Return a prompt for `Prefixes` whose keys and values depend on a LoRA adapter.
 
     Args:
-      numbers_PJ: the blocks of the pool, or -1.
-      body: a function of the block's number within a prompt and the caches so far.
+      prompt: token ids [T].
+      adapter: the adapter's number; 0 for none.
     """
-    used_J = jnp.any(numbers_PJ >= 0, axis=0)
-    places_J = jnp.arange(len(used_J))
-    begin = jnp.min(jnp.where(used_J, places_J, len(used_J)), initial=len(used_J))
-    end = jnp.max(jnp.where(used_J, places_J + 1, 0), initial=0)
-    return jax.lax.fori_loop(begin, end, body, caches)
+    return prompt.astype(np.int64) | adapter << 32
+
+
+def _key(tokens: np.ndarray) -> bytes:
+    return np.ascontiguousarray(tokens, np.int64).tobytes()
