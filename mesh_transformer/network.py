@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation.prefixes import Chunks, Pool
+from mesh_transformer.generation.blocks import Chunks, Pool
 from mesh_transformer.generation.sampling import SamplerSettings
 
 

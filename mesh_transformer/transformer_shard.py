@@ -22,8 +22,8 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.batches import check_batch, check_tokens
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import Batch, Generator
+from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.generation.prefixes import Pool
 from mesh_transformer.generation.prompts import check_pooled
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.devices import fit_to_devices, make_mesh, use_virtual_devices

@@ -44,6 +44,13 @@ def parse_args() -> argparse.Namespace:
         "(default: 4 times the model's window)",
     )
     parser.add_argument(
+        "--cache-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens of all requests and kept prompts that each replica has memory for (default: "
+        "the model's window for every row, and --prefix-cache)",
+    )
+    parser.add_argument(
         "--chunk",
         type=positive,
         default=256,
@@ -152,6 +159,7 @@ def main() -> None:
                 speculate=args.speculate,
                 chunk=args.chunk,
                 kept_tokens=args.prefix_cache,
+                cache_tokens=args.cache_tokens,
                 fixed_shapes=args.fixed_shapes,
                 pooling=args.embeddings,
                 stall_seconds=args.stall_seconds,

@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
+from mesh_transformer.generation.blocks import Chunks, Pool
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
-from mesh_transformer.generation.prefixes import Chunks, Pool
 from mesh_transformer.generation.prompts import (
     check_adapters,
     check_biases,
@@ -273,8 +273,10 @@ class Batch:
         self._most_slots = generator.config.window
         if guesses:
             self._most_slots = -(-(self._most_slots + guesses) // SLOT_UNIT) * SLOT_UNIT
-        slots = bucket(1, SMALLEST_CACHE, self._most_slots)
         blocks, block = pool or (0, 1)
+        slots = bucket(1, SMALLEST_CACHE, self._most_slots)
+        if pool is not None:
+            slots = pool.slots(self._most_slots)
         dp = generator.rows.dp
         self._state: DecodeState = generator.empty(pool is not None)(
             rows // self._replicas * dp, slots, blocks * dp, block
@@ -283,6 +285,8 @@ class Batch:
     def reserve(self, positions: int) -> None:
         """Grow the KV cache so that each row can hold `positions` tokens, up to `config.window`.
 
+        With a pool, nothing grows.
+
         A single process need not call this, because `insert` and `decode` grow the cache as needed.
         With several processes, the cache must have the same size in all of them.  Before each
         `insert` or `decode`, call `reserve` with the largest number of tokens that any row of any
@@ -290,8 +294,7 @@ class Batch:
         """
         slots = bucket(positions + self._guesses, SMALLEST_CACHE, self._most_slots)
         if slots > self._state.slots:
-            grown = self._generator.grow(self._state._replace(pool=None), slots)
-            self._state = grown._replace(pool=self._state.pool)
+            self._state = self._generator.grow(self._state, slots)
 
     def insert(
         self,
@@ -324,8 +327,8 @@ class Batch:
           settings: the sampling settings, with one value per prompt.
           alternatives: number of most likely tokens to return with their logprobs; the chosen
             tokens' logprobs are then returned too.  None returns no logprobs.
-          chunks: which positions of each prompt to compute, and which blocks of the pool to copy.
-            None computes the whole prompts.
+          chunks: which positions of each prompt to compute, and the row's blocks of the pool.  None
+            computes the whole prompts; a batch with a pool requires it.
           allowed: for some of the rows, the tokens that the answer may begin with, as bits [W] (see
             `sampling.choose`).  None, unlike an empty dict, selects a program without this
             argument, and must then be passed in all processes.
@@ -361,17 +364,20 @@ class Batch:
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
         local = np.asarray(rows, np.int32) % (self.rows // self._replicas)
-        # The blocks of the pool to load and to save, and none for the dummy.
-        blocks_PJ = np.full((2, len(texts) + 1, slots // self._pool.block if self._pool else 0), -1)
-        if chunks is not None and self._pool is not None:
-            own = np.array(chunks[1:])[:, :, : blocks_PJ.shape[2]]
-            blocks_PJ[:, : len(texts), : own.shape[2]] = own
+        block_PJ = np.full((len(texts) + 1, 0), -1, np.int32)
+        if self._pool is not None:
+            if chunks is None:
+                raise InputError("generate: the batch has a pool, so `chunks` must give the blocks")
+            block_PJ = np.full(
+                (len(texts) + 1, self._state.slots // self._pool.block), -1, np.int32
+            )
+            block_PJ[:-1] = chunks.block_PJ
         with_dummy = Prompts(
             tokens,
             np.append(length, np.int32(1)),
             np.append(local, np.int32(self.rows)),  # out of range, so that it is not written
             np.append(begin, np.int32(0)),
-            *blocks_PJ.astype(np.int32),
+            block_PJ,
             settings=jax.tree.map(lambda x, idle: np.r_[x, idle[None]], settings, decode.IDLE),
             allowed_PW=self._bits([*rows, self.rows], allowed),
         )

@@ -1,11 +1,12 @@
-"""Reuse of prompts that begin with the same tokens: which blocks of a batch's pool hold them.
+"""Which blocks of a batch's pool hold the keys and values of each row, and which are kept.
 
-A batch's pool holds the keys and values of blocks of prompt tokens (see `decode`).  This module
-keeps account of it in Python: callers ask which blocks begin a prompt, and where to save new ones.
+A batch with a pool stores keys and values in blocks of consecutive positions (see `model.paged`).
+This module keeps account of them in Python.  A row gets as many blocks as its prompt and answer
+need.  The blocks of a prompt are kept after its row has ended, and later prompts that begin with
+the same tokens use them too.
 """
 
 import collections
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,57 +16,93 @@ class Pool(NamedTuple):
     """The size of a batch's pool.
 
     Attributes:
-      blocks: number of blocks per data-parallel replica, at least 1.
+      blocks: number of blocks per data-parallel replica.
       block: number of positions per block.
     """
 
     blocks: int
     block: int
 
+    def slots(self, positions: int) -> int:
+        """Return the number of slots of a row that can hold this many positions."""
+        return -(-positions // self.block) * self.block
+
 
 class Chunks(NamedTuple):
-    """Which positions of each of P prompts to compute, and which blocks of the pool to copy.
-
-    Position p of a prompt belongs to its block p // `Pool.block`.  Before the prompt's tokens are
-    computed, blocks are copied from the pool to its row; afterwards, blocks are copied from the row
-    to the pool.
+    """Which positions of each of P prompts to compute, and the blocks that hold its positions.
 
     Attributes:
       begin_P: the first position to compute.  Earlier positions must be in the row, from an earlier
-        call, or in the blocks to copy.
-      load_PJ: for each block of the prompt, the number of the pool's block to copy from, or -1.
-      save_PJ: for each block of the prompt, the number of the pool's block to copy to, or -1.
+        call, or in blocks that the row shares.
+      block_PJ: the numbers of the row's blocks in the pool, in order; -1 after the last one.
     """
 
     begin_P: np.ndarray
-    load_PJ: np.ndarray
-    save_PJ: np.ndarray
+    block_PJ: np.ndarray
 
 
-class Prefixes:
-    """An index of the blocks in the pool of one replica, by the tokens that they end.
+class NoBlockError(Exception):
+    """The pool has too few free blocks."""
+
+
+class Row:
+    """The blocks of one row of a batch.
+
+    Attributes:
+      block_J: the numbers of the blocks, in order; -1 after the last one.
+      shares: whether other rows may use its blocks too, and it theirs.
+    """
+
+    def __init__(self, block_J: np.ndarray, shares: bool):
+        self.block_J = block_J
+        self.shares = shares
+
+
+class Blocks:
+    """The blocks in the pool of one replica: which are free, in use, or kept for later prompts.
 
     A block's keys and values depend on all tokens before its end.  It is found by exactly these
     tokens, so a prompt never gets the block of another one, or of another adapter (see
-    `of_adapter`).  If the pool is full, the block that
-    was not used for the longest time is replaced.
+    `of_adapter`).  If no block is free, the kept one that was not used for the longest time is
+    given away.
 
     Args:
       pool: the size of the pool.
+      slots: number of slots of a row (see `Pool.slots`).
+      keep: whether blocks are shared and kept.
     """
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool, slots: int, *, keep: bool = True):
         self.pool = pool
-        # The number of each block, by the prompt's tokens up to the block's end; the block that was
-        # not used for the longest time comes first.
-        self._blocks: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+        self._places, self._keep = slots // pool.block, keep
+        self._free = list(reversed(range(pool.blocks)))
+        self._users = [0] * pool.blocks  # number of rows that use each block
+        self._blocks: dict[bytes, int] = {}  # each kept block, by the tokens up to its end
+        self._keys: dict[int, bytes] = {}  # the reverse
+        # Kept blocks that no row uses; the one that was not used for the longest time comes first.
+        self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
 
-    def __len__(self) -> int:
-        """Return the number of blocks that hold tokens."""
-        return len(self._blocks)
+    @property
+    def available(self) -> int:
+        """Number of blocks that new rows can get, kept ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """Number of blocks that rows use."""
+        return self.pool.blocks - self.available
+
+    @property
+    def no_row(self) -> Row:
+        """A row without blocks."""
+        return Row(np.full(self._places, -1, np.int32), shares=False)
+
+    def needed(self, positions: int) -> int:
+        """Return the number of blocks of a row with this many positions."""
+        return min(-(-positions // self.pool.block), self._places)
 
     def find(self, prompt: np.ndarray) -> list[int]:
-        """Return the pool's blocks that begin a prompt, in order.
+        """Return the kept blocks that begin a prompt, in order.
 
         At least one token of the prompt is in none of these blocks, because its logits must be
         computed.
@@ -81,63 +118,86 @@ class Prefixes:
             found.append(block)
         return found
 
-    def use(
-        self, prompt: np.ndarray, begin: int, others: Sequence[np.ndarray] = ()
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Choose blocks for a prompt whose positions from `begin` on are about to be computed.
-
-        The blocks before `begin` count as used now.  For the blocks from `begin` on, the index
-        counts on the caller to save them.
+    def add_row(self, positions: int) -> Row:
+        """Return the blocks of a new row, which shares none yet.
 
         Args:
-          prompt: token ids [T], up to the last token that will be computed.
-          begin: number of tokens before.
-          others: prompts that are inserted by the same call.  Their blocks are not replaced,
-            because a call must not save two blocks to the same place.
+          positions: number of positions that the row may have.  A row with more positions than
+            slots shares no blocks, because it will write over its first ones.
+
+        Raises:
+          NoBlockError: if too few blocks are available; nothing is taken then.
+        """
+        count = self.needed(positions)
+        if count > self.available:
+            raise NoBlockError(f"{count} blocks are needed, and {self.available} available")
+        row = self.no_row
+        row.block_J[:count] = [self._take() for _ in range(count)]
+        row.shares = self._keep and positions <= self._places * self.pool.block
+        return row
+
+    def share(self, row: Row, prompt: np.ndarray, filled: int) -> int:
+        """Let a row use the kept blocks that begin its prompt, in place of its own.
+
+        Args:
+          prompt: token ids [T].
+          filled: number of positions that the row holds.  If the kept blocks hold no more, the row
+            stays as it is.
 
         Returns:
-          For each complete block of the prompt, the block of the pool to load or -1, and the block
-          of the pool to save it to or -1.
+          The number of positions that the row holds now.
         """
-        size, keys = self.pool.block, self._keys(prompt)
-        kept = set(keys).union(*map(self._keys, others))
-        # Later blocks are useless without the earlier ones, so they are the first to be replaced.
-        for key in reversed(keys):
-            if key in self._blocks:
-                self._blocks.move_to_end(key)
-        load, save = np.full((2, len(keys)), -1, np.int32)
-        for index, key in enumerate(keys):
-            if (index + 1) * size <= begin:
-                load[index] = self._blocks.get(key, -1)
-            elif key not in self._blocks:
-                block = self._free(kept)
-                if block is None:
-                    break
-                save[index] = self._blocks[key] = block
-        for key in reversed(keys):
-            if key in self._blocks:
-                self._blocks.move_to_end(key)
-        return load, save
+        found = self.find(prompt) if row.shares else []
+        if len(found) * self.pool.block <= filled:
+            return filled
+        for block in found:
+            self._idle.pop(block, None)
+            self._users[block] += 1
+        self._give_back(row.block_J[: len(found)])
+        row.block_J[: len(found)] = found
+        return len(found) * self.pool.block
 
-    def _keys(self, prompt: np.ndarray) -> list[bytes]:
-        """Return the keys of a prompt's complete blocks."""
-        size = self.pool.block
-        return [_key(prompt[:end]) for end in range(size, len(prompt) + 1, size)]
-
-    def _free(self, kept: set[bytes]) -> int | None:
-        """Return a block that is not in use, or the one least recently used; None if all are kept.
+    def keep(self, row: Row, prompt: np.ndarray) -> None:
+        """Keep the complete blocks of a prompt that a row now holds.
 
         Args:
-          kept: the keys of blocks that must not be replaced.
+          prompt: token ids [T], up to the last one whose keys and values are computed.
         """
-        if len(self._blocks) < self.pool.blocks:
-            return len(self._blocks)
-        oldest = next(iter(self._blocks))
-        return None if oldest in kept else self._blocks.pop(oldest)
+        if not row.shares:
+            return
+        size = self.pool.block
+        for at in range(len(prompt) // size):
+            key, block = _key(prompt[: (at + 1) * size]), int(row.block_J[at])
+            if key not in self._blocks and block not in self._keys:
+                self._blocks[key], self._keys[block] = block, key
+
+    def remove_row(self, row: Row) -> None:
+        """Give back the blocks of a row."""
+        self._give_back(row.block_J[row.block_J >= 0])
+        row.block_J[:] = -1
+
+    def _take(self) -> int:
+        """Return a free block, or the kept one that was not used for the longest time."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            del self._blocks[self._keys.pop(block)]
+        self._users[block] += 1
+        return block
+
+    def _give_back(self, blocks: np.ndarray) -> None:
+        # Later blocks are useless without the earlier ones, so they are the first to be given away.
+        for block in reversed(blocks.tolist()):
+            self._users[block] -= 1
+            if not self._users[block] and block in self._keys:
+                self._idle[block] = None
+            elif not self._users[block]:
+                self._free.append(block)
 
 
 def of_adapter(prompt: np.ndarray, adapter: int) -> np.ndarray:
-    """Return a prompt for `Prefixes` whose keys and values depend on a LoRA adapter.
+    """Return a prompt for `Blocks` whose keys and values depend on a LoRA adapter.
 
     Args:
       prompt: token ids [T].

@@ -6,13 +6,12 @@ or pieces of prompts while the other rows wait, and `decode` generates tokens in
 layers are unrolled, and each has its own arrays, because a loop over stacked arrays would copy each
 layer's slice.
 
-Beside the rows' caches, a batch can have a pool of blocks.  A block holds the keys and values of
-`block` consecutive positions of a prompt, from a multiple of `block` on.  `prefill` copies blocks
-from the pool to a row, for the beginning of a prompt, and back.  `prefixes.Prefixes` decides which.
+The slots of a row are either an array of its own, or in blocks of C slots from a pool that all rows
+share (see `model.paged`).  `blocks.Blocks` decides which blocks a row gets.
 
 Array names end in their shape: B rows of the batch, P inserted prompts, T tokens of a prompt or
 text, S slots, D model, H heads, K head size, V vocabulary, M tokens per call, N alternatives, C
-positions of a block, J blocks of a row, L blocks of the pool.
+slots of a block, J blocks of a row, L blocks of the pool.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation import blocks
 from mesh_transformer.generation.sampling import (
     SamplerSettings,
     choose,
@@ -33,7 +31,7 @@ from mesh_transformer.generation.speculation import guess
 from mesh_transformer.generation.weights import SCALES, Weights
 from mesh_transformer.mesh.declaration import padded_size
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model import matrices, transformer
+from mesh_transformer.model import matrices, paged, transformer
 from mesh_transformer.model.attention import LayerCache, causal_bias, write_rows
 from mesh_transformer.model.layers import Context
 from mesh_transformer.model.loss import cross_entropy
@@ -45,16 +43,15 @@ IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0}, ())
 class Prompts(NamedTuple):
     """Prompts to insert into a batch, left-aligned; the padding after a prompt is ignored.
 
-    The keys and values before position `begin_P` are not computed: they are in the row, from an
-    earlier piece of the same prompt, or in the pool.
+    The keys and values before position `begin_P` are not computed: they are in the cache, from an
+    earlier piece of the same prompt or, in blocks, from another prompt.
     """
 
     tokens_PS: Any
     length_P: Any
     row_P: Any  # each prompt's row within its replica; a prompt with a row out of range is dropped
     begin_P: Any
-    load_PJ: Any  # for each block of the prompt, the block of the pool to copy, or -1
-    save_PJ: Any  # for each block of the prompt, the block of the pool to copy it to, or -1
+    block_PJ: Any  # the blocks that hold the row's slots, or -1; J is 0 without a pool
     settings: SamplerSettings
     allowed_PW: Any = None  # the tokens that each answer may begin with; see `sampling.choose`
 
@@ -82,7 +79,8 @@ class Before(NamedTuple):
 class DecodeState(NamedTuple):
     """The state of a batch during generation: KV caches, last tokens and sampling settings."""
 
-    caches: tuple[LayerCache, ...]  # one per layer
+    caches: tuple[LayerCache, ...]  # one per layer; [L, H, C, K] with a pool of blocks
+    block_BJ: Any  # the blocks that hold each row's slots, or -1; None without a pool
     length_B: Any  # number of tokens in the cache, which is the position of the pending token
     token_B: Any  # the pending token: chosen, but not yet in the cache
     generated_B: Any  # number of tokens chosen so far
@@ -90,12 +88,11 @@ class DecodeState(NamedTuple):
     count_BV: Any  # how many times the row's answer contains each token
     history_BS: Any  # the tokens in the cache and the pending token; position p is in slot p mod S
     settings: SamplerSettings
-    pool: tuple[LayerCache, ...] | None  # [L, H, C, K], one per layer
 
     @property
     def slots(self) -> int:
         """The number of positions in each row's KV cache, S."""
-        return self.caches[0].v_BHSK.shape[2]
+        return self.history_BS.shape[1]
 
 
 def empty(
@@ -107,7 +104,7 @@ def empty(
 
     Args:
       blocks: number of blocks of the pool; 0 for no pool.
-      block: number of positions per block.
+      block: number of slots per block, a divisor of `slots`.
       mp: the number of shards that the heads are split over.
     """
     heads = padded_size(config.n_heads, mp)
@@ -121,7 +118,8 @@ def empty(
         return (one.in_8_bits() if config.int8_cache else one,) * config.layers
 
     return DecodeState(
-        caches(rows, slots),
+        caches(blocks, block) if blocks else caches(rows, slots),
+        jnp.full((rows, slots // block), -1) if blocks else None,
         length_B=zeros(),
         token_B=zeros(jnp.uint32),
         generated_B=zeros(),
@@ -129,13 +127,13 @@ def empty(
         count_BV=jnp.zeros((rows, config.n_vocab), jnp.int32),
         history_BS=jnp.zeros((rows, slots), jnp.uint32),
         settings=jax.tree.map(lambda value: jnp.full((rows, *value.shape), value), IDLE),
-        pool=caches(blocks, block) if blocks else None,
     )
 
 
 def grow(state: DecodeState, slots: int) -> DecodeState:
     """Return the same batch state with a larger KV cache, of `slots` slots per row.
 
+    The state must have no pool.
     No row may hold more tokens than the old cache has slots per row.  Such a row has already
     overwritten its oldest positions, and the others would be in the wrong slots of the larger ring
     buffer.
@@ -185,6 +183,7 @@ def _context(
     par: Parallel,
     adapter_B: Array,
     rows: Array | None = None,
+    table: paged.Table | None = None,
 ) -> Context:
     """Return the `Context` that all layers share: positions, attention bias and cache slots.
 
@@ -198,7 +197,7 @@ def _context(
         relative = transformer.transforms(config, par)["relative"]
         bias_BHTS += relative.apply(weights["relative"], positions_BT, key_positions_BS)
     scale = weights[SCALES][adapter_B][:, None] if SCALES in weights else None
-    return Context(positions_BT, bias_BHTS, slots, rows, lora_scale=scale)
+    return Context(positions_BT, bias_BHTS, slots, rows, table, lora_scale=scale)
 
 
 def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
@@ -347,26 +346,34 @@ def prefill(
     Returns:
       The new state and the chosen tokens [P].
     """
-    tokens_PS, length_P, row_P, begin_P, load_PJ, save_PJ, settings, allowed_PW = prompts
+    tokens_PS, length_P, row_P, begin_P, block_PJ, settings, allowed_PW = prompts
     count, slots = tokens_PS.shape
     slots_1S = jnp.arange(slots)[None]
     if width == slots:
         begin_P = jnp.zeros_like(begin_P)
         context = _context(weights, slots_1S, slots_1S, None, config, par, settings.adapter_B)
         x_PTD, new_caches = _forward(weights, tokens_PS, context, None, config, par)
-        caches = tuple(
-            write_rows(old, new.like(old), row_P, begin_P)
-            for old, new in zip(state.caches, new_caches, strict=True)
-        )
+
+        def filled(old: LayerCache, new: LayerCache) -> LayerCache:
+            if state.block_BJ is None:
+                return write_rows(old, new.like(old), row_P, begin_P)
+            return paged.write_blocks(old, new.like(old), block_PJ)
+
+        caches = tuple(map(filled, state.caches, new_caches))
     else:
-        caches = blocks.load(state.caches, state.pool, row_P, load_PJ)
+        table = None
+        if state.block_BJ is not None:
+            size = slots // block_PJ.shape[1]
+            at_PJ = jnp.arange(block_PJ.shape[1]) - begin_P[:, None] // size
+            is_written_PJ = (at_PJ >= 0) & (at_PJ <= -(-width // size))
+            table = paged.Table(block_PJ, written_BJ=jnp.where(is_written_PJ, block_PJ, -1))
         begin_P = jnp.minimum(begin_P, slots - width)  # so that all positions have a slot
         positions_PT = begin_P[:, None] + jnp.arange(width)
         tokens_PT = jnp.take_along_axis(tokens_PS, positions_PT, axis=1)
         context = _context(
-            weights, positions_PT, slots_1S, begin_P, config, par, settings.adapter_B, row_P
+            weights, positions_PT, slots_1S, begin_P, config, par, settings.adapter_B, row_P, table
         )
-        x_PTD, caches = _forward(weights, tokens_PT, context, caches, config, par)
+        x_PTD, caches = _forward(weights, tokens_PT, context, state.caches, config, par)
 
     def put(rows: Array, values: Array, *index: Any) -> Array:
         return rows.at[(row_P, *index)].set(values, mode="drop")
@@ -386,6 +393,7 @@ def prefill(
     history_BS = put(state.history_BS, tokens_PS, slice(slots))
     state = DecodeState(
         caches,
+        None if state.block_BJ is None else put(state.block_BJ, block_PJ),
         put(state.length_B, length_P),
         put(state.token_B, token_P),
         put(state.generated_B, generated_P + 1),
@@ -393,7 +401,6 @@ def prefill(
         put(state.count_BV, counted_PV),
         put(history_BS, token_P, length_P % state.slots),
         jax.tree.map(put, state.settings, settings),
-        blocks.save(state.pool, caches, row_P, save_PJ),
     )
     return state, _chosen(logits_PV, token_P, alternatives)
 
@@ -438,8 +445,21 @@ def _step(
         state.settings,
         IDLE,
     )
+    table = None
+    if state.block_BJ is not None:
+        # The blocks of idle rows may belong to others by now, so nothing is written to them.
+        own_BJ = jnp.where(active_B[:, None], state.block_BJ, -1)
+        used_B = jnp.where(active_B, jnp.minimum(state.length_B + 1 + guesses, state.slots), 1)
+        table = paged.Table(own_BJ, used_B, all_used=state.slots == config.window)
     context = _context(
-        weights, positions_BT, key_positions_BS, slot_BT, config, par, settings.adapter_B
+        weights,
+        positions_BT,
+        key_positions_BS,
+        slot_BT,
+        config,
+        par,
+        settings.adapter_B,
+        table=table,
     )
     x_BTD, caches = _forward(weights, tokens_BT, context, state.caches, config, par)
     logits_NV = _logits(weights, x_BTD, config, par)  # N: all positions of all rows
@@ -476,6 +496,7 @@ def _step(
     slot_BT = jnp.where(is_added_BT, (positions_BT + 1) % state.slots, state.slots)
     state = DecodeState(
         caches,
+        state.block_BJ,
         state.length_B + added_B,
         token_B,
         state.generated_B + added_B,
@@ -483,7 +504,6 @@ def _step(
         state.count_BV.at[rows_B1, chosen_BT].add(is_added_BT.astype(jnp.int32)),
         state.history_BS.at[rows_B1, slot_BT].set(chosen_BT, mode="drop"),
         state.settings,
-        state.pool,
     )
     chosen = _chosen(logits_NV, chosen_BT.reshape(-1), alternatives)
     return state, jax.tree.map(lambda x: x.reshape(*chosen_BT.shape, *x.shape[1:]), chosen), added_B
@@ -545,7 +565,4 @@ def decode(
 
         return state, jax.tree.map(put, chosen, new), made_B + added_B
 
-    # Decoding does not use the pool.
-    first = (state._replace(pool=None), chosen, jnp.zeros_like(left_B))
-    decoded, chosen, made_B = jax.lax.fori_loop(0, steps, body, first)
-    return decoded._replace(pool=state.pool), chosen, made_B
+    return jax.lax.fori_loop(0, steps, body, (state, chosen, jnp.zeros_like(left_B)))

@@ -16,13 +16,13 @@ from mesh_transformer.generation.weights import joined_config, weight_specs, wei
 from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.program import compiled
-from mesh_transformer.model import transformer
+from mesh_transformer.model import paged, transformer
 from mesh_transformer.model.attention import LayerCache
 from mesh_transformer.model.lora import Adapter
 
 
 def decode_specs(config: Config, *, pool: bool = False) -> decode.DecodeState:
-    """Return the PartitionSpecs of a `DecodeState`: rows and blocks split over dp, heads over mp.
+    """Return the PartitionSpecs of a `DecodeState`: rows or blocks split over dp, heads over mp.
 
     Args:
       pool: whether the batch has a pool of blocks.
@@ -31,8 +31,7 @@ def decode_specs(config: Config, *, pool: bool = False) -> decode.DecodeState:
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
     one = LayerCache(*(cache,) * (4 if config.int8_cache else 2))
     caches = (one,) * config.layers
-    blocks = caches if pool else None
-    return decode.DecodeState(caches, *(rows,) * 6, settings=settings, pool=blocks)
+    return decode.DecodeState(caches, rows if pool else None, *(rows,) * 6, settings=settings)
 
 
 def compile_weights(
@@ -80,8 +79,7 @@ def compile_empty(config: Config, mesh: Mesh, pool: bool) -> Callable[..., decod
 def compile_grow(config: Config, mesh: Mesh) -> Callable[..., decode.DecodeState]:
     """Return a jitted function (state, slots) -> the same state with a larger KV cache.
 
-    `slots` is the new number of positions in each row's KV cache.  The state must have no pool,
-    which would be copied.
+    `slots` is the new number of positions in each row's KV cache.  The state must have no pool.
     """
     layout = named(mesh, decode_specs(config))
     return jax.jit(decode.grow, static_argnums=1, out_shardings=layout)
@@ -139,7 +137,7 @@ def compile_prefill(
     """
     rows, state = P("dp"), decode_specs(config, pool=pool)
     allowed = rows if constrained else None
-    prompts = decode.Prompts(*(rows,) * 6, settings=state.settings, allowed_PW=allowed)
+    prompts = decode.Prompts(*(rows,) * 5, settings=state.settings, allowed_PW=allowed)
     function = functools.partial(decode.prefill, alternatives=alternatives, width=width)
     specs = (weight_specs(config), state, prompts)
     return compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)
@@ -167,4 +165,6 @@ def compile_decode(
     )
     rows = P("dp")
     specs = (weight_specs(config), state, rows, P(), rows if constrained else None)
-    return compiled(function, config, mesh, specs, (state, rows, rows), donate_argnums=1)
+    attention = paged.backend(config, mesh.devices.flat[0]) if pool else "xla"
+    out = (state, rows, rows)
+    return compiled(function, config, mesh, specs, out, attention=attention, donate_argnums=1)

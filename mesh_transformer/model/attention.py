@@ -139,18 +139,32 @@ def attend(
       bias_BHTS: the mask plus any relative position bias, added to the scores.
       drop: applied to the probabilities, for dropout.
     """
+    probs_BHTS = jax.nn.softmax(scores_of(q_BTHK, cache) + bias_BHTS)
+    if cache.v_scale_BHS1 is not None:
+        probs_BHTS *= jnp.swapaxes(cache.v_scale_BHS1, 2, 3)
+    probs_BHTS = probs_BHTS.astype(q_BTHK.dtype)
+    if drop is not None:
+        probs_BHTS = drop(probs_BHTS)
+    v_BHSK = cache.v_BHSK.astype(q_BTHK.dtype)
+    if q_BTHK.shape[1] < v_BHSK.shape[2]:
+        # In the order BTHK, einsum would swap the operands, which is slower on CPUs.
+        return jnp.moveaxis(jnp.einsum("BHTS,BHSK->BHTK", probs_BHTS, v_BHSK), 1, 2)
+    return jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS, v_BHSK)
+
+
+def scores_of(q_BTHK: Array, cache: LayerCache) -> Array:
+    """Return the scores of T queries for S keys without a bias, f32 [B, H, T, S]."""
     scale: Any = q_BTHK.shape[-1] ** -0.5
-    k_BHSK, v_BHSK = (x.astype(q_BTHK.dtype) for x in (cache.k_BHSK, cache.v_BHSK))
+    k_BHSK = cache.k_BHSK.astype(q_BTHK.dtype)
     if cache.k_scale_BHS1 is not None:
         scale *= jnp.swapaxes(cache.k_scale_BHS1, 2, 3)
-    few = q_BTHK.shape[1] < k_BHSK.shape[2]  # a decode step, or a chunk of a prompt
     if q_BTHK.shape[1] == 1:
         # Axis T is dropped, because with it XLA on CPUs transposes the keys of a one-row batch.
         scores_BHS = jnp.einsum(
             "BHK,BHSK->BHS", q_BTHK[:, 0], k_BHSK, preferred_element_type=jnp.float32
         )
         scores_BHTS = scores_BHS[:, :, None]
-    elif few:
+    elif q_BTHK.shape[1] < k_BHSK.shape[2]:  # a chunk of a prompt, or a step with guesses
         # The keys come first, because XLA on CPUs transposes the second operand.
         scores_BHST = jnp.einsum(
             "BHSK,BTHK->BHST", k_BHSK, q_BTHK, preferred_element_type=jnp.float32
@@ -160,16 +174,7 @@ def attend(
         scores_BHTS = jnp.einsum(
             "BTHK,BHSK->BHTS", q_BTHK, k_BHSK, preferred_element_type=jnp.float32
         )
-    probs_BHTS = jax.nn.softmax(scores_BHTS * scale + bias_BHTS)
-    if cache.v_scale_BHS1 is not None:
-        probs_BHTS *= jnp.swapaxes(cache.v_scale_BHS1, 2, 3)
-    probs_BHTS = probs_BHTS.astype(v_BHSK.dtype)
-    if drop is not None:
-        probs_BHTS = drop(probs_BHTS)
-    if few:
-        # In the order BTHK, einsum would swap the operands, which is slower on CPUs.
-        return jnp.moveaxis(jnp.einsum("BHTS,BHSK->BHTK", probs_BHTS, v_BHSK), 1, 2)
-    return jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS, v_BHSK)
+    return scores_BHTS * scale
 
 
 def attend_after(
@@ -209,9 +214,21 @@ def write(cache: LayerCache, new: LayerCache, slots: Array) -> LayerCache:
       new: the keys and values to write, as in the cache; S is the number of positions, T.
       slots: the positions in the cache (indices along S) to write to, [B, T].
     """
-    for at in range(slots.shape[1]):
+    row_BT = jnp.broadcast_to(jnp.arange(len(slots))[:, None], slots.shape)
+    return write_at(cache, new, row_BT, slots)
+
+
+def write_at(cache: LayerCache, new: LayerCache, row_BT: Array, slot_BT: Array) -> LayerCache:
+    """Return the cache with single positions replaced.
+
+    Args:
+      new: the keys and values to write, [B, H, T, K] each, as in the cache.
+      row_BT: the row of the cache of each position; nothing is written to rows out of range.
+      slot_BT: the position in that row (index along S).
+    """
+    for at in range(slot_BT.shape[1]):
         one = jax.tree.map(lambda x, at=at: x[:, :, at : at + 1], new)
-        cache = _write_one(cache, one, slots[:, at])
+        cache = _write_one(cache, one, row_BT[:, at], slot_BT[:, at])
     return cache
 
 
@@ -235,21 +252,18 @@ def write_rows(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) 
     return jax.tree.map(scatter, cache, new)
 
 
-def _write_one(cache: LayerCache, new: LayerCache, slot_B: Array) -> LayerCache:
-    """Return the cache with one position per row replaced, in the slot `slot_B`."""
+def _write_one(cache: LayerCache, new: LayerCache, row_B: Array, slot_B: Array) -> LayerCache:
+    """Return the cache with some positions replaced, in the rows `row_B` and slots `slot_B`."""
     if cache.k_scale_BHS1 is not None:
-        return _write_in_turn(cache, new, jnp.arange(len(slot_B)), slot_B)
+        return _write_in_turn(cache, new, row_B, slot_B)
     if len(slot_B) == 1:
         # On a device with one head, writing one row is a single update.  XLA on CPUs turns it into
         # an operation that copies the whole cache.  Writing the row twice avoids that.
-        new, slot_B = jax.tree.map(lambda x: jnp.concatenate((x, x)), (new, slot_B))
-        rows_B = jnp.zeros(2, jnp.int32)
-    else:
-        rows_B = jnp.arange(len(slot_B))
+        new, row_B, slot_B = jax.tree.map(lambda x: jnp.concatenate((x, x)), (new, row_B, slot_B))
     # Each head is a separate update.  If all heads of a row were one update, the caches would be
     # copied to another layout on TPUs.  H is a batching dimension.  If it were indexed, the
     # compiler's partitioning (`Auto`) would all-gather the new entries over mp.
-    index_BI = jnp.stack((rows_B, slot_B), axis=-1)
+    index_BI = jnp.stack((row_B, slot_B), axis=-1)
     index_BHI = jnp.broadcast_to(index_BI[:, None], (*new.k_BHSK.shape[:2], 2))
 
     def scatter(cache_BHSK: Array, new_BHSK: Array) -> Array:
@@ -293,6 +307,7 @@ def rows_of(cache: LayerCache, row_P: Array) -> LayerCache:
 
 SPLASH_BLOCKS = (512, 256, LANES)  # block sizes for queries and keys, in order of preference
 ATTENDED = "attended"  # checkpoint_name of the arrays that a kernel saves for its backward pass
+OLD_TPUS = ("TPU v2", "TPU v3")  # for which the kernels are not compiled
 LONG = 2048  # tokens; beyond this, attention scores take more memory than the rest of a layer
 # (q_BHTK already scaled, k_BHSK, v_BHSK, text_BT or None) -> attended_BHTK; positions with equal
 # numbers in text_BT belong to the same text.
@@ -347,7 +362,7 @@ def _obstacle(name: str, config: Config, device: Device) -> str | None:
         return None
     if device.platform != "tpu":
         return f"requires a TPU, but the devices are {device.device_kind!r}"
-    if device.device_kind in ("TPU v2", "TPU v3"):
+    if device.device_kind in OLD_TPUS:
         return f"requires a TPU v4 or later, but the devices are {device.device_kind!r}"
     return _dtype_obstacle(config)
 

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
-from mesh_transformer.model import lora
+from mesh_transformer.model import lora, paged
 from mesh_transformer.model.attention import (
     MASKED,
     Attend,
@@ -55,6 +55,7 @@ class Context(NamedTuple):
         None  # the cache slots of the new keys and values, [B, T], or of the first
     )
     rows: Array | None = None  # the rows of the cache that the batch rows stand for; None for all
+    table: paged.Table | None = None  # if the cache is in blocks: those of each row
     attend: Attend | None = None  # used instead of `attention.attend`, which needs `bias_BHTS`
     dropout: Dropout | None = None  # the layer's random numbers; None without dropout
     lora_scale: lora.Scale | None = None  # used instead of `config.lora_scale`
@@ -533,6 +534,8 @@ class TransformerLayer(hk.Module):
         elif context.slots is None:
             assert context.bias_BHTS is not None
             return attend_after(q_BTHK, cache, new, context.bias_BHTS), new
+        elif context.table is not None:
+            return self._attention_in_blocks(q_BTHK, new.like(cache), context, context.table, cache)
         elif context.rows is not None:
             cache = write_rows(cache, new.like(cache), context.rows, context.slots)
             # The rows are read after they were written, so that the cache need not be copied.
@@ -548,6 +551,25 @@ class TransformerLayer(hk.Module):
         assert context.bias_BHTS is not None
         own = None if drop is None else drop_at(drop, 0, 0)
         return attend(q_BTHK, cache, context.bias_BHTS, own), cache
+
+    def _attention_in_blocks(
+        self,
+        q_BTHK: Array,
+        new: LayerCache,
+        context: Context,
+        table: paged.Table,
+        cache: LayerCache,
+    ) -> tuple[Array, LayerCache]:
+        """Attend to new and older keys and values, after writing the new ones to their blocks."""
+        assert context.bias_BHTS is not None
+        assert context.slots is not None
+        if table.written_BJ is None:
+            cache = paged.write(cache, new, table.block_BJ, context.slots)
+            return paged.attend(q_BTHK, cache, table, context.bias_BHTS, self.par), cache
+        rows = paged.rows_in_blocks(cache, table.block_BJ)
+        rows = write_rows(rows, new, jnp.arange(len(q_BTHK)), context.slots)
+        attended_BTHK = attend(q_BTHK, rows, context.bias_BHTS)
+        return attended_BTHK, paged.write_blocks(cache, rows, table.written_BJ)
 
 
 class Projection(hk.Module):

@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import limited
+from mesh_transformer.generation.blocks import Chunks, Pool
 from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.generation.prefixes import Chunks, Pool
 from mesh_transformer.generation.prompts import check_adapters, check_biases, check_texts
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.placement import process_rows

@@ -25,8 +25,8 @@ from ray import exceptions
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.generation.prefixes import Pool
 from mesh_transformer.generation.prompts import check_pooled, check_prompts
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens

@@ -32,8 +32,8 @@ import mesh_transformer
 from mesh_transformer.checkpoint.orbax_handlers import SAVE_SECONDS
 from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import Batch, Generator
+from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.generation.prefixes import Pool
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import AllRows
 from mesh_transformer.mesh.program import compile_together

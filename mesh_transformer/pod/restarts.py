@@ -14,8 +14,8 @@ from mesh_transformer.checkpoint.step_folders import BEST, own_steps
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.evaluation import all_steps, validation
+from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.generation.prefixes import Pool
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.storage.access import delete_step, local_path, reason

@@ -19,8 +19,8 @@ from mesh_transformer.checkpoint import blocks
 from mesh_transformer.checkpoint.state_tree import check_same_run, leaves
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import Batch
+from mesh_transformer.generation.blocks import Chunks, Pool
 from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.generation.prefixes import Chunks, Pool
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import process_rows

@@ -5,8 +5,8 @@ most one prefill or scoring call, which limits the delay for the requests that a
 batch.  A long prompt is inserted in chunks, one per call.  Chunks and the prompts of other requests
 take turns.
 
-The keys and values of prompts are kept in blocks, and prompts that begin with the same tokens take
-them from there.
+Keys and values are in blocks of one pool.  A request joins the batch once there are enough blocks
+for its prompt and answer; prompts that begin with the same tokens share blocks.
 """
 
 import collections
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.generation.prefixes import of_adapter
+from mesh_transformer.generation.blocks import of_adapter
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
@@ -182,8 +182,8 @@ class Engine:
       speculate: number of tokens to guess per decode step (see `Batch.decode`); 0 for none.  While
         guesses do not save time, most calls make none; with `fixed_shapes`, all calls do.
       chunk: maximum number of tokens of a prompt per prefill call.
-      kept_tokens: number of prompt tokens whose keys and values each replica keeps for later
-        prompts; None keeps 4 windows, and 0 none.
+      kept_tokens: see `Prefiller`.
+      cache_tokens: see `Prefiller`.
       fixed_shapes: whether to compute each prompt alone, in equal chunks, so that an answer does
         not depend on other requests even by rounding.
       pooling: how a prompt's vector is made (see `CausalTransformer.embed`); None: no request may
@@ -207,6 +207,7 @@ class Engine:
         speculate: int = 0,
         chunk: int = CHUNK,
         kept_tokens: int | None = None,
+        cache_tokens: int | None = None,
         fixed_shapes: bool = False,
         pooling: str | None = None,
         stall_seconds: float = STALL_SECONDS,
@@ -226,6 +227,7 @@ class Engine:
             rows,
             chunk=chunk,
             kept_tokens=kept_tokens,
+            cache_tokens=cache_tokens,
             fixed_shapes=fixed_shapes,
             guesses=speculate,
         )
@@ -244,7 +246,11 @@ class Engine:
         self._closing = False
         self._wake = threading.Condition()
         self._worker = threading.Thread(target=self._run, name="engine", daemon=True)
-        metrics.watch(waiting=lambda: self.waiting, active=lambda: self.active)
+        metrics.watch(
+            waiting=lambda: self.waiting,
+            active=lambda: self.active,
+            used=lambda: self._prefiller.used_tokens,
+        )
 
     @property
     def waiting(self) -> int:
@@ -341,6 +347,7 @@ class Engine:
                     self._wake.wait()
                 if self._closing and not (self._waiting or self.active):
                     return
+                self._drop_cancelled()
                 self._admitted = self._next_requests()
             self._turn_began = time.monotonic()
             try:
@@ -392,18 +399,20 @@ class Engine:
         """Remove the next turn's requests from the front of the queue, and return them.
 
         The result is either one request to score or embed, requests to insert in chunks, or the
-        requests for one prefill call.  The result is empty if no request is waiting, if no batch
-        row is free for a prefill, or if it is the turn of the chunks.
+        requests for one prefill call, which have rows then.  The result is empty if no request is
+        waiting, if no row or too few blocks are free, or if it is the turn of the chunks.
         """
         if not self._waiting or (self._filling and self._chunks_first):
             return []
         if self._waiting[0].reads_only:
             return [self._waiting.popleft()]
-        free = sum(request.cancelled for request in [*self._active.values(), *self._filling])
-        free += self.rows - self.active
+        first = list(itertools.islice(self._waiting, PREFILL_SIZES[0]))
+        used = {*self._active, *(request.row for request in self._filling)}
+        free = [row for row in range(self.rows) if row not in used]
+        rows = self._prefiller.rows_for([r.named for r in first], [r.length for r in first], free)
         longest, fitting = 0, 0
         chunks = self._prefiller.in_chunks(self._waiting[0].named)
-        for request in itertools.islice(self._waiting, min(free, PREFILL_SIZES[0])):
+        for request, request.row in zip(first, rows, strict=False):
             longest = max(longest, len(request.prompt))
             crowded = fitting and not self._prefiller.may_share_call(fitting + 1, longest)
             if request.reads_only or self._prefiller.in_chunks(request.named) != chunks:
@@ -412,13 +421,12 @@ class Engine:
                 break
             fitting += 1
         size = fitting if chunks else next((n for n in PREFILL_SIZES if n <= fitting), 0)
+        for request in first[:size]:
+            self._prefiller.take(request.row, request.named, request.length)
         return [self._waiting.popleft() for _ in range(size)]
 
     def _turn(self) -> None:
-        """Free the rows of cancelled requests, prefill or read new requests, then decode."""
-        for row in [row for row, request in self._active.items() if request.cancelled]:
-            self._free(row)
-        self._filling = collections.deque(r for r in self._filling if not r.cancelled)
+        """Prefill or read new requests, then decode."""
         admitted = self._admitted
         if admitted and admitted[0].embed:
             self._embed(admitted[0])
@@ -427,8 +435,7 @@ class Engine:
         elif admitted and not self._prefiller.in_chunks(admitted[0].named):
             self._prefill(admitted)
         else:
-            for request in admitted:
-                self._begin_filling(request)
+            self._filling.extend(admitted)
             admitted = self._admitted = []  # they count as active now
             self._fill()
         # After other requests it is the turn of the chunks.
@@ -475,27 +482,15 @@ class Engine:
 
     def _prefill(self, admitted: list[Request]) -> None:
         """Put requests into free batch rows, and deliver the first token of each answer."""
-        rows = self._free_rows()[: len(admitted)]
         chosen = self._prefiller.insert(
-            rows,
+            [request.row for request in admitted],
             [request.prompt for request in admitted],
             [request.length for request in admitted],
             [request.settings for request in admitted],
             [request.constraint for request in admitted],
         )
-        for index, (row, request) in enumerate(zip(rows, admitted, strict=True)):
-            request.row = row
+        for index, request in enumerate(admitted):
             self._begin_answer(request, _tokens(_part(chosen, slice(index, index + 1))))
-
-    def _free_rows(self) -> list[int]:
-        """Return the rows without a request."""
-        used = {*self._active, *(request.row for request in self._filling)}
-        return [row for row in range(self.rows) if row not in used]
-
-    def _begin_filling(self, request: Request) -> None:
-        """Give a request a row, if possible in a replica that keeps the prompt's beginning."""
-        request.row = self._prefiller.best_row(request.named, self._free_rows())
-        self._filling.append(request)
 
     def _fill(self) -> None:
         """Insert the next chunks of prompts; after a prompt's last one, deliver its first token."""
@@ -577,7 +572,14 @@ class Engine:
     def _free(self, row: int) -> None:
         """Remove the request from a batch row, and make the row idle so that it can be reused."""
         del self._active[row]
-        self._prefiller.batch.release([row])
+        self._prefiller.release([row])
+
+    def _drop_cancelled(self) -> None:
+        """Free the rows of cancelled requests."""
+        for row in [row for row, request in self._active.items() if request.cancelled]:
+            self._free(row)
+        self._prefiller.release([request.row for request in self._filling if request.cancelled])
+        self._filling = collections.deque(r for r in self._filling if not r.cancelled)
 
 
 def _part(chosen: Any, index: Any) -> Any:

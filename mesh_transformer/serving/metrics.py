@@ -48,6 +48,9 @@ class Metrics:
         self._waiting = gauge("queue_length", "Requests waiting for a batch row")
         self._active = gauge("rows_active", "Batch rows with a request")
         gauge("rows", "Batch rows").set(rows)
+        self._used = gauge(
+            "cache_tokens_used", "Tokens that the blocks of active rows have room for"
+        )
         rate = f"Generated tokens per second over the last {RATE_SECONDS:.0f} s"
         self._rate = gauge("tokens_per_second", rate)
         self._rate.set_function(self.tokens_per_second)
@@ -60,10 +63,19 @@ class Metrics:
         # Pairs (time, number of tokens generated at that time), oldest first.
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
 
-    def watch(self, *, waiting: Callable[[], int], active: Callable[[], int]) -> None:
-        """Set the functions that return the engine's queue length and number of active rows."""
+    def watch(
+        self, *, waiting: Callable[[], int], active: Callable[[], int], used: Callable[[], int]
+    ) -> None:
+        """Set the functions that return the engine's state.
+
+        Args:
+          waiting: returns the length of the queue.
+          active: returns the number of active rows.
+          used: returns the number of tokens that the blocks of active rows have room for.
+        """
         self._waiting.set_function(waiting)
         self._active.set_function(active)
+        self._used.set_function(used)
 
     def prompt_tokens(self, count: int) -> None:
         """Record that a prompt of `count` tokens was scored."""

@@ -1,7 +1,7 @@
 """Putting prompts into the rows of a batch: short ones together, long ones in chunks.
 
-The keys and values of prompts are kept in the batch's pool of blocks.  A prompt that begins with
-the same tokens as an earlier one takes them from there (see `generation.prefixes`).
+The keys and values of all rows are in the batch's pool of blocks.  A prompt that begins with the
+same tokens as an earlier one uses the blocks of that one (see `generation.blocks`).
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.generation.prefixes import Chunks, Pool, Prefixes, of_adapter
+from mesh_transformer.generation.blocks import Blocks, Chunks, Pool, Row, of_adapter
 from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.util import bucket
+from mesh_transformer.util import InputError, bucket
 
 ALTERNATIVES = 5  # number of most likely tokens delivered with each logprob
 # Allowed numbers of prompts per prefill call, each with its own compiled program.  A call uses the
@@ -34,7 +34,7 @@ BLOCK = 16  # positions per block of the pool
 # A short prompt is inserted alone, after its kept beginning, if this saves so many positions.
 # Otherwise it may share a call with others.
 SAVING = 64
-KEPT_WINDOWS = 4  # default size of each replica's pool, in windows
+KEPT_WINDOWS = 4  # default room for kept prompts in each replica's pool, in windows
 
 
 def allowed_in(rows: Iterable[int], constraints: Iterable[Any]) -> dict[int, np.ndarray]:
@@ -54,8 +54,10 @@ class Prefiller:
       network: the network that creates the batch.
       rows: number of rows of the batch.
       chunk: maximum number of tokens of a prompt per prefill call.
-      kept_tokens: number of prompt tokens whose keys and values each replica keeps for later
-        prompts; None keeps `KEPT_WINDOWS` windows, and 0 none.
+      kept_tokens: number of prompt tokens for whose keys and values each replica's pool has room
+        beside that of its rows; None for `KEPT_WINDOWS` windows, and 0 to keep none.
+      cache_tokens: number of tokens, of rows and kept prompts together, that each replica's pool
+        has room for.  None lets every row have as many tokens as the window.
       guesses: number of tokens that a decode step may guess (see `Batch.decode`).
       fixed_shapes: whether to compute each prompt alone, in chunks that are all padded to `chunk`
         tokens.  The tokens of an answer then do not depend, even by rounding, on other requests or
@@ -73,6 +75,7 @@ class Prefiller:
         *,
         chunk: int = CHUNK,
         kept_tokens: int | None = None,
+        cache_tokens: int | None = None,
         fixed_shapes: bool = False,
         guesses: int = 0,
     ):
@@ -84,12 +87,24 @@ class Prefiller:
         self._widths = widths[-1:] if fixed_shapes else widths  # that chunks are padded to
         self._seconds: dict[int, float] = {}  # the time of a chunk's call, on average, by width
         kept = KEPT_WINDOWS * window if kept_tokens is None else kept_tokens
-        block = self._longest if fixed_shapes else BLOCK
-        self._pool = Pool(kept // block, block) if kept >= block else None
-        self._prefixes = [Prefixes(self._pool) for _ in range(network.dp) if self._pool]
         self._rows, self._rows_per_replica = rows, rows // network.dp
-        self.batch = network.batch(rows, self._pool, guesses)
-        self.batch.reserve(window)  # now, because growing later would compile again
+        block = self._longest if fixed_shapes else BLOCK
+        slots = Pool(0, block).slots(window + guesses)
+        tokens = cache_tokens or self._rows_per_replica * slots + kept
+        if tokens < slots:
+            raise InputError(
+                f"serve: the cache has room for {tokens} tokens, expected at least {slots}, enough "
+                "for one request; raise --cache-tokens"
+            )
+        pool = Pool(tokens // block, block)
+        self._blocks = [Blocks(pool, slots, keep=kept > 0) for _ in range(network.dp)]
+        self._in_rows: dict[int, Row] = {}  # the blocks of each row that is in use
+        self.batch = network.batch(rows, pool, guesses)
+
+    @property
+    def used_tokens(self) -> int:
+        """Number of tokens that the blocks of all rows in use have room for."""
+        return sum(blocks.used * blocks.pool.block for blocks in self._blocks)
 
     def warm_up(self) -> None:
         """Compile all programs that `insert` and `insert_chunk` will need, and time the chunks."""
@@ -122,7 +137,7 @@ class Prefiller:
         prompt = prompt[-self._window :]
         if self._fixed or len(prompt) > self._longest:
             return True
-        kept = max((self._kept(prompt, prefixes) for prefixes in self._prefixes), default=0)
+        kept = max(self._kept(prompt, blocks) for blocks in self._blocks)
         return self.cost(len(prompt)) - self.cost(len(prompt) - kept) >= SAVING
 
     def cost(self, tokens: int) -> int:
@@ -141,16 +156,45 @@ class Prefiller:
         fast = [width for width in self._widths if self._seconds.get(width, 0) <= seconds]
         return min(max([*fast, SHORTEST_CHUNK]), self._longest)
 
-    def best_row(self, prompt: np.ndarray, free: Sequence[int]) -> int:
-        """Return the row of `free` in the replica that keeps most of the prompt's beginning.
+    def rows_for(
+        self, prompts: Sequence[np.ndarray], lengths: Sequence[int], free: Sequence[int]
+    ) -> list[int]:
+        """Return rows for as many of some requests, in their order, as there is room for.
+
+        Each gets a row in a replica with enough free blocks, if possible in the one that keeps most
+        of its prompt's beginning.
 
         Args:
-          prompt: a result of `of_adapter`.
+          prompts: results of `of_adapter`.
+          lengths: number of tokens to generate for each.
+          free: the rows that are not in use.
         """
-        if not self._prefixes:
-            return free[0]
-        prompt = prompt[-self._window :]
-        return max(free, key=lambda row: self._kept(prompt, self._prefixes[self._replica(row)]))
+        rows: list[int] = []
+        available = [blocks.available for blocks in self._blocks]
+        for prompt, length in zip(prompts, lengths, strict=True):
+            prompt = prompt[-self._window :]
+            needed = self._blocks[0].needed(self._positions(prompt, length))
+            fitting = [
+                row for row in free if row not in rows and available[self._replica(row)] >= needed
+            ]
+            if not fitting:
+                break
+            row = max(fitting, key=lambda r: self._kept(prompt, self._blocks[self._replica(r)]))
+            rows.append(row)
+            available[self._replica(row)] -= needed
+        return rows
+
+    def take(self, row: int, prompt: np.ndarray, length: int) -> None:
+        """Take the blocks for a new prompt and its answer; the arguments are as for `rows_for`."""
+        positions = self._positions(prompt[-self._window :], length)
+        self._in_rows[row] = self._blocks[self._replica(row)].add_row(positions)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Make rows idle, and give back their blocks."""
+        self.batch.release(rows)
+        for row in rows:
+            if row in self._in_rows:
+                self._blocks[self._replica(row)].remove_row(self._in_rows.pop(row))
 
     def insert(
         self,
@@ -163,16 +207,16 @@ class Prefiller:
         """Put prompts into rows, and choose the first token of each answer; see `Batch.insert`.
 
         Args:
+          rows: rows that have been passed to `take`.
           constraints: what limits each answer's tokens (an `engine.Constraint`), or None.
         """
         began = time.perf_counter()
         prompts = [prompt[-self._window :] for prompt in prompts]
-        named = [
-            of_adapter(prompt, own.adapter) for prompt, own in zip(prompts, settings, strict=True)
-        ]
-        blocks = [self._use(row, prompt, 0, named) for row, prompt in zip(rows, named, strict=True)]
         allowed = allowed_in(rows, constraints)
-        chosen = self._insert(rows, prompts, lengths, settings, 0, blocks, allowed)
+        chosen = self._insert(rows, prompts, lengths, settings, 0, allowed)
+        for row, prompt, own in zip(rows, prompts, settings, strict=True):
+            blocks = self._blocks[self._replica(row)]
+            blocks.keep(self._in_rows[row], of_adapter(prompt, own.adapter))
         self._metrics.prefill(time.perf_counter() - began, sum(map(len, prompts)))
         return chosen
 
@@ -186,7 +230,7 @@ class Prefiller:
         constraint: Any,
         most: int,
     ) -> tuple[int, int, Any]:
-        """Put the next chunk of a prompt into a row.
+        """Put the next chunk of a prompt into a row that has been passed to `take`.
 
         Args:
           prompt: token ids [T], of which the last `config.window` are used.
@@ -199,11 +243,11 @@ class Prefiller:
           The number of the prompt's tokens that the row holds now, how many of these were kept
           before, and the first token of the answer, which is None before the prompt's end.
         """
-        began, prompt, begin = time.perf_counter(), prompt[-self._window :], filled
+        began, prompt = time.perf_counter(), prompt[-self._window :]
         named = of_adapter(prompt, settings.adapter)
         unused = dataclasses.replace(EVALUATION_DEFAULTS, adapter=settings.adapter)
-        if self._prefixes:
-            begin = max(begin, self._kept(named, self._prefixes[self._replica(row)]))
+        own, blocks = self._in_rows[row], self._blocks[self._replica(row)]
+        begin = blocks.share(own, named, filled)
         end = min(begin + most, len(prompt))
         last = end == len(prompt)
         chosen = self._insert(
@@ -212,9 +256,9 @@ class Prefiller:
             [length if last else 1],
             [settings if last else unused],
             begin,
-            [self._use(row, named[:end], begin)],
             allowed_in([row], [constraint if last else None]),
         )
+        blocks.keep(own, named[:end])
         took = time.perf_counter() - began
         self._metrics.prefill(took, end - begin)
         self._metrics.cached(begin - filled)
@@ -239,40 +283,33 @@ class Prefiller:
         lengths: Sequence[int],
         settings: Sequence[SamplingOptions],
         begin: int,
-        blocks: Sequence[tuple[np.ndarray, np.ndarray]] | None = None,
         allowed: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> Any:
         """Call `Batch.insert` for the positions from `begin` on.
 
         Args:
-          blocks: for each prompt, the blocks of the pool to load and to save; None for none.
           allowed: see `Batch.insert`.  All calls have this argument, so that one program suffices.
         """
-        load_PJ, save_PJ = np.full((2, len(prompts), self._window), -1, np.int32)
-        for at, (load_J, save_J) in enumerate(blocks or ()):
-            load_PJ[at, : len(load_J)], save_PJ[at, : len(save_J)] = load_J, save_J
+        none = self._blocks[0].no_row  # of rows that are not in use, when the programs are compiled
+        block_PJ = np.stack([self._in_rows.get(row, none).block_J for row in rows])
         return self.batch.insert(
             rows,
             prompts,
             np.array(lengths, np.int32),
             SamplingOptions.stacked(settings),
             alternatives=ALTERNATIVES,  # even if unused: one program per width
-            chunks=Chunks(np.full(len(prompts), begin, np.int32), load_PJ, save_PJ),
+            chunks=Chunks(np.full(len(prompts), begin, np.int32), block_PJ),
             allowed=dict(allowed),
             longest=self._longest if self._fixed else None,
         )
 
-    def _use(
-        self, row: int, prompt: np.ndarray, begin: int, others: Sequence[np.ndarray] = ()
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the blocks to load and to save for a prompt; see `Prefixes.use`."""
-        if not self._prefixes:
-            return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        return self._prefixes[self._replica(row)].use(prompt, begin, others)
+    def _positions(self, prompt: np.ndarray, length: int) -> int:
+        """Return how many positions a row writes for a prompt and its answer."""
+        return len(prompt) + length + self._guesses
 
-    def _kept(self, prompt: np.ndarray, prefixes: Prefixes) -> int:
-        """Return how many of the prompt's first tokens are in the pool."""
-        return len(prefixes.find(prompt)) * prefixes.pool.block
+    def _kept(self, prompt: np.ndarray, blocks: Blocks) -> int:
+        """Return how many of the prompt's first tokens a replica keeps."""
+        return len(blocks.find(prompt)) * blocks.pool.block
 
     def _replica(self, row: int) -> int:
         return row // self._rows_per_replica

@@ -1,9 +1,9 @@
-"""Prompts inserted in parts, and the pool of blocks from which prompts take their beginnings."""
+"""Prompts inserted in parts, and the pool of blocks that rows take and share."""
 
 import numpy as np
 import pytest
 
-from mesh_transformer.generation.prefixes import Chunks, Pool, Prefixes
+from mesh_transformer.generation.blocks import Blocks, Chunks, NoBlockError, Pool
 from mesh_transformer.generation.sampling import sampler_settings
 from tests.generation.test_decode import (
     EVERYWHERE,
@@ -16,141 +16,158 @@ from tests.generation.test_decode import (
 from tests.model.test_transformer import small_config
 
 WINDOW = 40
-POOL = Pool(blocks=12, block=4)
+POOL = Pool(blocks=35, block=4)  # the window is 10 blocks: room for three rows and a half
 STEPS = 3
 
 
-def insert_in_parts(batch, row, prompt, parts, index=None, **options):
-    """Insert one prompt, `parts` tokens per call, and return the first token and all calls' parts.
+def insert_in_parts(batch, number, prompt, parts, blocks, **options):
+    """Insert one prompt, `parts` tokens per call.
 
     Args:
-      index: the `Prefixes` of the row's replica, from which the beginning is taken.
+      blocks: the `Blocks` of the row's replica.
+
+    Returns:
+      The blocks of the row, the first token and all calls' parts.
     """
-    begin, calls = 0, []
+    begin, calls, row = 0, [], blocks.add_row(len(prompt) + options["length"])
     while begin < len(prompt):
-        if index is not None:
-            begin = max(begin, len(index.find(prompt)) * index.pool.block)
+        begin = blocks.share(row, prompt, begin)
         end = min(begin + parts, len(prompt))
-        blocks = ([], []) if index is None else index.use(prompt[:end], begin)
-        part = Chunks(np.array([begin]), *(np.array([x], np.int32) for x in blocks))
-        calls.append((begin, end))
-        length = options["length"] if end == len(prompt) else 1
         chosen = batch.insert(
-            [row],
+            [number],
             [prompt[:end]],
-            length,
+            options["length"] if end == len(prompt) else 1,
             options["settings"],
             alternatives=options["alternatives"],
-            chunks=part,
+            chunks=Chunks(np.array([begin]), row.block_J[None]),
         )
+        calls.append((begin, end))
+        blocks.keep(row, prompt[:end])
         begin = end
-    return chosen, calls
+    return row, chosen, calls
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "place"), EVERYWHERE)
 def test_logits_after_parts_and_blocks_match_a_full_pass(kind, place):
-    """Prompts in parts, with beginnings from the pool, while other rows generate."""
+    """Prompts in parts, with beginnings that others have computed, while other rows generate.
+
+    The last prompt fills the window, so that its answer overwrites its first positions.
+    """
     block, pe = kind
     config = small_config(block=block, pe=pe, seq=64, attention_window=WINDOW, layers=3)
-    dp, rng = place[1], np.random.default_rng(5)
-    # Pairs of prompts in the same replica, of which the second one begins like the first one.
-    firsts = random_prompts(config, [33, 21])
-    seconds = [
-        np.concatenate((first[:common], rng.integers(0, config.n_vocab, 6)))
-        for first, common in zip(firsts, [30, 16], strict=True)
+    rng = np.random.default_rng(5)
+    first, second, full = random_prompts(config, [33, 21, WINDOW])
+    # Pairs of prompts, of which the second one begins like the first one.
+    prompts = [
+        (0, first, 0),
+        (1, np.concatenate((first[:30], rng.integers(0, config.n_vocab, 3))), 28),
+        (2, second, 0),
+        (3, np.concatenate((second[:16], rng.integers(0, config.n_vocab, 6))), 16),
+        (0, full, 0),
+        (1, np.concatenate((second[:16], rng.integers(0, config.n_vocab, 6))), 0),
     ]
     network = network_of(config, place)
-    batch = network.batch(4, POOL)
-    batch.reserve(WINDOW)
-    indices = [Prefixes(POOL) for _ in range(dp)]
-    every = config.n_vocab
-    for at, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
-        for number, prompt in enumerate((first, second)):
-            row = 2 * at + number
-            settings = sampler_settings(SAMPLED | {"seed": row}, 1)
-            options = {"length": STEPS + 4, "settings": settings, "alternatives": every}
-            index = indices[row * dp // 4]
-            chosen, calls = insert_in_parts(batch, row, prompt, 16, index, **options)
-            # Both end in the same place: what the pool holds is not computed again.
-            assert calls[0][0] == (0 if number == 0 else [28, 16][at])
-            more = batch.decode(STEPS, every)
-            tokens = np.concatenate((chosen.token, more.token[row]))
-            top = np.concatenate((chosen.top_token, more.top_token[row]))
-            logprob = np.concatenate((chosen.top_logprob, more.top_logprob[row]))
-            text = np.concatenate((prompt, tokens))
-            padded = np.pad(text, (0, WINDOW + STEPS - len(text)))[None]  # one length: one program
-            expected = full_logprobs(config, padded)[0, len(prompt) - 1 : len(text) - 1]
-            # Logprobs reach 18 here, where adjacent f32 values differ by 2e-6.
-            np.testing.assert_allclose(by_token(top, logprob), expected, atol=1e-5, rtol=1e-5)
+    batch, replicas = network.batch(4, POOL), place[1]
+    indices = [Blocks(POOL, POOL.slots(WINDOW)) for _ in range(replicas)]
+    rows, every = {}, config.n_vocab
+    for seed, (number, prompt, kept) in enumerate(prompts):
+        settings = sampler_settings(SAMPLED | {"seed": seed}, 1)
+        options = {"length": STEPS + 4, "settings": settings, "alternatives": every}
+        blocks = indices[number * replicas // 4]
+        if number in rows:
+            batch.release([number])
+            blocks.remove_row(rows[number])
+        rows[number], chosen, calls = insert_in_parts(batch, number, prompt, 16, blocks, **options)
+        if replicas == 1 or seed < 4:  # what others have computed is not computed again
+            assert calls[0][0] == (kept if seed < 5 else 16)
+        more = batch.decode(STEPS, every)
+        tokens = np.concatenate((chosen.token, more.token[number]))
+        top = np.concatenate((chosen.top_token, more.top_token[number]))
+        logprob = np.concatenate((chosen.top_logprob, more.top_logprob[number]))
+        text = np.concatenate((prompt, tokens))
+        padded = np.pad(text, (0, WINDOW + 1 + STEPS - len(text)))[None]  # one length: one program
+        expected = full_logprobs(config, padded)[0, len(prompt) - 1 : len(text) - 1]
+        # Logprobs reach 18 here, where adjacent f32 values differ by 2e-6.
+        np.testing.assert_allclose(by_token(top, logprob), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_loaded_blocks_hold_the_beginning_of_the_prompt(seed):
-    """Random prompts over two tokens, so that many begin alike, in pools that are soon full."""
+def test_blocks_hold_the_tokens_of_their_rows(seed):
+    """Random prompts over two tokens, so that many begin alike, in pools that are often full."""
     rng = np.random.default_rng(seed)
-    index = Prefixes(Pool(blocks=int(rng.integers(1, 30)), block=int(rng.integers(1, 5))))
-    size, contents = index.pool.block, {}
-    found = 0
+    size, places = int(rng.integers(1, 4)), int(rng.integers(2, 8))
+    pool = Pool(blocks=places + int(rng.integers(0, 3 * places)), block=size)
+    blocks, slots = Blocks(pool, places * size), places * size
+    contents = {}  # what is written in each block
+    rows = []  # the rows in use, with their prompts
+    shared = refused = 0
     for _ in range(300):
-        prompt = rng.integers(0, 2, rng.integers(1, 30))
-        kept = len(index.find(prompt))
+        prompt = rng.integers(0, 2, rng.integers(1, slots + 1))
+        positions = len(prompt) + int(rng.integers(0, 6))
+        needed = blocks.needed(positions)
+        while needed > blocks.available:
+            with pytest.raises(NoBlockError):
+                blocks.add_row(positions)
+            refused += 1
+            blocks.remove_row(rows.pop(int(rng.integers(len(rows))))[0])
+        row = blocks.add_row(positions)
         # Some prompts are inserted in two calls, the first of which ends anywhere.
-        begin = kept * size
-        ends = sorted({int(rng.integers(begin, len(prompt))), len(prompt)})
-        assert begin < len(prompt)
-        for end in ends:
-            load, save = index.use(prompt[:end], begin)
-            for at, block in enumerate(load):
-                assert (at + 1) * size <= begin or block < 0
-                if block >= 0:
-                    np.testing.assert_array_equal(contents[block], prompt[: (at + 1) * size])
-            assert begin > kept * size or (load[:kept] >= 0).all()
-            for at, block in enumerate(save):
-                if block >= 0:
-                    assert (at + 1) * size > begin
-                    contents[block] = prompt[: (at + 1) * size].copy()
+        begin = 0
+        for end in sorted({int(rng.integers(1, len(prompt) + 1)), len(prompt)}):
+            filled = blocks.share(row, prompt, begin)
+            shared += filled - begin
+            begin = filled
+            # What is written from here on belongs to no other row, and is not kept.
+            for at in range(begin, end):
+                contents[int(row.block_J[at // size]), at % size] = prompt[at]
+            blocks.keep(row, prompt[:end])
             begin = end
-        found += kept
-        assert len(index) == len(contents) <= index.pool.blocks
-    assert found > 0
+        rows.append((row, prompt))
+        if positions > slots:  # the answer is written over the first positions
+            for at in range(slots, positions):
+                place = at % slots
+                contents[int(row.block_J[place // size]), place % size] = -1
+            rows.pop()
+            blocks.remove_row(row)
+        for row, prompt in rows:
+            held = [contents[int(row.block_J[at // size]), at % size] for at in range(len(prompt))]
+            np.testing.assert_array_equal(held, prompt)
+            assert (row.block_J >= 0).sum() >= -(-len(prompt) // size)
+    for row, _ in rows:
+        blocks.remove_row(row)
+    assert blocks.used == 0
+    assert shared > 0
+    assert refused > 0
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_prompts_of_one_call_are_saved_to_different_blocks(seed):
-    rng = np.random.default_rng(seed)
-    index = Prefixes(Pool(blocks=int(rng.integers(1, 12)), block=2))
-    contents = {}
-    for _ in range(100):
-        prompts = [rng.integers(0, 3, rng.integers(1, 12)) for _ in range(4)]
-        new = {}
-        for prompt in prompts:
-            _, save = index.use(prompt, 0, prompts)
-            for at, block in enumerate(save):
-                if block >= 0:
-                    assert block not in new
-                    new[block] = prompt[: 2 * at + 2]
-        contents |= new
-        for prompt in prompts:
-            for at, block in enumerate(index.find(prompt)):
-                np.testing.assert_array_equal(contents[block], prompt[: 2 * at + 2])
-
-
-def test_the_least_recently_used_blocks_are_replaced():
-    index = Prefixes(Pool(blocks=4, block=2))
+def test_the_least_recently_used_blocks_are_given_away():
+    blocks = Blocks(Pool(blocks=4, block=2), 8)
 
     def insert(*prompt):
-        index.use(np.array(prompt), len(index.find(np.array(prompt))) * 2)
+        tokens = np.array(prompt)
+        row = blocks.add_row(len(prompt))
+        blocks.share(row, tokens, 0)
+        blocks.keep(row, tokens)
+        blocks.remove_row(row)
 
     def kept(*prompt):
-        return len(index.find(np.array([*prompt, 0])))
+        return len(blocks.find(np.array([*prompt, 0])))
 
     insert(1, 1, 2, 2)
     insert(3, 3, 4, 4)
     assert kept(1, 1, 2, 2) == kept(3, 3, 4, 4) == 2
-    insert(1, 1, 5, 5)  # replaces the end of the prompt that was used last, not its beginning
-    assert (kept(1, 1, 2, 2), kept(1, 1, 5, 5), kept(3, 3, 4, 4)) == (1, 2, 2)
-    insert(6, 6)
-    assert (kept(1, 1, 5, 5), kept(3, 3, 4, 4), kept(6, 6)) == (2, 1, 1)
-    insert(*range(10, 22))  # more than the pool can hold: as much of its beginning as possible
-    assert kept(*range(10, 22)) == 4
+    insert(5, 5)  # takes the place of the end of the oldest prompt
+    assert (kept(1, 1, 2, 2), kept(3, 3, 4, 4), kept(5, 5)) == (1, 2, 1)
+    insert(3, 3, 6, 6)  # uses a block again, which counts as new
+    insert(7, 7)
+    assert (kept(3, 3, 6, 6), kept(7, 7), kept(1, 1)) == (2, 1, 0)
+
+
+def test_blocks_are_neither_shared_nor_kept_if_not_wanted():
+    prompt, blocks = np.arange(8), Blocks(Pool(blocks=4, block=2), 8, keep=False)
+    row = blocks.add_row(8)
+    blocks.keep(row, prompt)
+    assert blocks.find(prompt) == []
+    blocks.remove_row(row)
+    assert blocks.available == 4

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.cli import serve as command
-from mesh_transformer.generation.prefixes import Pool, Prefixes, of_adapter
+from mesh_transformer.generation.blocks import Blocks, Pool, of_adapter
 from mesh_transformer.util import InputError
 
 pytest_plugins = ["tests.support.live_fixtures"]
@@ -47,11 +47,11 @@ def test_kept_beginnings_belong_to_one_adapter(live):
 
 
 def test_the_keys_of_different_adapters_differ():
-    prefixes, tokens = Prefixes(Pool(9, 2)), np.array([3, 1, 4, 1, 5, 9])
-    prefixes.use(of_adapter(tokens, 1), 0)
-    assert len(prefixes.find(of_adapter(tokens, 1))) == 2
+    blocks, tokens = Blocks(Pool(9, 2), 8), np.array([3, 1, 4, 1, 5, 9])
+    blocks.keep(blocks.add_row(8), of_adapter(tokens, 1))
+    assert len(blocks.find(of_adapter(tokens, 1))) == 2
     for other in (tokens, of_adapter(tokens, 0), of_adapter(tokens, 2), of_adapter(tokens, 2**20)):
-        assert prefixes.find(other) == []
+        assert blocks.find(other) == []
 
 
 def test_names_are_parsed_and_must_differ(monkeypatch, capsys):

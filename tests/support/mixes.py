@@ -34,20 +34,24 @@ class Features(NamedTuple):
 
     Attributes:
       kept_tokens: see `Engine`.
+      windows: room in the cache of each replica, in windows; None for enough.
       lookup: whether guesses are looked up; otherwise all of them are token 0.
     """
 
     kept_tokens: int
+    windows: float | None
     lookup: bool
 
     @staticmethod
     def random(rng: np.random.Generator) -> "Features":
         """Return a random combination; a few blocks are soon replaced."""
         kept = int(rng.choice([0, 3 * CHUNK, 40 * CHUNK]))
-        return Features(kept, bool(rng.random() < 0.5))
+        # A row has at most the window and one chunk, which holds the guesses.
+        windows = None if rng.random() < 0.5 else float(rng.uniform(1.5, 2.5))
+        return Features(kept, windows, bool(rng.random() < 0.5))
 
 
-PLAIN = Features(kept_tokens=0, lookup=False)
+PLAIN = Features(kept_tokens=0, windows=None, lookup=False)
 
 
 class Networks:
@@ -74,7 +78,7 @@ class Networks:
     def with_features(self, features: Features) -> Iterator[Network]:
         """Return a context manager for a network; its programs must be compiled in such a context.
 
-        The kept tokens are an argument of the engine.
+        The kept tokens and the room in the cache are arguments of the engine.
         """
         with pytest.MonkeyPatch.context() as patch:
             if not features.lookup:
@@ -229,6 +233,8 @@ def compare(networks: Networks, seed: int) -> tuple[Features, int, int]:
     results = []
     for chosen, groups in ((features, sizes), (PLAIN, [1] * len(requests))):
         options = {"fixed_shapes": True, "speculate": GUESSES, "kept_tokens": chosen.kept_tokens}
+        if chosen.windows is not None:
+            options["cache_tokens"] = int(chosen.windows * networks.network.config.window)
         with networks.with_features(chosen) as network:
             results.append(answers(network, requests, groups, **options))
     different = sum(actual != expected for actual, expected in zip(*results, strict=True))

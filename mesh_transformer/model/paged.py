@@ -1,0 +1,214 @@
+"""A KV cache in blocks: each row has a table of the blocks that hold its slots.
+
+A block holds `C` consecutive slots, so slot s of a row is in the block of its table's entry s // C.
+Rows take only as many blocks as they need, and rows whose texts begin alike can share blocks.  The
+entries without a block are -1: nothing is written there, and what is read there must be masked.
+
+Array names end in their shape: B rows, P prompts, T query, S slots, H heads, K head size, J entries
+of a row's table, C slots of a block, G blocks that are read together.  The arrays of the cache are
+[L, H, C, K], or [L, H, C, 1] for scales, where L is the number of blocks.
+"""
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.parallel import Axes, Parallel
+from mesh_transformer.model.attention import (
+    LANES,
+    MASKED,
+    OLD_TPUS,
+    Device,
+    LayerCache,
+    scores_of,
+    write_at,
+    write_rows,
+)
+
+# Attention reads as many blocks together as hold this number of slots.  A smaller number reads less
+# beyond the end of the longest row, and makes more steps.
+SLOTS_TOGETHER = 256
+
+# Dimension numbers for gathering blocks of [L, H, C, K] as [P, H, J, C, K], so that no axes need be
+# exchanged afterwards.  H is a batching dimension, as in `attention.write_at`.
+_BLOCKS = jax.lax.GatherDimensionNumbers(
+    offset_dims=(3, 4),
+    collapsed_slice_dims=(0,),
+    start_index_map=(0,),
+    operand_batching_dims=(1,),
+    start_indices_batching_dims=(1,),
+)
+
+
+class Table(NamedTuple):
+    """The blocks that hold the slots of each row.
+
+    Attributes:
+      block_BJ: the numbers of the blocks, or -1.
+      used_B: in a decode step, the number of first slots that each row attends to at most.
+      all_used: in a decode step, whether each row attends to all of these.
+      written_BJ: for a chunk of a prompt, the part of `block_BJ` that it lies in; elsewhere -1.
+    """
+
+    block_BJ: Array
+    used_B: Array | None = None
+    all_used: bool = False
+    written_BJ: Array | None = None
+
+
+def backend(config: Config, device: Device) -> str:
+    """Return how decode steps compute attention on devices like `device`.
+
+    Returns:
+      "paged" for the kernel that JAX has for TPUs, which reads the blocks where they are, or "xla".
+    """
+    fits = config.d_head % LANES == 0 and config.pe != "t5" and not config.int8_cache
+    is_new = device.platform == "tpu" and device.device_kind not in OLD_TPUS
+    return "paged" if fits and is_new and config.dtype == "bfloat16" else "xla"
+
+
+def rows_in_blocks(cache: LayerCache, block_PJ: Array) -> LayerCache:
+    """Return the keys and values in some blocks, [P, H, J * C, K] each."""
+
+    heads = cache.k_BHSK.shape[1]
+    index_PHJ1 = jnp.repeat(block_PJ[:, None, :, None], heads, axis=1)
+
+    def rows(x: Array) -> Array:
+        _, _, size, width = x.shape
+        x_PHJCK = jax.lax.gather(x, index_PHJ1, _BLOCKS, (1, 1, size, width), mode="clip")
+        return x_PHJCK.reshape(*x_PHJCK.shape[:2], -1, width)
+
+    return jax.tree.map(rows, cache)
+
+
+def write(cache: LayerCache, new: LayerCache, block_BJ: Array, slot_BT: Array) -> LayerCache:
+    """Return the cache with the keys and values of one or several slots per row replaced.
+
+    Args:
+      new: the keys and values to write, [B, H, T, K] each, as in the cache.
+      slot_BT: the slots; nothing is written to slots from J * C on.
+    """
+    size, count = cache.k_BHSK.shape[2], len(cache.k_BHSK)
+    block_BT = jnp.take_along_axis(block_BJ, slot_BT // size, axis=1, mode="fill", fill_value=count)
+    return write_at(cache, new, jnp.where(block_BT < 0, count, block_BT), slot_BT % size)
+
+
+def write_blocks(cache: LayerCache, rows: LayerCache, block_PJ: Array) -> LayerCache:
+    """Return the cache with whole blocks replaced.
+
+    Args:
+      rows: the contents of the rows' first slots, [P, H, S, K] each, as in the cache.
+      block_PJ: where to write the blocks of each row, or -1 for those that are not written.
+    """
+    size, count = cache.k_BHSK.shape[2], len(cache.k_BHSK)
+    padding = (0, -rows.k_BHSK.shape[2] % size)
+    rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), padding, (0, 0))), rows)
+    block_PJ = block_PJ[:, : rows.k_BHSK.shape[2] // size]
+
+    def body(at: Array, cache: LayerCache) -> LayerCache:
+        part = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis=2), rows
+        )
+        block_P = block_PJ[:, at]
+        to_P = jnp.where(block_P < 0, count, block_P)  # out of range, so that it is not written
+        return write_rows(cache, part, to_P, jnp.zeros_like(to_P))
+
+    is_written_J = jnp.any(block_PJ >= 0, axis=0)
+    place_J = jnp.arange(len(is_written_J))
+    first = jnp.min(jnp.where(is_written_J, place_J, len(place_J)))
+    end = jnp.max(jnp.where(is_written_J, place_J + 1, 0))
+    return jax.lax.fori_loop(first, end, body, cache)
+
+
+def attend(
+    q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array, par: Parallel
+) -> Array:
+    """Compute softmax attention of T queries over the slots of each row, as [B, T, H, K].
+
+    Args:
+      bias_BHTS: as for `attention.attend`; S is J * C.
+      par: with the attention "paged" (see `backend`), the kernel is used where it can be.
+    """
+    if par.attention.startswith("paged") and table.all_used and q_BTHK.shape[1] == 1:
+        kernel = functools.partial(_by_kernel, par.attention == "paged_interpreted")
+        heads: Axes = (None, "mp")
+        run = par.on_blocks(kernel, (heads, heads, heads, (), ()), heads)
+        assert table.used_B is not None
+        q_BHK = q_BTHK[:, 0]
+        return run(q_BHK, cache.k_BHSK, cache.v_BHSK, table.block_BJ, table.used_B)[:, None]
+    return _in_turn(q_BTHK, cache, table, bias_BHTS)
+
+
+def _by_kernel(
+    interpret: bool, q_BHK: Array, k_LHCK: Array, v_LHCK: Array, block_BJ: Array, used_B: Array
+) -> Array:
+    """Compute the attention of one query per row by the kernel, as [B, H, K]."""
+    from jax.experimental.pallas import tpu as pallas
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    rows, heads, width = q_BHK.shape
+    _, _, size, _ = k_LHCK.shape
+    together = min(max(SLOTS_TOGETHER // size, 1), block_BJ.shape[1])
+    block_BJ = jnp.pad(jnp.maximum(block_BJ, 0), ((0, 0), (0, -block_BJ.shape[1] % together)))
+    # The kernel's arrays begin with the heads, and ours with the blocks.  It gets each head of a
+    # row as a row of its own, and each head of a block as a block, so that nothing is copied.
+    page_BHJ = block_BJ[:, None] * heads + jnp.arange(heads)[:, None]
+    with pallas.force_tpu_interpret_mode() if interpret else contextlib.nullcontext():
+        y = paged_attention(
+            (q_BHK * width**-0.5).reshape(rows * heads, 1, width),
+            k_LHCK.reshape(1, -1, size, width),
+            v_LHCK.reshape(1, -1, size, width),
+            jnp.repeat(used_B, heads),
+            page_BHJ.reshape(rows * heads, -1),
+            pages_per_compute_block=together,
+        )
+    return y.reshape(q_BHK.shape)
+
+
+def _in_turn(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> Array:
+    """Compute the attention of T queries per row without a kernel, as [B, T, H, K].
+
+    The slots are read in turn, with a running maximum and sum of the softmax (Milakov and
+    Gimelshein 2018).  How many are read does not change the result: the later ones are masked, so
+    they add exactly 0.
+    """
+    block_BJ, size = table.block_BJ, cache.k_BHSK.shape[2]
+    places = block_BJ.shape[1]
+    together = min(max(SLOTS_TOGETHER // size, 1), places)
+    more = -places % together
+    block_BJ = jnp.pad(block_BJ, ((0, 0), (0, more)))
+    padding = ((0, 0), (0, 0), (0, 0), (0, more * size))
+    bias_BHTS = jnp.pad(bias_BHTS, padding, constant_values=MASKED)
+    width = together * size
+
+    def body(at: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        most_BHT1, sum_BHT1, y_BHTK = carry
+        block_BG = jax.lax.dynamic_slice_in_dim(block_BJ, at * together, together, axis=1)
+        part = rows_in_blocks(cache, block_BG)
+        bias = jax.lax.dynamic_slice_in_dim(bias_BHTS, at * width, width, axis=3)
+        scores_BHTS = scores_of(q_BTHK, part) + bias
+        new_BHT1 = jnp.maximum(most_BHT1, scores_BHTS.max(axis=-1, keepdims=True))
+        probs_BHTS, shrink_BHT1 = jnp.exp(scores_BHTS - new_BHT1), jnp.exp(most_BHT1 - new_BHT1)
+        sum_BHT1 = sum_BHT1 * shrink_BHT1 + probs_BHTS.sum(axis=-1, keepdims=True)
+        if part.v_scale_BHS1 is not None:
+            probs_BHTS *= jnp.swapaxes(part.v_scale_BHS1, 2, 3)
+        own_BHTK = jnp.einsum(
+            "BHTS,BHSK->BHTK",
+            probs_BHTS.astype(q_BTHK.dtype),
+            part.v_BHSK.astype(q_BTHK.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return new_BHT1, sum_BHT1, y_BHTK * shrink_BHT1 + own_BHTK
+
+    # Begun with values of q, so that the loop carries arrays of one sharding.
+    zero_BHTK = jnp.moveaxis(q_BTHK, 1, 2).astype(jnp.float32) * 0
+    first = (zero_BHTK[..., :1] - jnp.inf, zero_BHTK[..., :1], zero_BHTK)
+    assert table.used_B is not None
+    turns = -(-jnp.max(table.used_B) // width)
+    _, sum_BHT1, y_BHTK = jax.lax.fori_loop(0, turns, body, first)
+    return jnp.moveaxis(y_BHTK / sum_BHT1, 1, 2).astype(q_BTHK.dtype)

@@ -1,0 +1,100 @@
+"""A cache in blocks against one with a row per text, on random arrays."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import attention, paged
+from mesh_transformer.model.attention import LayerCache, causal_bias
+from tests.model.test_transformer import small_config
+
+ROWS, HEADS, WIDTH, SIZE, PLACES = 3, 2, 128, 16, 4
+SLOTS = SIZE * PLACES
+LENGTHS = np.array([5, SLOTS, 40])
+
+
+def random_caches(seed, in_8_bits=False):
+    """Return a cache with rows, the same in blocks in random order, and the rows' blocks."""
+    rng = np.random.default_rng(seed)
+    shape = (ROWS, HEADS, SLOTS, WIDTH)
+    rows = LayerCache(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2)))
+    rows = rows.in_8_bits() if in_8_bits else rows
+    block_BJ = rng.permutation(20)[: ROWS * PLACES].reshape(ROWS, PLACES).astype(np.int32)
+
+    def in_blocks(x):
+        filled = np.asarray(rng.integers(-9, 9, (20, HEADS, SIZE, x.shape[-1])), x.dtype)
+        parts = np.asarray(x).reshape(ROWS, HEADS, PLACES, SIZE, -1)
+        filled[block_BJ] = np.moveaxis(parts, 2, 1)
+        return jnp.asarray(filled)
+
+    return rows, jax.tree.map(in_blocks, rows), jnp.asarray(block_BJ)
+
+
+def assert_equal(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_rows_are_read_and_written_in_blocks(in_8_bits):
+    rows, cache, block_BJ = random_caches(0, in_8_bits)
+    assert_equal(paged.rows_in_blocks(cache, block_BJ), rows)
+    other, _, _ = random_caches(1, in_8_bits)
+    new = jax.tree.map(lambda x: x[:, :, :2], other)
+    slot_BT = jnp.array([[3, 4], [15, 16], [63, SLOTS]])  # the last one is not written
+    written = paged.write(cache, new, block_BJ, slot_BT)
+    expected = jax.tree.map(
+        lambda x, n: x.at[jnp.arange(ROWS)[:, None], :, slot_BT].set(
+            jnp.moveaxis(n, 2, 1), mode="drop"
+        ),
+        rows,
+        new,
+    )
+    assert_equal(paged.rows_in_blocks(written, block_BJ), expected)
+    used = np.zeros(20, bool)
+    used[np.asarray(block_BJ)] = True
+    assert_equal(*(jax.tree.map(lambda x: x[~used], c) for c in (written, cache)))
+    some_BJ = block_BJ.at[0, 1].set(-1).at[2, :2].set(-1)
+    replaced = paged.rows_in_blocks(paged.write_blocks(cache, other, some_BJ), block_BJ)
+    is_new = np.repeat(np.asarray(some_BJ) >= 0, SIZE, axis=1)[:, None, :, None]
+    assert_equal(replaced, jax.tree.map(lambda x, n: jnp.where(is_new, n, x), rows, other))
+
+
+@pytest.mark.parametrize(
+    ("backend", "queries", "in_8_bits"),
+    [("xla", 1, False), ("xla", 3, False), ("xla", 1, True), ("paged_interpreted", 1, False)],
+)
+def test_attention_in_blocks_is_that_of_rows(backend, queries, in_8_bits, monkeypatch):
+    rows, cache, block_BJ = random_caches(2, in_8_bits)
+    rng = np.random.default_rng(3)
+    shape = (ROWS, queries, HEADS, WIDTH)
+    q_BTHK = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    positions_BT = (LENGTHS - queries)[:, None] + np.arange(queries)
+    bias_BHTS = causal_bias(jnp.asarray(positions_BT), jnp.arange(SLOTS)[None], SLOTS)
+    expected = attention.attend(q_BTHK, rows, bias_BHTS)
+    # Fewer slots at a time than there are, so that the running maximum counts.
+    monkeypatch.setattr(paged, "SLOTS_TOGETHER", 2 * SIZE)
+    table = paged.Table(block_BJ, jnp.asarray(LENGTHS, jnp.int32), all_used=True)
+    par = Auto(attention=backend)
+    actual = paged.attend(q_BTHK, cache, table, bias_BHTS, par)
+    # Values of order 1.  In f32, sums of up to 64 terms are in another order.  The kernel rounds the
+    # operands of both matmuls to bfloat16: 4 roundings of at most 2**-9, of values up to 3.
+    atol = 2e-6 if backend == "xla" else 4 * 2**-9 * 3
+    np.testing.assert_allclose(actual, expected, atol=atol)
+    longer = table._replace(used_B=jnp.full(ROWS, SLOTS))
+    if backend == "xla":  # slots that are masked add exactly 0
+        assert_equal(paged.attend(q_BTHK, cache, longer, bias_BHTS, par), actual)
+
+
+def test_the_kernel_is_for_new_tpus_and_bfloat16():
+    config = small_config(dtype="bfloat16", d_model=256, n_heads=2, pe_rotary_dims=64)
+    v5e = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    v3 = types.SimpleNamespace(platform="tpu", device_kind="TPU v3")
+    assert paged.backend(config, v5e) == "paged"
+    assert paged.backend(config, v3) == "xla"
+    assert paged.backend(config, jax.devices()[0]) == "xla"
+    for other in ({"int8_cache": True}, {"pe": "t5"}, {"dtype": "float32"}, {"n_heads": 4}):
+        assert paged.backend(config.replace(**other), v5e) == "xla"
