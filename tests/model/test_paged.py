@@ -80,7 +80,7 @@ def test_attention_in_blocks_is_that_of_rows(backend, queries, in_8_bits, monkey
     table = paged.Table(block_BJ, jnp.asarray(LENGTHS, jnp.int32), all_used=True)
     par = Auto(attention=backend)
     actual = paged.attend(q_BTHK, cache, table, bias_BHTS, par)
-    # Values of order 1.  In f32, sums of up to 64 terms are in another order.  The kernel rounds the
+    # In f32, sums of up to 64 terms of order 1 are in another order.  The kernel rounds both
     # operands of both matmuls to bfloat16: 4 roundings of at most 2**-9, of values up to 3.
     atol = 2e-6 if backend == "xla" else 4 * 2**-9 * 3
     np.testing.assert_allclose(actual, expected, atol=atol)

@@ -22,6 +22,7 @@ from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.prefill import ALTERNATIVES, PREFILL_TOKENS
 from mesh_transformer.serving.speculation import Speculation
 from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
 from tests.support.fake_network import FakeNetwork
 
 SECONDS = 120  # after which a test counts as hanging
@@ -424,6 +425,46 @@ def test_nothing_is_kept_if_the_pool_is_empty(start):
         assert client.request.cached == 0
     widths = [width for _, _, width in calls_of(network, "insert", "chunk")]
     assert widths == [64, 35, 64, 35]
+
+
+@pytest.mark.parametrize("kept_tokens", [0, None])
+def test_requests_wait_for_blocks_and_give_them_back(start, kept_tokens):
+    """Memory for one longest request, and four rows, some of whose clients leave."""
+    network = long_network()
+    window = network.config.window
+    engine = start(network, rows=4, chunk=64, kept_tokens=kept_tokens, cache_tokens=window)
+    clients = random_clients(40, seed=3, n_vocab=100, longest=window // 2)
+    engine.submit([client.request for client in clients])
+    for client in clients[::7]:
+        engine.cancel(client.request)
+    for at, client in enumerate(clients):
+        if at % 7:
+            request = client.request
+            expected = network.answer(request.prompt, request.settings.seed, request.length)
+            assert client.numbers() == expected
+    engine.close()
+    assert engine._prefiller.used_tokens == 0
+
+
+def test_rows_take_as_much_memory_as_their_tokens():
+    prefiller = Engine(long_network(), Metrics(64), rows=64)._prefiller
+    rng, tokens = np.random.default_rng(0), 0
+    for row in range(64):
+        prompt, length = np.zeros(rng.integers(20, 400), int), int(rng.integers(1, 100))
+        prefiller.take(row, prompt, length)
+        tokens += len(prompt) + length
+    assert tokens <= prefiller.used_tokens <= tokens + 64 * 15  # blocks of 16
+    assert prefiller.used_tokens <= 1.3 * tokens
+    prefiller.release(range(64))
+    assert prefiller.used_tokens == 0
+
+
+def test_a_cache_without_room_for_one_request_is_an_error():
+    network = long_network()
+    slots = -(-network.config.window // 16) * 16
+    message = f"room for 100 tokens, expected at least {slots}, .*; raise --cache-tokens"
+    with pytest.raises(InputError, match=message):
+        Engine(network, Metrics(4), rows=4, cache_tokens=100)
 
 
 def test_a_cancelled_long_prompt_frees_its_row(start):
