@@ -310,7 +310,7 @@ class CausalTransformer:
         """Return a `Batch` of `rows` empty rows, which generates with the current parameters.
 
         Args:
-          pool: the size of the batch's pool of blocks (see `generation.blocks`); None for none.
+          pool: the size of the batch's pool of blocks (see `Blocks`); None for none.
           guesses: number of tokens that a decode step may guess (see `Batch.decode`).
         """
         return self._generator.batch(self._own_params(), rows, pool, guesses)

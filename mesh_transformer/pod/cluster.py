@@ -267,7 +267,7 @@ class TPUCluster:
 
         Args:
           rows: total number of rows; a multiple of the number of replicas.
-          pool: the size of each replica's pool of blocks (see `generation.blocks`); None for none.
+          pool: the size of each replica's pool of blocks (see `Blocks`); None for none.
           guesses: number of tokens that a decode step may guess (see `Batch.decode`).
         """
         self.newest_batch = ClusterBatch(self, rows, pool, guesses)

@@ -57,7 +57,7 @@ class RestartingCluster:
 
         Args:
           rows: total number of rows, a multiple of the number of replicas.
-          pool: the size of each replica's pool of blocks (see `generation.blocks`); None for none.
+          pool: the size of each replica's pool of blocks (see `Blocks`); None for none.
           guesses: number of tokens that a decode step may guess (see `Batch.decode`).
 
         Raises:

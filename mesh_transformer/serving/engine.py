@@ -5,8 +5,7 @@ most one prefill or scoring call, which limits the delay for the requests that a
 batch.  A long prompt is inserted in chunks, one per call.  Chunks and the prompts of other requests
 take turns.
 
-Keys and values are in blocks of one pool.  A request joins the batch once there are enough blocks
-for its prompt and answer; prompts that begin with the same tokens share blocks.
+A request joins the batch once the pool has enough blocks for its prompt and answer.
 """
 
 import collections
@@ -182,8 +181,9 @@ class Engine:
       speculate: number of tokens to guess per decode step (see `Batch.decode`); 0 for none.  While
         guesses do not save time, most calls make none; with `fixed_shapes`, all calls do.
       chunk: maximum number of tokens of a prompt per prefill call.
-      kept_tokens: see `Prefiller`.
-      cache_tokens: see `Prefiller`.
+      kept_tokens: number of kept prompt tokens that each replica has room for; None for 4 windows.
+      cache_tokens: number of tokens, of rows and kept prompts together, that each replica has room
+        for; None lets every row have as many as the window.
       fixed_shapes: whether to compute each prompt alone, in equal chunks, so that an answer does
         not depend on other requests even by rounding.
       pooling: how a prompt's vector is made (see `CausalTransformer.embed`); None: no request may
