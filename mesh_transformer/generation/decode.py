@@ -450,7 +450,7 @@ def _step(
         # The blocks of idle rows may belong to others by now, so nothing is written to them.
         own_BJ = jnp.where(active_B[:, None], state.block_BJ, -1)
         used_B = jnp.where(active_B, jnp.minimum(state.length_B + 1 + guesses, state.slots), 1)
-        table = paged.Table(own_BJ, used_B, all_used=state.slots == config.window)
+        table = paged.Table(own_BJ, used_B)
     context = _context(
         weights,
         positions_BT,

@@ -16,7 +16,7 @@ from mesh_transformer.generation.weights import joined_config, weight_specs, wei
 from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.program import compiled
-from mesh_transformer.model import paged, transformer
+from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import LayerCache
 from mesh_transformer.model.lora import Adapter
 
@@ -165,6 +165,4 @@ def compile_decode(
     )
     rows = P("dp")
     specs = (weight_specs(config), state, rows, P(), rows if constrained else None)
-    attention = paged.backend(config, mesh.devices.flat[0]) if pool else "xla"
-    out = (state, rows, rows)
-    return compiled(function, config, mesh, specs, out, attention=attention, donate_argnums=1)
+    return compiled(function, config, mesh, specs, (state, rows, rows), donate_argnums=1)

@@ -307,7 +307,6 @@ def rows_of(cache: LayerCache, row_P: Array) -> LayerCache:
 
 SPLASH_BLOCKS = (512, 256, LANES)  # block sizes for queries and keys, in order of preference
 ATTENDED = "attended"  # checkpoint_name of the arrays that a kernel saves for its backward pass
-OLD_TPUS = ("TPU v2", "TPU v3")  # for which the kernels are not compiled
 LONG = 2048  # tokens; beyond this, attention scores take more memory than the rest of a layer
 # (q_BHTK already scaled, k_BHSK, v_BHSK, text_BT or None) -> attended_BHTK; positions with equal
 # numbers in text_BT belong to the same text.
@@ -362,7 +361,7 @@ def _obstacle(name: str, config: Config, device: Device) -> str | None:
         return None
     if device.platform != "tpu":
         return f"requires a TPU, but the devices are {device.device_kind!r}"
-    if device.device_kind in OLD_TPUS:
+    if device.device_kind in ("TPU v2", "TPU v3"):
         return f"requires a TPU v4 or later, but the devices are {device.device_kind!r}"
     return _dtype_obstacle(config)
 

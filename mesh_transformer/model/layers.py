@@ -565,7 +565,7 @@ class TransformerLayer(hk.Module):
         assert context.slots is not None
         if table.written_BJ is None:
             cache = paged.write(cache, new, table.block_BJ, context.slots)
-            return paged.attend(q_BTHK, cache, table, context.bias_BHTS, self.par), cache
+            return paged.attend(q_BTHK, cache, table, context.bias_BHTS), cache
         rows = paged.rows_in_blocks(cache, table.block_BJ)
         rows = write_rows(rows, new, jnp.arange(len(q_BTHK)), context.slots)
         attended_BTHK = attend(q_BTHK, rows, context.bias_BHTS)

@@ -9,21 +9,14 @@ of a row's table, C slots of a block, G blocks that are read together.  The arra
 [L, H, C, K], or [L, H, C, 1] for scales, where L is the number of blocks.
 """
 
-import contextlib
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.config import Config
-from mesh_transformer.mesh.parallel import Axes, Parallel
 from mesh_transformer.model.attention import (
-    LANES,
     MASKED,
-    OLD_TPUS,
-    Device,
     LayerCache,
     scores_of,
     write_at,
@@ -51,25 +44,12 @@ class Table(NamedTuple):
     Attributes:
       block_BJ: the numbers of the blocks, or -1.
       used_B: in a decode step, the number of first slots that each row attends to at most.
-      all_used: in a decode step, whether each row attends to all of these.
       written_BJ: for a chunk of a prompt, the part of `block_BJ` that it lies in; elsewhere -1.
     """
 
     block_BJ: Array
     used_B: Array | None = None
-    all_used: bool = False
     written_BJ: Array | None = None
-
-
-def backend(config: Config, device: Device) -> str:
-    """Return how decode steps compute attention on devices like `device`.
-
-    Returns:
-      "paged" for the kernel that JAX has for TPUs, which reads the blocks where they are, or "xla".
-    """
-    fits = config.d_head % LANES == 0 and config.pe != "t5" and not config.int8_cache
-    is_new = device.platform == "tpu" and device.device_kind not in OLD_TPUS
-    return "paged" if fits and is_new and config.dtype == "bfloat16" else "xla"
 
 
 def rows_in_blocks(cache: LayerCache, block_PJ: Array) -> LayerCache:
@@ -125,57 +105,16 @@ def write_blocks(cache: LayerCache, rows: LayerCache, block_PJ: Array) -> LayerC
     return jax.lax.fori_loop(first, end, body, cache)
 
 
-def attend(
-    q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array, par: Parallel
-) -> Array:
+def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> Array:
     """Compute softmax attention of T queries over the slots of each row, as [B, T, H, K].
-
-    Args:
-      bias_BHTS: as for `attention.attend`; S is J * C.
-      par: with the attention "paged" (see `backend`), the kernel is used where it can be.
-    """
-    if par.attention.startswith("paged") and table.all_used and q_BTHK.shape[1] == 1:
-        kernel = functools.partial(_by_kernel, par.attention == "paged_interpreted")
-        heads: Axes = (None, "mp")
-        run = par.on_blocks(kernel, (heads, heads, heads, (), ()), heads)
-        assert table.used_B is not None
-        q_BHK = q_BTHK[:, 0]
-        return run(q_BHK, cache.k_BHSK, cache.v_BHSK, table.block_BJ, table.used_B)[:, None]
-    return _in_turn(q_BTHK, cache, table, bias_BHTS)
-
-
-def _by_kernel(
-    interpret: bool, q_BHK: Array, k_LHCK: Array, v_LHCK: Array, block_BJ: Array, used_B: Array
-) -> Array:
-    """Compute the attention of one query per row by the kernel, as [B, H, K]."""
-    from jax.experimental.pallas import tpu as pallas
-    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
-
-    rows, heads, width = q_BHK.shape
-    _, _, size, _ = k_LHCK.shape
-    together = min(max(SLOTS_TOGETHER // size, 1), block_BJ.shape[1])
-    block_BJ = jnp.pad(jnp.maximum(block_BJ, 0), ((0, 0), (0, -block_BJ.shape[1] % together)))
-    # The kernel's arrays begin with the heads, and ours with the blocks.  It gets each head of a
-    # row as a row of its own, and each head of a block as a block, so that nothing is copied.
-    page_BHJ = block_BJ[:, None] * heads + jnp.arange(heads)[:, None]
-    with pallas.force_tpu_interpret_mode() if interpret else contextlib.nullcontext():
-        y = paged_attention(
-            (q_BHK * width**-0.5).reshape(rows * heads, 1, width),
-            k_LHCK.reshape(1, -1, size, width),
-            v_LHCK.reshape(1, -1, size, width),
-            jnp.repeat(used_B, heads),
-            page_BHJ.reshape(rows * heads, -1),
-            pages_per_compute_block=together,
-        )
-    return y.reshape(q_BHK.shape)
-
-
-def _in_turn(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> Array:
-    """Compute the attention of T queries per row without a kernel, as [B, T, H, K].
 
     The slots are read in turn, with a running maximum and sum of the softmax (Milakov and
     Gimelshein 2018).  How many are read does not change the result: the later ones are masked, so
-    they add exactly 0.
+    they add exactly 0.  Compiled for TPUs, what is read together stays in vector memory, so that
+    the cache is read once.
+
+    Args:
+      bias_BHTS: as for `attention.attend`; S is J * C.
     """
     block_BJ, size = table.block_BJ, cache.k_BHSK.shape[2]
     places = block_BJ.shape[1]

@@ -1,16 +1,12 @@
 """A cache in blocks against one with a row per text, on random arrays."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import attention, paged
 from mesh_transformer.model.attention import LayerCache, causal_bias
-from tests.model.test_transformer import small_config
 
 ROWS, HEADS, WIDTH, SIZE, PLACES = 3, 2, 128, 16, 4
 SLOTS = SIZE * PLACES
@@ -63,11 +59,8 @@ def test_rows_are_read_and_written_in_blocks(in_8_bits):
     assert_equal(replaced, jax.tree.map(lambda x, n: jnp.where(is_new, n, x), rows, other))
 
 
-@pytest.mark.parametrize(
-    ("backend", "queries", "in_8_bits"),
-    [("xla", 1, False), ("xla", 3, False), ("xla", 1, True), ("paged_interpreted", 1, False)],
-)
-def test_attention_in_blocks_is_that_of_rows(backend, queries, in_8_bits, monkeypatch):
+@pytest.mark.parametrize(("queries", "in_8_bits"), [(1, False), (3, False), (1, True)])
+def test_attention_in_blocks_is_that_of_rows(queries, in_8_bits, monkeypatch):
     rows, cache, block_BJ = random_caches(2, in_8_bits)
     rng = np.random.default_rng(3)
     shape = (ROWS, queries, HEADS, WIDTH)
@@ -77,24 +70,10 @@ def test_attention_in_blocks_is_that_of_rows(backend, queries, in_8_bits, monkey
     expected = attention.attend(q_BTHK, rows, bias_BHTS)
     # Fewer slots at a time than there are, so that the running maximum counts.
     monkeypatch.setattr(paged, "SLOTS_TOGETHER", 2 * SIZE)
-    table = paged.Table(block_BJ, jnp.asarray(LENGTHS, jnp.int32), all_used=True)
-    par = Auto(attention=backend)
-    actual = paged.attend(q_BTHK, cache, table, bias_BHTS, par)
-    # In f32, sums of up to 64 terms of order 1 are in another order.  The kernel rounds both
-    # operands of both matmuls to bfloat16: 4 roundings of at most 2**-9, of values up to 3.
-    atol = 2e-6 if backend == "xla" else 4 * 2**-9 * 3
-    np.testing.assert_allclose(actual, expected, atol=atol)
+    table = paged.Table(block_BJ, jnp.asarray(LENGTHS, jnp.int32))
+    actual = paged.attend(q_BTHK, cache, table, bias_BHTS)
+    # Sums of up to 64 terms of order 1 in f32, in another order.
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
     longer = table._replace(used_B=jnp.full(ROWS, SLOTS))
-    if backend == "xla":  # slots that are masked add exactly 0
-        assert_equal(paged.attend(q_BTHK, cache, longer, bias_BHTS, par), actual)
-
-
-def test_the_kernel_is_for_new_tpus_and_bfloat16():
-    config = small_config(dtype="bfloat16", d_model=256, n_heads=2, pe_rotary_dims=64)
-    v5e = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-    v3 = types.SimpleNamespace(platform="tpu", device_kind="TPU v3")
-    assert paged.backend(config, v5e) == "paged"
-    assert paged.backend(config, v3) == "xla"
-    assert paged.backend(config, jax.devices()[0]) == "xla"
-    for other in ({"int8_cache": True}, {"pe": "t5"}, {"dtype": "float32"}, {"n_heads": 4}):
-        assert paged.backend(config.replace(**other), v5e) == "xla"
+    # Slots that are masked add exactly 0.
+    assert_equal(paged.attend(q_BTHK, cache, longer, bias_BHTS), actual)
