@@ -271,12 +271,11 @@ class Batch:
         self._pool, self._guesses = pool, guesses
         # A step writes its guesses over the oldest positions, which must be out of the window.
         self._most_slots = generator.config.window
-        if guesses:
-            self._most_slots = -(-(self._most_slots + guesses) // SLOT_UNIT) * SLOT_UNIT
+        if guesses or pool is not None:
+            unit = SLOT_UNIT if pool is None else pool.block
+            self._most_slots = -(-(self._most_slots + guesses) // unit) * unit
         blocks, block = pool or (0, 1)
-        slots = bucket(1, SMALLEST_CACHE, self._most_slots)
-        if pool is not None:
-            slots = pool.slots(self._most_slots)
+        slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
         dp = generator.rows.dp
         self._state: DecodeState = generator.empty(pool is not None)(
             rows // self._replicas * dp, slots, blocks * dp, block
