@@ -271,9 +271,10 @@ class Batch:
         self._pool, self._guesses = pool, guesses
         # A step writes its guesses over the oldest positions, which must be out of the window.
         self._most_slots = generator.config.window
-        if guesses or pool is not None:
-            unit = SLOT_UNIT if pool is None else pool.block
-            self._most_slots = -(-(self._most_slots + guesses) // unit) * unit
+        if pool is not None:
+            self._most_slots = pool.slots(self._most_slots + guesses)
+        elif guesses:
+            self._most_slots = -(-(self._most_slots + guesses) // SLOT_UNIT) * SLOT_UNIT
         blocks, block = pool or (0, 1)
         slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
         dp = generator.rows.dp
