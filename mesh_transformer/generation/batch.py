@@ -364,20 +364,21 @@ class Batch:
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
         local = np.asarray(rows, np.int32) % (self.rows // self._replicas)
-        block_PJ = np.full((len(texts) + 1, 0), -1, np.int32)
+        block_PJ = prompt_PJ = np.full((len(texts) + 1, 0), -1, np.int32)
         if self._pool is not None:
             if chunks is None:
                 raise InputError("generate: the batch has a pool, so `chunks` must give the blocks")
-            block_PJ = np.full(
-                (len(texts) + 1, self._state.slots // self._pool.block), -1, np.int32
+            block_PJ, prompt_PJ = (
+                np.pad(x, ((0, 1), (0, 0)), constant_values=-1)
+                for x in (chunks.block_PJ, chunks.prompt_PJ)
             )
-            block_PJ[:-1] = chunks.block_PJ
         with_dummy = Prompts(
             tokens,
             np.append(length, np.int32(1)),
             np.append(local, np.int32(self.rows)),  # out of range, so that it is not written
             np.append(begin, np.int32(0)),
             block_PJ,
+            prompt_PJ,
             settings=jax.tree.map(lambda x, idle: np.r_[x, idle[None]], settings, decode.IDLE),
             allowed_PW=self._bits([*rows, self.rows], allowed),
         )

@@ -35,10 +35,13 @@ class Chunks(NamedTuple):
       begin_P: the first position to compute.  Earlier positions must be in the row, from an earlier
         call, or in blocks that the row shares.
       block_PJ: the numbers of the row's blocks in the pool, in order; -1 after the last one.
+      prompt_PJ: the blocks that hold the prompt.  Where these are not the row's, the prompt is
+        copied to the row's blocks.
     """
 
     begin_P: np.ndarray
     block_PJ: np.ndarray
+    prompt_PJ: np.ndarray
 
 
 class NoBlockError(Exception):
@@ -50,11 +53,14 @@ class Row:
 
     Attributes:
       block_J: the numbers of the blocks, in order; -1 after the last one.
-      shares: whether other rows may use its blocks too, and it theirs.
+      prompt_J: the blocks that hold the prompt until it is complete.  Other rows may use these too,
+        so the first ones are not those of `block_J` if the answer is written over them.
+      shares: whether other rows may use its prompt's blocks, and it theirs.
     """
 
-    def __init__(self, block_J: np.ndarray, shares: bool):
+    def __init__(self, block_J: np.ndarray, prompt_J: np.ndarray, shares: bool):
         self.block_J = block_J
+        self.prompt_J = prompt_J
         self.shares = shares
 
 
@@ -95,11 +101,13 @@ class Blocks:
     @property
     def no_row(self) -> Row:
         """A row without blocks."""
-        return Row(np.full(self._places, -1, np.int32), shares=False)
+        block_J = np.full(self._places, -1, np.int32)
+        return Row(block_J, block_J.copy(), shares=False)
 
-    def needed(self, positions: int) -> int:
-        """Return the number of blocks of a row with this many positions."""
-        return min(-(-positions // self.pool.block), self._places)
+    def needed(self, prompt: np.ndarray, positions: int, *, use_kept: bool = True) -> int:
+        """Return by how many blocks `add_row`, with these arguments, reduces `available`."""
+        count, twice, found = self._planned(prompt, positions, use_kept)
+        return count + twice - sum(self._users[block] > 0 for block in found)
 
     def find(self, prompt: np.ndarray) -> list[int]:
         """Return the kept blocks that begin a prompt, in order.
@@ -118,22 +126,33 @@ class Blocks:
             found.append(block)
         return found
 
-    def add_row(self, positions: int) -> Row:
-        """Return the blocks of a new row, which shares none yet.
+    def add_row(self, prompt: np.ndarray, positions: int, *, use_kept: bool = True) -> Row:
+        """Return the blocks of a new row.
+
+        A row with more positions than slots writes over its first ones.  Until its prompt is
+        complete, it has further blocks for the part of the prompt there, so that these can be
+        shared; or it shares none, if the pool is too small for that.
 
         Args:
-          positions: number of positions that the row may have.  A row with more positions than
-            slots shares no blocks, because it will write over its first ones.
+          prompt: token ids [T].
+          positions: number of positions that the row may have, those of the prompt included.
+          use_kept: whether the row uses the kept blocks that begin its prompt, in place of its own.
 
         Raises:
           NoBlockError: if too few blocks are available; nothing is taken then.
         """
-        count = self.needed(positions)
-        if count > self.available:
-            raise NoBlockError(f"{count} blocks are needed, and {self.available} available")
+        count, twice, found = self._planned(prompt, positions, use_kept)
+        needed = self.needed(prompt, positions, use_kept=use_kept)
+        if needed > self.available:
+            raise NoBlockError(f"{needed} blocks are needed, and {self.available} available")
+        for block in found:  # before any is given away
+            self._use(block)
         row = self.no_row
-        row.block_J[:count] = [self._take() for _ in range(count)]
-        row.shares = self._keep and positions <= self._places * self.pool.block
+        row.prompt_J[: len(found)] = found
+        row.prompt_J[len(found) : count] = [self._take() for _ in range(count - len(found))]
+        row.block_J[:] = row.prompt_J
+        row.block_J[:twice] = [self._take() for _ in range(twice)]
+        row.shares = self._shares(prompt, positions)
         return row
 
     def share(self, row: Row, prompt: np.ndarray, filled: int) -> int:
@@ -150,11 +169,13 @@ class Blocks:
         found = self.find(prompt) if row.shares else []
         if len(found) * self.pool.block <= filled:
             return filled
-        for block in found:
-            self._idle.pop(block, None)
-            self._users[block] += 1
-        self._give_back(row.block_J[: len(found)])
-        row.block_J[: len(found)] = found
+        for at, block in enumerate(found):
+            old = int(row.prompt_J[at])
+            if block != old:
+                self._use(block)
+                self._give_back(row.prompt_J[at : at + 1])
+                row.prompt_J[at] = block
+                row.block_J[at] = block if row.block_J[at] == old else row.block_J[at]
         return len(found) * self.pool.block
 
     def keep(self, row: Row, prompt: np.ndarray) -> None:
@@ -167,14 +188,45 @@ class Blocks:
             return
         size = self.pool.block
         for at in range(len(prompt) // size):
-            key, block = _key(prompt[: (at + 1) * size]), int(row.block_J[at])
+            key, block = _key(prompt[: (at + 1) * size]), int(row.prompt_J[at])
             if key not in self._blocks and block not in self._keys:
                 self._blocks[key], self._keys[block] = block, key
 
+    def end_prompt(self, row: Row) -> None:
+        """Give back the blocks that the row needed only until its prompt was complete."""
+        self._give_back(row.prompt_J[row.prompt_J != row.block_J])
+        row.prompt_J[:] = row.block_J
+        row.shares = False
+
     def remove_row(self, row: Row) -> None:
         """Give back the blocks of a row."""
+        self.end_prompt(row)
         self._give_back(row.block_J[row.block_J >= 0])
-        row.block_J[:] = -1
+        row.block_J[:] = row.prompt_J[:] = -1
+
+    def _planned(
+        self, prompt: np.ndarray, positions: int, use_kept: bool
+    ) -> tuple[int, int, list[int]]:
+        """Return a row's number of blocks, how many it has twice, and the kept ones it can use."""
+        count = min(-(-positions // self.pool.block), self._places)
+        if not self._shares(prompt, positions):
+            return count, 0, []
+        return count, self._twice(prompt, positions), self.find(prompt) if use_kept else []
+
+    def _shares(self, prompt: np.ndarray, positions: int) -> bool:
+        """Return whether a new row may share its prompt's blocks."""
+        twice = self._twice(prompt, positions)
+        return self._keep and (not twice or self._places + twice <= self.pool.blocks)
+
+    def _twice(self, prompt: np.ndarray, positions: int) -> int:
+        """Return how many complete blocks of a prompt the row's answer is written over."""
+        over = max(positions - self._places * self.pool.block, 0)
+        return min(-(-over // self.pool.block), len(prompt) // self.pool.block)
+
+    def _use(self, block: int) -> None:
+        """Count a row that uses a kept block."""
+        self._idle.pop(block, None)
+        self._users[block] += 1
 
     def _take(self) -> int:
         """Return a free block, or the kept one that was not used for the longest time."""

@@ -52,6 +52,7 @@ class Prompts(NamedTuple):
     row_P: Any  # each prompt's row within its replica; a prompt with a row out of range is dropped
     begin_P: Any
     block_PJ: Any  # the blocks that hold the row's slots, or -1; J is 0 without a pool
+    prompt_PJ: Any  # the blocks that hold the prompt; where they differ, it is copied to `block_PJ`
     settings: SamplerSettings
     allowed_PW: Any = None  # the tokens that each answer may begin with; see `sampling.choose`
 
@@ -346,8 +347,9 @@ def prefill(
     Returns:
       The new state and the chosen tokens [P].
     """
-    tokens_PS, length_P, row_P, begin_P, block_PJ, settings, allowed_PW = prompts
+    tokens_PS, length_P, row_P, begin_P, block_PJ, prompt_PJ, settings, allowed_PW = prompts
     count, slots = tokens_PS.shape
+    copied_PJ = jnp.where(block_PJ == prompt_PJ, -1, block_PJ)
     slots_1S = jnp.arange(slots)[None]
     if width == slots:
         begin_P = jnp.zeros_like(begin_P)
@@ -357,7 +359,7 @@ def prefill(
         def filled(old: LayerCache, new: LayerCache) -> LayerCache:
             if state.block_BJ is None:
                 return write_rows(old, new.like(old), row_P, begin_P)
-            return paged.write_blocks(old, new.like(old), block_PJ)
+            return paged.write_blocks(old, new.like(old), prompt_PJ, copied_PJ)
 
         caches = tuple(map(filled, state.caches, new_caches))
     else:
@@ -366,7 +368,8 @@ def prefill(
             size = slots // block_PJ.shape[1]
             at_PJ = jnp.arange(block_PJ.shape[1]) - begin_P[:, None] // size
             is_written_PJ = (at_PJ >= 0) & (at_PJ <= -(-width // size))
-            table = paged.Table(block_PJ, written_BJ=jnp.where(is_written_PJ, block_PJ, -1))
+            written_PJ = jnp.where(is_written_PJ, prompt_PJ, -1)
+            table = paged.Table(prompt_PJ, written=(written_PJ, copied_PJ))
         begin_P = jnp.minimum(begin_P, slots - width)  # so that all positions have a slot
         positions_PT = begin_P[:, None] + jnp.arange(width)
         tokens_PT = jnp.take_along_axis(tokens_PS, positions_PT, axis=1)

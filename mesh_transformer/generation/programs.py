@@ -137,7 +137,7 @@ def compile_prefill(
     """
     rows, state = P("dp"), decode_specs(config, pool=pool)
     allowed = rows if constrained else None
-    prompts = decode.Prompts(*(rows,) * 5, settings=state.settings, allowed_PW=allowed)
+    prompts = decode.Prompts(*(rows,) * 6, settings=state.settings, allowed_PW=allowed)
     function = functools.partial(decode.prefill, alternatives=alternatives, width=width)
     specs = (weight_specs(config), state, prompts)
     return compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)

@@ -563,13 +563,13 @@ class TransformerLayer(hk.Module):
         """Attend to new and older keys and values, after writing the new ones to their blocks."""
         assert context.bias_BHTS is not None
         assert context.slots is not None
-        if table.written_BJ is None:
+        if table.written is None:
             cache = paged.write(cache, new, table.block_BJ, context.slots)
             return paged.attend(q_BTHK, cache, table, context.bias_BHTS), cache
         rows = paged.rows_in_blocks(cache, table.block_BJ)
         rows = write_rows(rows, new, jnp.arange(len(q_BTHK)), context.slots)
         attended_BTHK = attend(q_BTHK, rows, context.bias_BHTS)
-        return attended_BTHK, paged.write_blocks(cache, rows, table.written_BJ)
+        return attended_BTHK, paged.write_blocks(cache, rows, *table.written)
 
 
 class Projection(hk.Module):

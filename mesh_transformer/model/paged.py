@@ -44,12 +44,13 @@ class Table(NamedTuple):
     Attributes:
       block_BJ: the numbers of the blocks, or -1.
       used_B: in a decode step, the number of first slots that each row attends to at most.
-      written_BJ: for a chunk of a prompt, the part of `block_BJ` that it lies in; elsewhere -1.
+      written: for a chunk of a prompt, where to write the contents of these slots (see
+        `write_blocks`); elsewhere None.
     """
 
     block_BJ: Array
     used_B: Array | None = None
-    written_BJ: Array | None = None
+    written: tuple[Array, ...] | None = None
 
 
 def rows_in_blocks(cache: LayerCache, block_PJ: Array) -> LayerCache:
@@ -78,17 +79,23 @@ def write(cache: LayerCache, new: LayerCache, block_BJ: Array, slot_BT: Array) -
     return write_at(cache, new, jnp.where(block_BT < 0, count, block_BT), slot_BT % size)
 
 
-def write_blocks(cache: LayerCache, rows: LayerCache, block_PJ: Array) -> LayerCache:
+def write_blocks(cache: LayerCache, rows: LayerCache, *to: Array) -> LayerCache:
     """Return the cache with whole blocks replaced.
 
     Args:
       rows: the contents of the rows' first slots, [P, H, S, K] each, as in the cache.
-      block_PJ: where to write the blocks of each row, or -1 for those that are not written.
+      to: arrays [P, J] of the blocks to write each row to, or -1 for what is not written.
     """
-    size, count = cache.k_BHSK.shape[2], len(cache.k_BHSK)
+    size = cache.k_BHSK.shape[2]
     padding = (0, -rows.k_BHSK.shape[2] % size)
     rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), padding, (0, 0))), rows)
-    block_PJ = block_PJ[:, : rows.k_BHSK.shape[2] // size]
+    for block_PJ in to:
+        cache = _write_blocks(cache, rows, block_PJ[:, : rows.k_BHSK.shape[2] // size])
+    return cache
+
+
+def _write_blocks(cache: LayerCache, rows: LayerCache, block_PJ: Array) -> LayerCache:
+    size, count = cache.k_BHSK.shape[2], len(cache.k_BHSK)
 
     def body(at: Array, cache: LayerCache) -> LayerCache:
         part = jax.tree.map(

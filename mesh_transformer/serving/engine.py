@@ -121,6 +121,7 @@ class Request:
       began: when the request was created, as a value of `time.perf_counter`.
       generated: number of tokens generated so far.
       row: the request's batch row, once it has one.
+      chunks: whether the prompt is inserted in chunks, once it has a row.
       filled: number of prompt tokens in the row's cache.
       cached: number of prompt tokens whose keys and values were not computed for this request.
     """
@@ -138,6 +139,7 @@ class Request:
     began: float = dataclasses.field(default_factory=time.perf_counter)
     generated: int = 0
     row: int = -1
+    chunks: bool = False
     filled: int = 0
     cached: int = 0
 
@@ -414,15 +416,14 @@ class Engine:
         chunks = self._prefiller.in_chunks(self._waiting[0].named)
         for request, request.row in zip(first, rows, strict=False):
             longest = max(longest, len(request.prompt))
-            crowded = fitting and not self._prefiller.may_share_call(fitting + 1, longest)
-            if request.reads_only or self._prefiller.in_chunks(request.named) != chunks:
-                break
-            if crowded and not chunks:
+            room = chunks or not fitting or self._prefiller.may_share_call(fitting + 1, longest)
+            request.chunks = self._prefiller.in_chunks(request.named)
+            if request.reads_only or request.chunks != chunks or not room:
                 break
             fitting += 1
         size = fitting if chunks else next((n for n in PREFILL_SIZES if n <= fitting), 0)
         for request in first[:size]:
-            self._prefiller.take(request.row, request.named, request.length)
+            self._prefiller.take(request.row, request.named, request.length, chunks=chunks)
         return [self._waiting.popleft() for _ in range(size)]
 
     def _turn(self) -> None:
@@ -432,14 +433,13 @@ class Engine:
             self._embed(admitted[0])
         elif admitted and admitted[0].score:
             self._score(admitted[0])
-        elif admitted and not self._prefiller.in_chunks(admitted[0].named):
+        elif admitted and not admitted[0].chunks:
             self._prefill(admitted)
         else:
             self._filling.extend(admitted)
             admitted = self._admitted = []  # they count as active now
             self._fill()
-        # After other requests it is the turn of the chunks.
-        self._chunks_first = bool(admitted)
+        self._chunks_first = bool(admitted)  # after other requests it is the turn of the chunks
         self._admitted = []
         if self._active:
             self._decode()

@@ -172,22 +172,28 @@ class Prefiller:
         rows: list[int] = []
         available = [blocks.available for blocks in self._blocks]
         for prompt, length in zip(prompts, lengths, strict=True):
-            prompt = prompt[-self._window :]
-            needed = self._blocks[0].needed(self._positions(prompt, length))
-            fitting = [
-                row for row in free if row not in rows and available[self._replica(row)] >= needed
-            ]
+            chunks, prompt = self.in_chunks(prompt), prompt[-self._window :]
+            positions = self._positions(prompt, length)
+            needed = [b.needed(prompt, positions, use_kept=chunks) for b in self._blocks]
+            fits = [most >= count for most, count in zip(available, needed, strict=True)]
+            fitting = [row for row in free if row not in rows and fits[self._replica(row)]]
             if not fitting:
                 break
             row = max(fitting, key=lambda r: self._kept(prompt, self._blocks[self._replica(r)]))
             rows.append(row)
-            available[self._replica(row)] -= needed
+            available[self._replica(row)] -= needed[self._replica(row)]
         return rows
 
-    def take(self, row: int, prompt: np.ndarray, length: int) -> None:
-        """Take the blocks for a new prompt and its answer; the arguments are as for `rows_for`."""
-        positions = self._positions(prompt[-self._window :], length)
-        self._in_rows[row] = self._blocks[self._replica(row)].add_row(positions)
+    def take(self, row: int, prompt: np.ndarray, length: int, *, chunks: bool) -> None:
+        """Take the blocks for a new prompt and its answer.
+
+        Args:
+          prompt, length: as for `rows_for`.
+          chunks: whether the prompt is for `insert_chunk`.
+        """
+        prompt, blocks = prompt[-self._window :], self._blocks[self._replica(row)]
+        positions = self._positions(prompt, length)
+        self._in_rows[row] = blocks.add_row(prompt, positions, use_kept=chunks)
 
     def release(self, rows: Sequence[int]) -> None:
         """Make rows idle, and give back their blocks."""
@@ -217,6 +223,7 @@ class Prefiller:
         for row, prompt, own in zip(rows, prompts, settings, strict=True):
             blocks = self._blocks[self._replica(row)]
             blocks.keep(self._in_rows[row], of_adapter(prompt, own.adapter))
+            blocks.end_prompt(self._in_rows[row])
         self._metrics.prefill(time.perf_counter() - began, sum(map(len, prompts)))
         return chosen
 
@@ -257,8 +264,11 @@ class Prefiller:
             [settings if last else unused],
             begin,
             allowed_in([row], [constraint if last else None]),
+            is_last=last,
         )
         blocks.keep(own, named[:end])
+        if last:
+            blocks.end_prompt(own)
         took = time.perf_counter() - began
         self._metrics.prefill(took, end - begin)
         self._metrics.cached(begin - filled)
@@ -284,21 +294,25 @@ class Prefiller:
         settings: Sequence[SamplingOptions],
         begin: int,
         allowed: Mapping[int, np.ndarray] = MappingProxyType({}),
+        is_last: bool = True,
     ) -> Any:
         """Call `Batch.insert` for the positions from `begin` on.
 
         Args:
           allowed: see `Batch.insert`.  All calls have this argument, so that one program suffices.
+          is_last: whether the prompts are complete after this call.
         """
         none = self._blocks[0].no_row  # of rows that are not in use, when the programs are compiled
-        block_PJ = np.stack([self._in_rows.get(row, none).block_J for row in rows])
+        in_rows = [self._in_rows.get(row, none) for row in rows]
+        prompt_PJ = np.stack([row.prompt_J for row in in_rows])
+        block_PJ = np.stack([row.block_J for row in in_rows]) if is_last else prompt_PJ
         return self.batch.insert(
             rows,
             prompts,
             np.array(lengths, np.int32),
             SamplingOptions.stacked(settings),
             alternatives=ALTERNATIVES,  # even if unused: one program per width
-            chunks=Chunks(np.full(len(prompts), begin, np.int32), block_PJ),
+            chunks=Chunks(np.full(len(prompts), begin, np.int32), block_PJ, prompt_PJ),
             allowed=dict(allowed),
             longest=self._longest if self._fixed else None,
         )

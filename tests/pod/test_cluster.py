@@ -202,9 +202,6 @@ def test_engine_over_hosts_matches_a_single_process(cluster, single, options):
     # window, so only its end is used.
     for client, most in zip(clients, [40, *[6] * 7], strict=True):
         client.request.prompt = np.concatenate((np.arange(9), client.request.prompt[:most]))
-    # A request that exceeds the window together with its answer shares no blocks; these do not.
-    for client in clients[2:]:
-        client.request.length = min(client.request.length, 3)
     scored = Client(np.arange(9), 0, score=True)
     engine.submit([client.request for client in [*clients, scored]])
     for client in clients:

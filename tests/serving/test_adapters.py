@@ -48,7 +48,7 @@ def test_kept_beginnings_belong_to_one_adapter(live):
 
 def test_the_keys_of_different_adapters_differ():
     blocks, tokens = Blocks(Pool(9, 2), 8), np.array([3, 1, 4, 1, 5, 9])
-    blocks.keep(blocks.add_row(8), of_adapter(tokens, 1))
+    blocks.keep(blocks.add_row(tokens, 8), of_adapter(tokens, 1))
     assert len(blocks.find(of_adapter(tokens, 1))) == 2
     for other in (tokens, of_adapter(tokens, 0), of_adapter(tokens, 2), of_adapter(tokens, 2**20)):
         assert blocks.find(other) == []

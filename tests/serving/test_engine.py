@@ -415,6 +415,21 @@ def test_equal_beginnings_are_computed_once(start):
     assert short.request.cached == 0  # it may share a call with others, which saves more
 
 
+def test_prompts_that_exceed_the_window_with_their_answers_are_kept_too(start):
+    """The first answer is written over all of its prompt, of which the row has a copy."""
+    network = long_network()
+    window = network.config.window
+    engine = start(network, rows=2, chunk=64)
+    prompt = np.random.default_rng(2).integers(0, 100, window)
+    for cached in (0, (window - 1) // 16 * 16):
+        client = Client(prompt, window + 1)
+        engine.submit([client.request])
+        assert client.numbers() == network.answer(prompt, 0, window + 1)
+        assert client.request.cached == cached
+    engine.close()
+    assert engine._prefiller.used_tokens == 0
+
+
 def test_nothing_is_kept_if_the_pool_is_empty(start):
     network = long_network()
     engine = start(network, chunk=64, kept_tokens=0)
@@ -451,7 +466,7 @@ def test_rows_take_as_much_memory_as_their_tokens():
     rng, tokens = np.random.default_rng(0), 0
     for row in range(64):
         prompt, length = np.zeros(rng.integers(20, 400), int), int(rng.integers(1, 100))
-        prefiller.take(row, prompt, length)
+        prefiller.take(row, prompt, length, chunks=True)
         tokens += len(prompt) + length
     assert tokens <= prefiller.used_tokens <= tokens + 64 * 15  # blocks of 16
     assert prefiller.used_tokens <= 1.3 * tokens
@@ -505,7 +520,7 @@ def test_chunks_are_short_while_other_rows_wait_for_them(network):
     seconds = (1.0, 0.2, 0.19, 0.1, 0.05, 0.03, 0.001, None)
     assert [prefiller.chunk(s) for s in seconds] == [256, 256, 128, 128, 64, 32, 32, 256]
     # The times follow what is measured: this network answers at once.
-    prefiller.take(0, np.zeros(200, int), 1)
+    prefiller.take(0, np.zeros(200, int), 1, chunks=True)
     for _ in range(30):
         prefiller.insert_chunk(0, np.zeros(200, int), 60, 1, SamplingOptions(), None, 128)
     assert prefiller._seconds[128] < 0.05
