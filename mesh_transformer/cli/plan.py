@@ -6,6 +6,7 @@ status is 0 if the step fits into memory, and 1 if it does not.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -52,6 +53,11 @@ def parse_args() -> argparse.Namespace:
     modes.add_argument("--search", action="store_true", help="find and rank settings that fit")
     parser.add_argument(
         "--limit", type=positive, default=12, help="settings to find with --search (default 12)"
+    )
+    parser.add_argument(
+        "--cache-tokens",
+        type=positive,
+        help="with --decode: a cache in blocks for so many tokens per replica, as of the server",
     )
     parser.add_argument(
         "--fast", action="store_true", help="compile quickly, for less exact figures"
@@ -108,6 +114,8 @@ def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[
 
 def main() -> None:
     args = parse_args()
+    if args.cache_tokens and not args.decode:
+        raise InputError("--cache-tokens plans a cache for generation; add --decode")
     if args.topology != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -132,7 +140,9 @@ def main() -> None:
     if args.search:
         result = search(config, slice_, fixed=changes, limit=args.limit, in_full=not args.fast)
     else:
-        make_plan = decode_plan if args.decode else priced_plan
+        make_plan = priced_plan
+        if args.decode:
+            make_plan = functools.partial(decode_plan, cache_tokens=args.cache_tokens)
         changed = config.replace(**changes, tpu_size=slice_.devices)
         result = make_plan(changed, slice_, fast=args.fast)
     print(json.dumps(dataclasses.asdict(result)) if args.json else result.table())

@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mesh_transformer.util import InputError
+
+BLOCK = 16  # default number of positions per block
+
 
 class Pool(NamedTuple):
     """The size of a batch's pool.
@@ -26,6 +30,24 @@ class Pool(NamedTuple):
     def slots(self, positions: int) -> int:
         """Return the number of slots of a row that can hold this many positions."""
         return -(-positions // self.block) * self.block
+
+
+def pool_of(tokens: int, positions: int, block: int = BLOCK) -> Pool:
+    """Return a pool for this number of tokens.
+
+    Args:
+      positions: number of positions that a row may have at once.
+
+    Raises:
+      InputError: if the pool has no room for one row with so many positions.
+    """
+    pool = Pool(tokens // block, block)
+    if tokens < pool.slots(positions):
+        raise InputError(
+            f"the cache has room for {tokens} tokens, expected at least {pool.slots(positions)}, "
+            "enough for one request; raise --cache-tokens"
+        )
+    return pool
 
 
 class Chunks(NamedTuple):

@@ -390,21 +390,24 @@ class Program:
         runs = parse(self._text).runs()
         return sum(2 * times * collective.bytes for collective, times in runs if collective.chain)
 
-    def bytes_moved_per_iteration(self) -> int:
+    def bytes_moved_per_iteration(self, unknown_trips: int = 1) -> int:
         """Return the bytes that one iteration of the program's main loop reads and writes.
 
         The main loop is the top-level loop with the most memory traffic per iteration.  The result
         also includes every collective that the compiler has split into several operations, even a
         collective outside the main loop.
+
+        Args:
+          unknown_trips: number of iterations of inner loops, where the HLO text does not give it.
         """
         bodies = [
-            self._moved_in(body[1])
+            self._moved_in(body[1], unknown_trips)
             for operation in self._operations["ENTRY"].values()
             if operation.kind == "while" and (body := re.search(r"body=%([^\s,]+)", operation.line))
         ]
         return max(bodies, default=0) + self._bytes_moved_by_split_collectives()
 
-    def _moved_in(self, name: str) -> int:
+    def _moved_in(self, name: str, unknown_trips: int) -> int:
         """Return the bytes that the computation `name` reads and writes, including its loops.
 
         Collectives that the compiler has split into several operations are left out.
@@ -415,10 +418,10 @@ class Program:
                 re.search(r"body=%([^\s,]+)", operation.line) if operation.kind == "while" else None
             )
             if body:
-                trips = trip_count(self._lines, operation.line) or 1
-                total += trips * self._moved_in(body[1])
+                trips = trip_count(self._lines, operation.line) or unknown_trips
+                total += trips * self._moved_in(body[1], unknown_trips)
             elif operation.kind == "call" and operation.called:
-                total += self._moved_in(operation.called)
+                total += self._moved_in(operation.called, unknown_trips)
             elif operation.kind not in FREE and not operation.kind.endswith("-done"):
                 total += self._moved_by(name, operation)
         return total

@@ -19,11 +19,13 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
+from mesh_transformer.generation.blocks import Pool, pool_of
 from mesh_transformer.generation.weights import Weights, weight_specs, weights_of
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
+from mesh_transformer.model.paged import SLOTS_TOGETHER
 from mesh_transformer.performance.hlo import Program, planned_memory
 from mesh_transformer.performance.roofline import (
     Estimate,
@@ -342,7 +344,9 @@ class DecodePlan:
     Attributes:
       dp, mp: number of data-parallel replicas, and of devices per replica.
       rows: batch rows of all replicas together.
-      cache_length: number of positions in the KV cache of each row.
+      cache_length: number of positions in the KV cache of each row; if the cache is in blocks, on
+        average.
+      cache_tokens: number of positions in the blocks of each replica; None for rows of their own.
       state_bytes: weights and cache.
       read_bytes: bytes that every step must read: the cache, and the weights except the embedding.
       bytes_per_step: bytes that one compiled step reads and writes (see `hlo.Program`); None if the
@@ -359,6 +363,7 @@ class DecodePlan:
     mp: int
     rows: int
     cache_length: int
+    cache_tokens: int | None
     int8_weights: bool
     int8_cache: bool
     weights_bytes: int
@@ -383,7 +388,8 @@ class DecodePlan:
         cache = "8-bit cache" if self.int8_cache else "cache"
         lines = [
             f"{self.topology}: {self.devices} devices, dp {self.dp} x mp {self.mp}, generation of "
-            f"{self.rows} rows with {self.cache_length} positions each",
+            f"{self.rows} rows with {self.cache_length} positions each"
+            + (f", in blocks for {self.cache_tokens} per replica" if self.cache_tokens else ""),
             f"{weights} {self.weights_bytes / 1e9:.2f} GB and {cache} "
             f"{self.cache_bytes / 1e9:.2f} GB per device, "
             f"{self.flops_per_token / 1e9:.2f} GFLOP per token",
@@ -399,28 +405,37 @@ class DecodePlan:
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s"])
 
 
-def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> DecodePlan:
+def decode_plan(
+    config: Config, topology: Slice, *, cache_tokens: int | None = None, fast: bool = False
+) -> DecodePlan:
     """Compile a decode step for a slice, and predict its memory, collectives and speed.
 
-    The batch has `per_replica_batch` rows per replica, and each row has a cache of `seq` positions.
+    The batch has `per_replica_batch` rows per replica.
 
     Args:
       config: the config.  The mesh has mp = `cores_per_replica` devices per replica, and dp =
         (number of devices) / mp replicas.
       topology: the devices to compile for.
+      cache_tokens: number of positions in the blocks of each replica, as of a server; these are
+        divided evenly among the rows.  None gives each row a cache of `seq` positions of its own.
       fast: whether to compile with reduced optimisation, which takes a fraction of the time and
         makes the figures less exact.
 
     Raises:
-      InputError: if mp does not divide the number of devices, if libtpu is missing, or if
-        compilation fails.  A step that needs too much memory raises no error; `fits` is then False.
+      InputError: if mp does not divide the number of devices, if `cache_tokens` is too small for
+        one row, if libtpu is missing, or if compilation fails.  A step that needs too much memory
+        raises no error; `fits` is then False.
     """
     mesh = mesh_of(config, topology)
     rows = config.per_replica_batch * mesh.shape["dp"]
-    weights, state = _abstract_weights(config, mesh), _abstract_rows(config, mesh, rows)
+    pool = None if cache_tokens is None else pool_of(cache_tokens, config.window)
+    weights, state = _abstract_weights(config, mesh), _abstract_rows(config, mesh, rows, pool)
+    length = config.seq
+    if cache_tokens is not None:
+        length = min(cache_tokens // config.per_replica_batch, config.window)
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    function = programs.compile_decode(config, mesh, None, STEPS)
+    function = programs.compile_decode(config, mesh, None, STEPS, pool is not None)
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     memory = compiled(topology.name, function, weights, state, left, count, None, fast=fast)
@@ -429,7 +444,8 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
     traffic = moved = likely = None
     if memory.text is not None:
         traffic = decode_traffic(memory.text, config, mesh)
-        moved = Program(memory.text).bytes_moved_per_iteration()
+        # Only attention over blocks has loops whose number of iterations is not in the program.
+        moved = Program(memory.text).bytes_moved_per_iteration(-(-length // SLOTS_TOGETHER))
         likely = rows * hardware.hbm / moved
     return DecodePlan(
         topology=topology.name,
@@ -437,7 +453,8 @@ def decode_plan(config: Config, topology: Slice, *, fast: bool = False) -> Decod
         dp=mesh.shape["dp"],
         mp=mesh.shape["mp"],
         rows=rows,
-        cache_length=config.seq,
+        cache_length=length,
+        cache_tokens=cache_tokens,
         int8_weights=config.int8_weights,
         int8_cache=config.int8_cache,
         weights_bytes=sizes[0],
@@ -464,7 +481,15 @@ def _abstract_weights(config: Config, mesh: Mesh) -> Weights:
     return abstract(shapes, named(mesh, weight_specs(config.merged())))
 
 
-def _abstract_rows(config: Config, mesh: Mesh, rows: int) -> decode.DecodeState:
-    """Return the shapes and shardings of a decode batch: `rows` rows with `seq` positions each."""
-    shapes = jax.eval_shape(lambda: decode.empty(config, rows, config.seq))
-    return abstract(shapes, named(mesh, programs.decode_specs(config)))
+def _abstract_rows(config: Config, mesh: Mesh, rows: int, pool: Pool | None) -> decode.DecodeState:
+    """Return the shapes and shardings of a decode batch.
+
+    Args:
+      rows: number of rows, with `seq` positions each if there is no pool.
+      pool: the size of each replica's pool, or None.
+    """
+    slots = config.seq if pool is None else pool.slots(config.window)
+    blocks, block = pool or (0, 1)
+    blocks *= mesh.shape["dp"]
+    shapes = jax.eval_shape(lambda: decode.empty(config, rows, slots, blocks, block))
+    return abstract(shapes, named(mesh, programs.decode_specs(config, pool=pool is not None)))

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.generation.blocks import Blocks, Chunks, Pool, Row, of_adapter
+from mesh_transformer.generation.blocks import BLOCK, Blocks, Chunks, Pool, Row, of_adapter, pool_of
 from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.util import InputError, bucket
+from mesh_transformer.util import bucket
 
 ALTERNATIVES = 5  # number of most likely tokens delivered with each logprob
 # Allowed numbers of prompts per prefill call, each with its own compiled program.  A call uses the
@@ -30,7 +30,6 @@ MIN_WIDTH = 16  # the smallest width that prompts are padded to
 CHUNK = 256  # default maximum number of tokens of a prompt per prefill call
 SHORTEST_CHUNK = 32  # to which chunks may shrink so that running requests do not wait long
 SMOOTHING = 0.2  # weight of the newest call in the average times of the chunks
-BLOCK = 16  # positions per block of the pool
 # A short prompt is inserted alone, after its kept beginning, if this saves so many positions.
 # Otherwise it may share a call with others.
 SAVING = 64
@@ -91,12 +90,7 @@ class Prefiller:
         block = self._longest if fixed_shapes else BLOCK
         slots = Pool(0, block).slots(window + guesses)
         tokens = cache_tokens or self._rows_per_replica * slots + kept
-        if tokens < slots:
-            raise InputError(
-                f"serve: the cache has room for {tokens} tokens, expected at least {slots}, enough "
-                "for one request; raise --cache-tokens"
-            )
-        pool = Pool(tokens // block, block)
+        pool = pool_of(tokens, window + guesses, block)
         self._blocks = [Blocks(pool, slots, keep=kept > 0) for _ in range(network.dp)]
         self._in_rows: dict[int, Row] = {}  # the blocks of each row that is in use
         self.batch = network.batch(rows, pool, guesses)

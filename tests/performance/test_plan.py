@@ -209,6 +209,23 @@ def test_a_plan_for_generation(partitioning):
     assert "tokens/s" in result.table()
 
 
+def test_a_plan_for_generation_with_a_cache_in_blocks():
+    """Attention's loop runs once per 256 positions of a row."""
+    config = small(cores_per_replica=2, per_replica_batch=2, seq=1024)
+    result = plan.decode_plan(config, slice_named("cpu-2"), cache_tokens=1200)
+    assert (result.cache_length, result.cache_tokens, result.fits) == (600, 1200, True)
+    position = 2 * config.layers * (config.n_heads // 2) * config.d_head * 4
+    assert result.cache_bytes == 1200 * position
+    shorter = plan.decode_plan(config, slice_named("cpu-2"), cache_tokens=1024)
+    assert result.bytes_per_step is not None
+    assert shorter.bytes_per_step is not None
+    # One time more, for two rows.
+    assert result.bytes_per_step - shorter.bytes_per_step >= 2 * 256 * position
+    assert "blocks for 1200 per replica" in result.table()
+    with pytest.raises(InputError, match="room for 1000 tokens, expected at least 1024"):
+        plan.decode_plan(config, slice_named("cpu-2"), cache_tokens=1000)
+
+
 def test_a_search_ranks_the_plans_that_fit():
     """Search on 4 devices with all settings fixed except mp and dp: two compilations."""
     config = small(cores_per_replica=2, tpu_size=4, gradient_accumulation_steps=1)
