@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.blocks import Blocks, Chunks, NoBlockError, Pool
 from mesh_transformer.generation.sampling import sampler_settings
 from tests.generation.test_decode import (
@@ -98,6 +99,23 @@ def test_logits_after_parts_and_blocks_match_a_full_pass(kind, place):
         expected = full_logprobs(config, padded)[0, len(prompt) - 1 : len(text) - 1]
         # Logprobs reach 18 here, where adjacent f32 values differ by 2e-6.
         np.testing.assert_allclose(by_token(top, logprob), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_is_compiled_again_as_rows_grow():
+    """Prompts of several lengths, whose answers fill the window and go on."""
+    config = small_config(seq=64, attention_window=WINDOW)
+    network, pool = network_of(config), Pool(blocks=60, block=4)
+    batch, blocks = network.batch(4, pool), Blocks(pool, pool.slots(WINDOW))
+    options = {"settings": sampler_settings(SAMPLED, 1), "alternatives": None}
+    compiled = network._generator.decode(None, MOST_STEPS, True, 0, False)
+    for number, prompt in enumerate(random_prompts(config, [3, 16, WINDOW, 1])):
+        insert_in_parts(batch, number, prompt, 16, blocks, length=WINDOW, **options)
+        for steps in (1, 9):
+            batch.decode(steps)
+            assert compiled._cache_size() == 1
+    batch.decode(MOST_STEPS)
+    assert list(batch.left) == [0, 0, 0, 0]
+    assert compiled._cache_size() == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
