@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -97,7 +96,10 @@ def running_model(
         return
     from mesh_transformer.checkpoint.source import Source
 
-    network_config = config or Source.of(path).config
+    # The newest steps of now, also after a restart.
+    source = Source.of(path)
+    path, adapters = source.checkpoint_path, [Source(name).checkpoint_path for name in adapters]
+    network_config = config or source.config
     with machines_of(args, network_config) as hosts:
         from mesh_transformer.pod.restarts import RestartingCluster
 
@@ -106,7 +108,7 @@ def running_model(
                 network_config, hosts(), heartbeat=args.heartbeat, patience=args.patience
             )
             try:
-                cluster.load(os.fspath(path), only_params=True)
+                cluster.load(path, only_params=True)
                 if adapters:
                     cluster.add_adapters(adapters)
                 if only_generate:

@@ -20,6 +20,7 @@ from mesh_transformer.util import InputError, brief
 STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = {"type": "object"}
 END = b"<end>"
+KEPT_SCHEMAS = 32  # number of schemas whose parsers are kept, the most recently used ones
 SAMPLE = 'The cat, and {"a": "b c"}'
 NO_TOKEN = "the tokenizer has no token that may come next"
 
@@ -88,11 +89,12 @@ class Grammars:
     def __init__(self, words: TokenTexts, n_vocab: int):
         self._words = words
         self._n_vocab = n_vocab
+        self._parsed = functools.lru_cache(KEPT_SCHEMAS)(self._parse)
 
     def json(self, schema: dict[str, Any] | None) -> Format:
         """Return the format of an answer that is JSON and fits a schema.
 
-        The first call takes about a second, and a complex schema up to a second.
+        The first call takes about a second, and a new complex schema up to a second.
 
         Args:
           schema: a JSON schema; None allows any JSON object.
@@ -101,7 +103,10 @@ class Grammars:
           InputError: if the schema is invalid, has a keyword that is not supported, or needs tokens
             that the model does not have.
         """
-        text = json.dumps(ANY_OBJECT if schema is None else schema)
+        return self._parsed(json.dumps(ANY_OBJECT if schema is None else schema)).copy()
+
+    def _parse(self, text: str) -> Format:
+        """Return the format of an answer for a JSON schema, given as text."""
         try:
             grammar = LLMatcher.grammar_from_json_schema(text, defaults=STYLE)
         except ValueError as error:

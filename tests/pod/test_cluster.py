@@ -31,6 +31,7 @@ from mesh_transformer.training import loop
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
 from tests.conftest import random_batch
+from tests.generation.test_adapters import random_factors
 from tests.long.interruptions import (
     KINDS,
     Interruption,
@@ -215,6 +216,37 @@ def test_engine_over_hosts_matches_a_single_process(cluster, single, options):
     np.testing.assert_allclose([t.logprob for t in prompt[1:]], expected.logprob[0], atol=1e-5)
     engine.close()
     assert any(client.request.cached for client in clients) == has_features
+
+
+@pytest.mark.slow
+def test_adapters_over_hosts_match_a_single_process(cluster, single, tmp_path):
+    single.init()
+    single.save(tmp_path / "base")
+    single.wait()
+    paths = [str(tmp_path / f"adapter_{rank}") for rank in (1, 3)]
+    for rank, path in zip((1, 3), paths, strict=True):
+        network = CausalTransformer(CONFIG.replace(lora_rank=rank), init=False)
+        network.load(tmp_path / "base")
+        network.state = random_factors(network.state, rank)
+        network.save(path)
+        network.close()
+    cluster.load(str(tmp_path / "base"), only_params=True)
+    rng, rows = np.random.default_rng(4), 6
+    prompts, lengths = rng.integers(0, VOCAB, (rows, 20)), rng.integers(1, 21, rows)
+    options = {"seed": np.arange(rows), "adapter": np.array([0, 1, 2, 2, 0, 1])}
+    for network in (cluster, single):
+        network.add_adapters(paths)
+    answers = [network.generate(prompts, lengths, 9, options) for network in (cluster, single)]
+    np.testing.assert_array_equal(*answers)
+    for number in range(3):
+        scored = (
+            network.score(prompts[:, :17], 3, adapter=number) for network in (cluster, single)
+        )
+        assert_same(*scored)
+    with pytest.raises(InputError, match="adapter is 3, expected 0"):
+        cluster.score(prompts[:, :17], 3, adapter=3)
+    for network in (cluster, single):
+        network.add_adapters([])
 
 
 @pytest.mark.slow
