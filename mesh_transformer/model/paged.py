@@ -23,9 +23,11 @@ from mesh_transformer.model.attention import (
     write_rows,
 )
 
-# Attention reads as many blocks together as hold this number of slots.  A smaller number reads less
-# beyond the end of the longest row, and makes more steps.
+# Attention reads as many blocks of each row together as hold this number of slots.  A smaller number
+# reads less beyond the end of the longest row, and makes more steps.
 SLOTS_TOGETHER = 256
+# The same for all rows together: so much stays in a TPU's vector memory until it is used.
+SLOTS_OF_ALL_ROWS = 8192
 
 # Dimension numbers for gathering blocks of [L, H, C, K] as [P, H, J, C, K], so that no axes need be
 # exchanged afterwards.  H is a batching dimension, as in `attention.write_at`.
@@ -112,6 +114,11 @@ def _write_blocks(cache: LayerCache, rows: LayerCache, block_PJ: Array) -> Layer
     return jax.lax.fori_loop(first, end, body, cache)
 
 
+def slots_together(rows: int) -> int:
+    """Return the number of slots of each row that attention reads together, before rounding."""
+    return min(SLOTS_TOGETHER, SLOTS_OF_ALL_ROWS // rows)
+
+
 def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> Array:
     """Compute softmax attention of T queries over the slots of each row, as [B, T, H, K].
 
@@ -125,7 +132,7 @@ def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> 
     """
     block_BJ, size = table.block_BJ, cache.k_BHSK.shape[2]
     places = block_BJ.shape[1]
-    together = min(max(SLOTS_TOGETHER // size, 1), places)
+    together = min(max(slots_together(len(q_BTHK)) // size, 1), places)
     more = -places % together
     block_BJ = jnp.pad(block_BJ, ((0, 0), (0, more)))
     padding = ((0, 0), (0, 0), (0, 0), (0, more * size))

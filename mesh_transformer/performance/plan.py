@@ -25,7 +25,7 @@ from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
-from mesh_transformer.model.paged import SLOTS_TOGETHER
+from mesh_transformer.model.paged import slots_together
 from mesh_transformer.performance.hlo import Program, planned_memory
 from mesh_transformer.performance.roofline import (
     Estimate,
@@ -445,7 +445,8 @@ def decode_plan(
     if memory.text is not None:
         traffic = decode_traffic(memory.text, config, mesh)
         # Only attention over blocks has loops whose number of iterations is not in the program.
-        moved = Program(memory.text).bytes_moved_per_iteration(-(-length // SLOTS_TOGETHER))
+        turns = -(-length // slots_together(config.per_replica_batch))
+        moved = Program(memory.text).bytes_moved_per_iteration(turns)
         likely = rows * hardware.hbm / moved
     return DecodePlan(
         topology=topology.name,

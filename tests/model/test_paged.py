@@ -59,8 +59,9 @@ def test_rows_are_read_and_written_in_blocks(in_8_bits):
     assert_equal(replaced, jax.tree.map(lambda x, n: jnp.where(is_new, n, x), rows, other))
 
 
+@pytest.mark.parametrize("limit", [("SLOTS_TOGETHER", 2 * SIZE), ("SLOTS_OF_ALL_ROWS", 4 * SIZE)])
 @pytest.mark.parametrize(("queries", "in_8_bits"), [(1, False), (3, False), (1, True)])
-def test_attention_in_blocks_is_that_of_rows(queries, in_8_bits, monkeypatch):
+def test_attention_in_blocks_is_that_of_rows(queries, in_8_bits, limit, monkeypatch):
     rows, cache, block_BJ = random_caches(2, in_8_bits)
     rng = np.random.default_rng(3)
     shape = (ROWS, queries, HEADS, WIDTH)
@@ -69,7 +70,8 @@ def test_attention_in_blocks_is_that_of_rows(queries, in_8_bits, monkeypatch):
     bias_BHTS = causal_bias(jnp.asarray(positions_BT), jnp.arange(SLOTS)[None], SLOTS)
     expected = attention.attend(q_BTHK, rows, bias_BHTS)
     # Fewer slots at a time than there are, so that the running maximum counts.
-    monkeypatch.setattr(paged, "SLOTS_TOGETHER", 2 * SIZE)
+    limit, most = limit
+    monkeypatch.setattr(paged, limit, most)
     table = paged.Table(block_BJ, jnp.asarray(LENGTHS, jnp.int32))
     actual = paged.attend(q_BTHK, cache, table, bias_BHTS)
     # Sums of up to 64 terms of order 1 in f32, in another order.
