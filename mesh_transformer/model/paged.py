@@ -23,8 +23,8 @@ from mesh_transformer.model.attention import (
     write_rows,
 )
 
-# Attention reads as many blocks of each row together as hold this number of slots.  A smaller number
-# reads less beyond the end of the longest row, and makes more steps.
+# Attention reads as many blocks of each row together as hold this number of slots.  A smaller
+# number reads less beyond the end of the longest row, and makes more steps.
 SLOTS_TOGETHER = 256
 # The same for all rows together: so much stays in a TPU's vector memory until it is used.
 SLOTS_OF_ALL_ROWS = 8192
