@@ -207,6 +207,7 @@ class Generation:
       hbm: bytes of memory available to a program on one device; the compiler enforces this limit.
       cheap_tier: the discounted price tier.  Google may reclaim TPUs of this tier at any time.
         TPUs of the older tier "preemptible" are also stopped after 24 hours.
+      full: number of chips along a dimension that make it a ring, or a multiple of it.
       options: additional libtpu options for compiling without a TPU, as (name, value) pairs.
     """
 
@@ -216,15 +217,27 @@ class Generation:
     dimensions: int
     devices: int
     hbm: int
+    full: int
     cheap_tier: Tier = "spot"
     options: tuple[tuple[str, str], ...] = ()
+
+    def wraps(self, sizes: Sequence[int]) -> tuple[bool, ...]:
+        """Return for each dimension of a slice whether its last chip is linked to its first one.
+
+        In three dimensions, all or none are.
+
+        Args:
+          sizes: number of chips along each dimension.
+        """
+        full = [size % self.full == 0 for size in sizes]
+        return (all(full),) * len(sizes) if self.dimensions == 3 else tuple(full)
 
 
 # Runtime versions are from the JAX table of cloud.google.com/tpu/docs/runtimes, tiers from
 # cloud.google.com/tpu/docs/spot and cloud.google.com/tpu/docs/preemptible.
 GENERATIONS = {
-    "v2": Generation("v2", "tpu-ubuntu2204-base", 1, 2, 2, int(7.48 * GIB), "preemptible"),
-    "v3": Generation("v3", "tpu-ubuntu2204-base", 1, 2, 2, int(15.48 * GIB), "preemptible"),
+    "v2": Generation("v2", "tpu-ubuntu2204-base", 1, 2, 2, int(7.48 * GIB), 16, "preemptible"),
+    "v3": Generation("v3", "tpu-ubuntu2204-base", 1, 2, 2, int(15.48 * GIB), 32, "preemptible"),
     "v4": Generation(
         "v4",
         "tpu-ubuntu2204-base",
@@ -232,11 +245,12 @@ GENERATIONS = {
         3,
         1,
         int(30.75 * GIB),
+        4,
         options=(("chip_config_name", "megacore"),),
     ),
-    "v5e": Generation("v5litepod", "v2-alpha-tpuv5-lite", 1, 2, 1, int(15.75 * GIB)),
-    "v5p": Generation("v5p", "v2-alpha-tpuv5", 2, 3, 1, int(95.74 * GIB)),
-    "v6e": Generation("v6e", "v2-alpha-tpuv6e", 1, 2, 1, int(31.25 * GIB)),
+    "v5e": Generation("v5litepod", "v2-alpha-tpuv5-lite", 1, 2, 1, int(15.75 * GIB), 16),
+    "v5p": Generation("v5p", "v2-alpha-tpuv5", 2, 3, 1, int(95.74 * GIB), 4),
+    "v6e": Generation("v6e", "v2-alpha-tpuv6e", 1, 2, 1, int(31.25 * GIB), 16),
 }
 CLOUD_GENERATIONS = {generation.cloud_name: generation for generation in GENERATIONS.values()}
 

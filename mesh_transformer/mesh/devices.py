@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import is_spec
+from mesh_transformer.mesh.device_order import arranged
 from mesh_transformer.util import InputError
 
 SPARE_DEVICES = 8  # minimum number of virtual CPU devices when a model is loaded without a config
@@ -60,13 +61,16 @@ def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
 
 
 def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return the (dp, mp) mesh over `devices` (default: all JAX devices).
+    """Return the (dp, mp) mesh over `devices`, in the order in which they are given.
 
-    mp is `config.cores_per_replica`, and dp is the number of devices divided by mp.
+    By default, these are all JAX devices, in an order in which TPUs that are linked to each other
+    follow each other (see `device_order`).  mp is `config.cores_per_replica`, and dp is the number
+    of devices divided by mp.
 
     Raises:
       InputError: if the number of devices is not a multiple of `config.cores_per_replica`.
     """
+    is_plain = devices is not None
     devices = jax.devices() if devices is None else devices
     mp = config.cores_per_replica
     if len(devices) % mp:
@@ -85,7 +89,8 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
             f"config: virtual_mesh is {config.virtual_mesh}, whose dp is not divisible by the {dp} "
             f"replicas of {len(devices)} devices; change it, or use fewer devices"
         )
-    return Mesh(np.asarray(devices).reshape(dp, mp), ("dp", "mp"))
+    array = np.array(devices, object).reshape(dp, mp) if is_plain else arranged(devices, mp)
+    return Mesh(array, ("dp", "mp"))
 
 
 def abstract(shapes: Any, layout: Any) -> Any:

@@ -407,7 +407,7 @@ class Program:
         ]
         return max(bodies, default=0) + self._bytes_moved_by_split_collectives()
 
-    def _moved_in(self, name: str, unknown_trips: int) -> int:
+    def _moved_in(self, name: str, unknown_trips: int = 1) -> int:
         """Return the bytes that the computation `name` reads and writes, including its loops.
 
         Collectives that the compiler has split into several operations are left out.

@@ -22,6 +22,7 @@ from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.blocks import Pool, pool_of
 from mesh_transformer.generation.weights import Weights, weight_specs, weights_of
 from mesh_transformer.mesh.accelerators import GIB, Hardware
+from mesh_transformer.mesh.device_order import Distances
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
@@ -78,6 +79,7 @@ class Plan:
         compiler rejected the program because it needs too much memory.
       fast: whether the step was compiled with reduced optimisation (`FAST_OPTIONS`), which makes
         the peak and the estimate less exact.
+      distances: how far apart the devices of the mesh are; None except for TPUs.
       plain: the plan without `virtual_mesh`, if `priced_plan` made this one for a config with it.
     """
 
@@ -103,6 +105,7 @@ class Plan:
     estimate: Estimate | None
     compile_seconds: float
     fast: bool
+    distances: Distances | None = None
     plain: "Plan | None" = None
 
     @property
@@ -123,6 +126,8 @@ class Plan:
             f"token (weights + 12LHQT), {self.flops / 1e12:,.1f} TFLOP per step",
             format_memory(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
         ]
+        if self.distances is not None:
+            lines.append(self.distances.line())
         if self.collectives is not None:
             lines += self.collectives.lines()
         if self.estimate is not None:
@@ -240,6 +245,7 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
         estimate=speed,
         compile_seconds=memory.seconds,
         fast=memory.fast,
+        distances=topology.distances(mesh),
     )
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.accelerators import GENERATIONS, Hardware
+from mesh_transformer.mesh.device_order import Distances, arranged, distances
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.util import InputError
 
@@ -67,11 +67,15 @@ class Topology:
         return accelerators.hardware(self.generation, dtype)
 
     def mesh(self, dp: int, mp: int) -> Mesh:
-        """Return a (dp, mp) mesh of the slice's devices.
+        """Return a (dp, mp) mesh of the slice's devices, in the order that training uses.
 
         Programs can be compiled for these devices, but cannot run on them.
         """
-        return Mesh(_device_grid(self._describe(), (dp, mp)), ("dp", "mp"))
+        return Mesh(arranged(self._describe(), mp).reshape(dp, mp), ("dp", "mp"))
+
+    def distances(self, mesh: Mesh) -> Distances | None:
+        """Return the distances between the devices of a mesh of this slice."""
+        return distances(self._describe(), mesh.devices)
 
     def _describe(self) -> list[Any]:
         """Return JAX's descriptions of the slice's devices, which need not be present.
@@ -168,7 +172,11 @@ class LocalDevices:
 
     def mesh(self, dp: int, mp: int) -> Mesh:
         """Return a (dp, mp) mesh of these devices."""
-        return Mesh(np.asarray(self._list()).reshape(dp, mp), ("dp", "mp"))
+        return Mesh(arranged(self._list(), mp).reshape(dp, mp), ("dp", "mp"))
+
+    def distances(self, mesh: Mesh) -> Distances | None:
+        """Return the distances between the devices of a mesh; None except for TPUs."""
+        return distances(self._list(), mesh.devices)
 
     def _list(self) -> list[Any]:
         return jax.local_devices(backend=self.platform)[: self.devices]
@@ -212,13 +220,6 @@ def this_machine() -> LocalDevices:
     if platform == "cpu":
         return LocalDevices("cpu", "cpu", 1)
     return LocalDevices(platform, platform, jax.local_device_count())
-
-
-def _device_grid(devices: list[Any], shape: tuple[int, int]) -> np.ndarray:
-    """Arrange devices in a (dp, mp) grid such that the devices of each replica are neighbours."""
-    from jax.experimental import mesh_utils
-
-    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def slice_named(name: str) -> Slice:

@@ -1,0 +1,193 @@
+"""The order of devices in a mesh, by the links between TPU chips.
+
+The chips of a TPU slice are a grid of two or three dimensions, each linked to its neighbours.  JAX
+lists them by host.  In the order of this module, the devices of a replica are a small block of the
+grid, in an order in which each is a neighbour of the next one; so are the blocks.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mesh_transformer.mesh.accelerators import GENERATIONS, hardware_of
+
+Sizes = tuple[int, ...]
+
+
+class Hops(NamedTuple):
+    """How far apart the devices of a mesh are whose data is summed over one axis.
+
+    Attributes:
+      ring: number of links on the way from each device to the next one, and from the last one to
+        the first, added up; on average over the groups.
+      most: the largest number of links between two that follow each other.
+    """
+
+    ring: float
+    most: int
+
+
+class Distances(NamedTuple):
+    """The hops of a mesh, and those of JAX's order of the same devices, for each axis."""
+
+    chosen: dict[str, Hops]
+    plain: dict[str, Hops]
+
+    def line(self) -> str:
+        """Format the distances as one line of text."""
+        parts = [
+            f"{axis} {chosen.ring:.0f} ({self.plain[axis].ring:.0f} in JAX's order)"
+            for axis, chosen in self.chosen.items()
+        ]
+        return f"links round the devices of an axis: {', '.join(parts)}"
+
+
+class Grid:
+    """The chips of one TPU slice.
+
+    Attributes:
+      sizes: number of chips along each dimension.
+      chips: the devices of each chip, an array [*sizes, devices per chip].
+      wraps: for each dimension, whether its last chip is linked to its first one.
+    """
+
+    def __init__(self, sizes: Sizes, chips: np.ndarray):
+        self.sizes = sizes
+        self.chips = chips
+        hardware = hardware_of(chips.flat[0])
+        generation = GENERATIONS.get(hardware.name) if hardware else None
+        self.wraps = generation.wraps(sizes) if generation else (False,) * len(sizes)
+
+    @classmethod
+    def of(cls, devices: Sequence[Any]) -> "Grid | None":
+        """Return the grid of these devices; None if they are not all devices of a TPU grid."""
+        if any(getattr(device, "coords", None) is None for device in devices):
+            return None
+        chips: dict[tuple[int, ...], list[Any]] = {}
+        for device in sorted(devices, key=lambda device: getattr(device, "core_on_chip", 0)):
+            chips.setdefault(tuple(device.coords), []).append(device)
+        first, last = np.min(list(chips), axis=0), np.max(list(chips), axis=0)
+        sizes = tuple(int(size) for size in last - first + 1)
+        count = len(devices) // len(chips)
+        is_full = len(chips) == math.prod(sizes) and {len(own) for own in chips.values()} == {count}
+        if not is_full:
+            return None
+        array = np.empty((*sizes, count), object)
+        for place, own in chips.items():
+            array[tuple(np.subtract(place, first))] = own
+        return cls(sizes, array)
+
+    def arranged(self, block: Sizes, mp: int) -> np.ndarray:
+        """Return the devices as an array [dp, mp], if each replica is a block of this size.
+
+        A block of one chip is several replicas if the chip has more than `mp` devices.
+        """
+        offsets = np.array(_ring(block))
+        places = np.array(_ring(tuple(np.floor_divide(self.sizes, block)))) * block
+        chips = places[:, None] + offsets
+        return self.chips[tuple(np.moveaxis(chips, -1, 0))].reshape(-1, mp)
+
+    def hops(self, devices: np.ndarray) -> dict[str, Hops]:
+        """Return the hops over each axis of a mesh with these devices, [dp, mp]."""
+        places = np.array([[device.coords for device in row] for row in devices])
+        sizes = np.array(self.sizes)
+        result = {}
+        for axis, name in enumerate(("dp", "mp")):
+            away = np.abs(places - np.roll(places, -1, axis))
+            away = np.where(self.wraps, np.minimum(away, sizes - away), away).sum(axis=-1)
+            result[name] = Hops(float(away.sum(axis=axis).mean()), int(away.max()))
+        return result
+
+
+def arranged(devices: Sequence[Any], mp: int) -> np.ndarray:
+    """Return devices as an array [dp, mp] for a mesh, such that neighbours follow each other.
+
+    Of all sizes of blocks, the one is chosen whose replicas have the fewest hosts, then the fewest
+    hops over mp, then over dp.  Devices that are not a grid of TPUs stay in their order.  Several
+    slices follow each other along dp.
+    """
+    numbers = [getattr(device, "slice_index", 0) or 0 for device in devices]
+    parts = [
+        [device for device, own in zip(devices, numbers, strict=True) if own == number]
+        for number in sorted(set(numbers))
+    ]
+    if len(parts) > 1 and all(len(part) % mp == 0 for part in parts):
+        return np.concatenate([arranged(part, mp) for part in parts])
+    grid = Grid.of(devices)
+    plain = np.array(devices, object).reshape(-1, mp)
+    if grid is None:
+        return plain
+    choices = [grid.arranged(block, mp) for block in _blocks(grid, mp)]
+
+    def cost(choice: np.ndarray) -> tuple[float, ...]:
+        hosts = np.mean([len({device.process_index for device in row}) for row in choice])
+        hops = grid.hops(choice)
+        return float(hosts), hops["mp"].ring, hops["mp"].most, hops["dp"].ring
+
+    return min([*choices, plain], key=cost)
+
+
+def distances(devices: Sequence[Any], chosen: np.ndarray) -> Distances | None:
+    """Return the distances of a mesh; None if its devices are not one grid of TPUs.
+
+    Args:
+      devices: the devices in JAX's order.
+      chosen: the same devices in the order of the mesh, [dp, mp].
+    """
+    grid = Grid.of(devices)
+    if grid is None:
+        return None
+    plain = np.array(devices, object).reshape(chosen.shape)
+    return Distances(grid.hops(chosen), grid.hops(plain))
+
+
+def _blocks(grid: Grid, mp: int) -> Iterator[Sizes]:
+    """Yield the sizes of blocks that divide a grid into replicas of `mp` devices."""
+    per_chip = grid.chips.shape[-1]
+    if mp % per_chip and per_chip % mp:
+        return
+    chips = max(mp // per_chip, 1)
+    for block in itertools.product(*(_divisors(size) for size in grid.sizes)):
+        if math.prod(block) == chips:
+            yield block
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _ring(sizes: Sizes) -> list[tuple[int, ...]]:
+    """Return the cells of a grid in an order in which each is a neighbour of the next one.
+
+    The last one is a neighbour of the first one too, if the grid has two dimensions or more with
+    several cells, and an even number of cells.
+    """
+    order = sorted(range(len(sizes)), key=lambda axis: (sizes[axis] % 2, sizes[axis] == 1))
+    # Along `first`, which has an even number of cells if any dimension has, the cells are in rows.
+    first, rest = order[0], order[1:]
+    row = _snake(tuple(sizes[axis] for axis in rest))
+    if sizes[first] % 2 or len(row) == 1:
+        cells = [(at, *cell) for at, cell in _turning(range(sizes[first]), row)]
+    else:
+        # Back and forth through all but the first cell of each row, then back through these.
+        there = [(at, *cell) for at, cell in _turning(range(sizes[first]), row[1:])]
+        cells = [*there, *((at, *row[0]) for at in reversed(range(sizes[first])))]
+    places = np.argsort([first, *rest])
+    return [tuple(cell[place] for place in places) for cell in cells]
+
+
+def _snake(sizes: Sizes) -> list[tuple[int, ...]]:
+    """Return the cells of a grid in an order in which each is a neighbour of the next one."""
+    if not sizes:
+        return [()]
+    return [(at, *cell) for at, cell in _turning(range(sizes[0]), _snake(sizes[1:]))]
+
+
+def _turning(rows: Sequence[int], row: list[tuple[int, ...]]) -> Iterator[tuple[int, Any]]:
+    """Yield the cells of all rows, every second row in reverse."""
+    for number in rows:
+        for cell in reversed(row) if number % 2 else row:
+            yield number, cell
