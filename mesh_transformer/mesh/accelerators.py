@@ -33,6 +33,8 @@ class Hardware:
       links: number of interconnect links.  A ring along one axis of a torus uses two of them.  For
         GPUs and CPUs the value is 2, because a ring can use their full bandwidth.
       source: where the figures come from.
+      network: bytes/s over the data centre's network, from each device to other slices; None if it
+        is not documented.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Hardware:
     interconnect: float
     links: int
     source: str
+    network: float | None = None
 
     def part(self, count: int) -> "Hardware":
         """Return the specifications of one of `count` equal parts of this device.
@@ -68,9 +71,10 @@ HARDWARE = (
     Hardware("v4i", "TPU v4 lite", 138e12, 614e9, 100e9, 2, "Jouppi et al. 2021 (Ten lessons)"),
     # Each chip has 6 links of 50 GB/s (Jouppi et al. 2023, TPU v4).
     Hardware("v4", "TPU v4", 275e12, 1228e9, 300e9, 6, f"{_DOCS}/v4"),
-    Hardware("v5e", "TPU v5 lite", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e"),
-    Hardware("v5e", "TPU v5e", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e"),
-    Hardware("v5p", "TPU v5", 459e12, 2765e9, 600e9, 6, f"{_DOCS}/v5p"),
+    # The network of a pod of 256 chips has 6.4 Tbit/s.
+    Hardware("v5e", "TPU v5 lite", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 3.125e9),
+    Hardware("v5e", "TPU v5e", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 3.125e9),
+    Hardware("v5p", "TPU v5", 459e12, 2765e9, 600e9, 6, f"{_DOCS}/v5p", 6.25e9),
     Hardware("v6e", "TPU v6", 918e12, 1638e9, 400e9, 4, f"{_DOCS}/v6e"),
     Hardware("7x", "TPU7x", 1153.5e12, 3690e9, 300e9, 6, f"{_DOCS}/tpu7x"),
     Hardware("h100-pcie", "H100 PCIe", 756e12, 2000e9, 300e9, 2, _NVIDIA),

@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+# The kind of what a device sends to other slices, over the network of the data centre.
+BETWEEN_SLICES = "send"
 # Kinds whose -start operation returns a tuple of its operands followed by its results.
 WITH_OPERANDS = ("all-gather", "collective-permute")
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\((.*)$")
+_SEND = re.compile(rf" = (.*?) ({BETWEEN_SLICES})\((.*xla_megascale.*)$")
 _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
 
@@ -30,7 +33,7 @@ class Collective:
     A collective operation on several arrays is represented by one `Collective` per array.
 
     Attributes:
-      kind: one of `KINDS`.
+      kind: one of `KINDS`, or `BETWEEN_SLICES`.
       shape, dtype: shape and dtype of the result on one device.
       groups: the sets of devices that exchange data with each other; empty if all devices are one
         group.
@@ -93,7 +96,7 @@ def _collectives_of(line: str) -> list[Collective]:
 
     The list is empty if the operation is not a collective.
     """
-    match = _COLLECTIVE.search(line)
+    match = _COLLECTIVE.search(line) or _SEND.search(line)
     if match is None:
         return []
     result, kind, rest = match.groups()
@@ -101,6 +104,8 @@ def _collectives_of(line: str) -> list[Collective]:
     where, groups = name[1] if name else "", groups_of(rest)
     chain = re.search(r'chain_id="(\w+)"', rest)
     arrays = _ARRAY.findall(result)
+    if kind == BETWEEN_SLICES:
+        arrays = arrays[:1]  # the others are bookkeeping
     if f" {kind}-start(" in line and kind in WITH_OPERANDS:
         arrays = [array for array in arrays if array != ("u32", "")]  # drop context scalars
         arrays = arrays[len(arrays) // 2 :]

@@ -278,6 +278,7 @@ def _traffic_and_speed(
         tokens=tokens,
         hbm_traffic_bytes=Program(text).moved(),
         link_bytes=traffic.on_links,
+        slice_bytes=traffic.between_slices,
         attention=attention_backend(config, mesh.devices.flat[0]),
     )
 

@@ -31,6 +31,9 @@ class Estimate:
       link_bytes: bytes that the step sends, counted once per link that they cross on a ring.
       link_seconds: the times for sending `link_bytes` with all links of the device busy, and with
         only two links busy.
+      slice_bytes: bytes that the step sends to other slices.
+      slice_seconds: the time for sending `slice_bytes`; None, and left out of the step's time, if
+        the bandwidth is unknown.
       step_seconds, tokens_per_second, mfu, hfu: two values each.  The first assumes that compute,
         memory and links overlap fully; the second assumes no overlap.
       source: where the hardware's figures come from.
@@ -44,6 +47,8 @@ class Estimate:
     hbm_seconds: float
     link_bytes: int
     link_seconds: tuple[float, float]
+    slice_bytes: int
+    slice_seconds: float | None
     step_seconds: tuple[float, float]
     tokens_per_second: tuple[float, float]
     mfu: tuple[float, float]
@@ -53,6 +58,12 @@ class Estimate:
     def lines(self) -> list[str]:
         """Format the estimate as lines of readable text."""
         least, most = self.step_seconds
+        between = []
+        if self.slice_bytes:
+            time = "unknown time" if self.slice_seconds is None else f"{self.slice_seconds:.4g} s"
+            between = [
+                f"  to other slices: {self.slice_bytes / 1e9:,.2f} GB per device, {time}",
+            ]
         # The peak of a CPU is only measured, and a program can exceed it.
         shares = (
             f", MFU {self.mfu[1]:.1%} to {self.mfu[0]:.1%}, HFU {self.hfu[1]:.1%} to "
@@ -65,6 +76,7 @@ class Estimate:
             f"({self.hbm_traffic_bytes / 1e9:,.1f} GB per device), links "
             f"{self.link_seconds[0]:.4g} to {self.link_seconds[1]:.4g} s "
             f"({self.link_bytes / 1e9:,.2f} GB on links per device)",
+            *between,
             f"  step {least:.4g} to {most:.4g} s, {self.tokens_per_second[1]:,.0f} to "
             f"{self.tokens_per_second[0]:,.0f} tokens/s{'' if self.hardware == 'cpu' else shares}",
         ]
@@ -80,7 +92,7 @@ def bytes_sent(kind: str, size: int, devices: int) -> int:
       size: size in bytes of the result on one device.
       devices: number of devices that take part.
     """
-    if kind == "collective-permute":
+    if kind in ("collective-permute", hlo.BETWEEN_SLICES):
         return size
     if kind == "reduce-scatter":  # the result is only the device's shard
         return size * (devices - 1)
@@ -91,9 +103,12 @@ def bytes_sent(kind: str, size: int, devices: int) -> int:
 def bytes_on_links(kind: str, size: int, devices: int) -> int:
     """Return the bytes that each device sends, counted once per link that they cross on a ring.
 
-    Only an all-to-all sends to devices that are no neighbours: a part of the array to each, in the
-    shorter direction.  The arguments are those of `bytes_sent`.
+    What is sent to other slices crosses no link.  Only an all-to-all sends to devices that are no
+    neighbours: a part of the array to each, in the shorter direction.  The arguments are those of
+    `bytes_sent`.
     """
+    if kind == hlo.BETWEEN_SLICES:
+        return 0
     if kind != "all-to-all":
         return bytes_sent(kind, size, devices)
     distances = devices**2 // 4  # sum of min(d, devices - d) over all other devices
@@ -117,20 +132,23 @@ def estimate(
     tokens: int,
     hbm_traffic_bytes: int,
     link_bytes: int,
+    slice_bytes: int = 0,
     attention: str = "xla",
 ) -> Estimate:
     """Estimate the time and speed of a training step.
 
     Args:
       tokens: tokens per step of all devices together.
-      hbm_traffic_bytes, link_bytes: bytes per device in one step; see `Estimate`.
+      hbm_traffic_bytes, link_bytes, slice_bytes: bytes per device in one step; see `Estimate`.
       attention: attention backend, as `attention_backend` returns it.
     """
     peak = hardware.peak * devices
     compute = tokens * flops.hardware_flops_per_token(config, attention) / peak
     memory = hbm_traffic_bytes / hardware.hbm
     links = link_seconds(link_bytes, hardware)
-    steps = max(compute, memory, links[0]), compute + memory + links[1]
+    known = slice_bytes == 0 or hardware.network is not None
+    network = slice_bytes / (hardware.network or math.inf)
+    steps = max(compute, memory, links[0], network), compute + memory + links[1] + network
     speeds = tokens / steps[0], tokens / steps[1]
     return Estimate(
         hardware=hardware.name,
@@ -141,6 +159,8 @@ def estimate(
         hbm_seconds=memory,
         link_bytes=link_bytes,
         link_seconds=links,
+        slice_bytes=slice_bytes,
+        slice_seconds=network if known else None,
         step_seconds=steps,
         tokens_per_second=speeds,
         mfu=(flops.mfu(config, speeds[0], peak), flops.mfu(config, speeds[1], peak)),
@@ -156,8 +176,9 @@ class Exchange:
     """Totals over a step's collectives that have the same kind, mesh axis, dtype and place.
 
     Attributes:
-      kind: kind of collective, one of `hlo.KINDS`.
-      axis: mesh axis or axes that the collectives run over.
+      kind: kind of collective (see `hlo.Collective`).
+      axis: mesh axis or axes that the collectives run over; "slices" for what is sent to other
+        slices.
       place: where in the step they run: "layer forward" or "layer backward" in the loop over
         layers, "microbatch" in the loop over microbatches, "loop" in any other loop, and "step"
         outside of all loops.
@@ -183,7 +204,8 @@ class Traffic:
 
     Attributes:
       layer_forward: number of all-reduces of activations per layer in the forward pass.  With a
-        `virtual_mesh`, each of them consists of an all-to-all and an all-gather.
+        `virtual_mesh`, each of them consists of an all-to-all and an all-gather.  In a program for
+        several slices the passes cannot be told apart, and those of the backward pass count too.
       layer_backward: number of all-reduces of activations per layer in the backward pass; 0 in a
         decode step.
       bytes_by_kind: for each kind of collective, the size in bytes of its results on one device,
@@ -203,16 +225,23 @@ class Traffic:
         return sum(exchange.sent for exchange in self.exchanges)
 
     @property
+    def between_slices(self) -> int:
+        """Bytes that each device sends to other slices in one step."""
+        return sum(exchange.sent for exchange in self.exchanges if exchange.axis == "slices")
+
+    @property
     def on_links(self) -> int:
-        """The same bytes, counted once per link of a ring that they cross."""
+        """Bytes sent in one step, counted once per link of a ring that they cross."""
         return sum(exchange.on_links for exchange in self.exchanges)
 
     def lines(self) -> list[str]:
         """Format the collectives as lines of readable text."""
         parts = " (all-to-all and all-gather)" if "all-to-all" in self.bytes_by_kind else ""
+        counts = f"{self.layer_forward} forward, {self.layer_backward} backward"
+        if self.between_slices:
+            counts = f"{self.layer_forward} forward and backward together"
         return [
-            f"activation all-reduces{parts} per layer: {self.layer_forward} forward, "
-            f"{self.layer_backward} backward",
+            f"activation all-reduces{parts} per layer: {counts}",
             *(
                 f"  {exchange.place}: {exchange.count} x {exchange.kind} over {exchange.axis}, "
                 f"{exchange.dtype}, {exchange.bytes / 1e6:,.1f} MB per step and device"
@@ -296,6 +325,8 @@ def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
     def walk(loop: hlo.Loop, times: int, outer: str) -> None:
         for collective in loop.collectives:
             axis, size = _axis_of(collective.groups, mesh)
+            if collective.kind == hlo.BETWEEN_SLICES:
+                axis = "slices"
             if size == 1:
                 continue
             place = outer

@@ -4,11 +4,11 @@ The TPU compiler `libtpu` provides descriptions of a slice's devices, even on a 
 TPU.
 """
 
+import dataclasses
 import math
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +35,27 @@ ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Topology:
-    """A TPU slice.
+    """A TPU slice, or several equal ones that a data-centre network connects.
 
     Attributes:
-      name: name in Google Cloud, such as v3-8 or v5e-256, or a grid of chips, such as v5p:16x16x24.
+      name: name in Google Cloud, such as v3-8 or v5e-256, or a grid of chips, such as v5p:16x16x24;
+        after the number of slices and an x if there are several, such as 2xv5e-256.
       generation: TPU generation, such as v5e.
-      grid: number of chips along each dimension.
+      grid: number of chips along each dimension of a slice.
+      slices: number of slices.
     """
 
     name: str
     generation: str
     grid: tuple[int, ...]
+    slices: int = 1
 
     @property
     def devices(self) -> int:
-        """Number of JAX devices in the slice."""
-        return math.prod(self.grid) * GENERATIONS[self.generation].devices
+        """Number of JAX devices in all slices."""
+        return self.slices * math.prod(self.grid) * GENERATIONS[self.generation].devices
 
     @property
     def hbm(self) -> int:
@@ -98,6 +101,7 @@ class Topology:
                 topology_name=f"{self.generation}:{grid}",
                 **dict(GENERATIONS[self.generation].options),
                 **single_chip,
+                **({"num_slices": self.slices} if self.slices > 1 else {}),
             ).devices
         except Exception as error:  # libtpu's errors have no type of their own
             known = ("libtpu", "Unable to initialize", "TPU support not installed")
@@ -112,7 +116,7 @@ class Topology:
             ) from None
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class LocalDevices:
     """Devices of this machine, such as its GPUs, or its CPU divided into virtual devices.
 
@@ -235,11 +239,14 @@ def topology(name: str) -> Topology:
     """Return the TPU slice called `name`.
 
     Args:
-      name: name in Google Cloud, such as v3-8, or a grid of chips, such as v5p:16x16x24.
+      name: the slice's name (see `Topology`).
 
     Raises:
       InputError: if there is no such slice.
     """
+    several = re.fullmatch(r"([1-9]\d*)x(.+)", name)
+    if several:
+        return dataclasses.replace(topology(several[2]), name=name, slices=int(several[1]))
     explicit = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", name)
     if explicit and explicit[1] in GENERATIONS:
         return Topology(name, explicit[1], tuple(map(int, explicit[2].split("x"))))

@@ -322,7 +322,7 @@ from mesh_transformer.performance.topology import topology
 
 keys = json.loads(sys.argv[1])
 configs = [Config(**keys, **more) for more in json.loads(sys.argv[2])]
-results = [plan(config, topology("v3-8"), fast=True) for config in configs]
+results = [plan(config, topology(sys.argv[3]), fast=True) for config in configs]
 print(json.dumps([asdict(result) for result in results]))
 """
 
@@ -334,7 +334,7 @@ def test_collectives_over_replicas_on_tpus():
     keys = SMALL | {"cores_per_replica": 4, "gradient_accumulation_steps": 4, "layers": 3}
     keys |= {"d_model": 512, "n_heads": 4, "seq": 256, "n_vocab": 1024, "dtype": "bfloat16"}
     variants = [{"zero": zero} for zero in (0, 1, 3)] + [{"zero": 1, "partitioning": "jit"}]
-    process = run_python("-c", SMALL_ON_A_TPU, json.dumps(keys), json.dumps(variants))
+    process = run_python("-c", SMALL_ON_A_TPU, json.dumps(keys), json.dumps(variants), "v3-8")
     inside, once = [], []
     for plan_values in json.loads(process.stdout):
         reduced = plan_values["collectives"]
@@ -355,6 +355,25 @@ def test_collectives_over_replicas_on_tpus():
     summed = {("all-reduce", "f32")}
     split = summed | {("reduce-scatter", "f32"), ("all-gather", "bf16")}
     assert once == [summed, split, summed, split]
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [2, 4])
+def test_slices_exchange_one_gradient_per_step(slices):
+    """Each device sends its part of what its slice has summed."""
+    keys = SMALL | {"cores_per_replica": 8, "gradient_accumulation_steps": 4, "layers": 3}
+    keys |= {"d_model": 1024, "n_heads": 8, "seq": 256, "n_vocab": 1024, "dtype": "bfloat16"}
+    variants = json.dumps([{"zero": 0}, {"zero": 0, "partitioning": "jit"}])
+    process = run_python("-c", SMALL_ON_A_TPU, json.dumps(keys), variants, f"{slices}xv5e-16")
+    for result in json.loads(process.stdout):
+        assert (result["dp"], result["mp"]) == (2 * slices, 8)
+        between = [e for e in result["collectives"]["exchanges"] if e["axis"] == "slices"]
+        assert {(e["kind"], e["place"], e["dtype"]) for e in between} == {("send", "step", "f32")}
+        sent = 16 * sum(exchange["sent"] for exchange in between)
+        # More only for padding, and for norms and biases, which each shard has.
+        assert 4 * result["parameters"] <= sent < 1.05 * 4 * result["parameters"]
+        assert result["estimate"]["slice_seconds"] == pytest.approx(sent / 16 / 3.125e9)
 
 
 DECODE_ON_A_TPU = """

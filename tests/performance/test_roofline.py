@@ -70,6 +70,35 @@ def test_link_time_is_a_range_from_all_links_to_two_links():
     assert link_seconds(450e9, accelerators.hardware("h100")) == pytest.approx((1, 1))
 
 
+def test_what_goes_to_other_slices_counts_apart_from_the_links():
+    """As the TPU compiler sums over slices: within each of the two, then over the network."""
+    program = """HloModule made
+
+ENTRY %main (p: f32[32,128]) -> f32[32,128] {
+  %p = f32[32,128]{1,0} parameter(0)
+  %a = f32[8,128]{1,0} reduce-scatter(%p), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}
+  %b = token[] after-all()
+  %c = (f32[8,128]{1,0}, u32[], token[]) send(%a, %b), frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %d = (f32[8,128]{1,0}, u32[], token[]) recv(%b), frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %e = f32[8,128]{1,0} get-tuple-element(%d), index=0
+  ROOT %f = f32[32,128]{1,0} all-gather(%e), channel_id=2, replica_groups={{0,1,2,3},{4,5,6,7}}
+}
+"""  # noqa: E501
+    config = Config.load(str(CONFIGS / "6B_roto_256.json"))
+    mesh: Any = SimpleNamespace(shape={"dp": 8, "mp": 1}, size=8)
+    traffic = traffic_of(program, config, mesh)
+    part = 4 * 8 * 128
+    assert traffic.between_slices == part  # of each device: together, one gradient per slice
+    assert traffic.on_links == 2 * 3 * part
+    assert {exchange.axis for exchange in traffic.exchanges} == {"dp", "slices"}
+    options = {"devices": 8, "tokens": 1, "hbm_traffic_bytes": 0, "link_bytes": 0}
+    for name, seconds in (("v5e", 2), ("v4", None)):  # 3.125 GB/s, and unknown
+        result = estimate(config, accelerators.hardware(name), **options, slice_bytes=6_250_000_000)
+        assert result.slice_seconds == seconds
+        assert result.step_seconds[0] >= (seconds or 0)
+        assert "to other slices: 6.25 GB" in "\n".join(result.lines())
+
+
 def test_the_step_time_is_between_its_longest_part_and_the_sum():
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
     hardware, tokens = accelerators.hardware("v5e"), 8 * 2048
