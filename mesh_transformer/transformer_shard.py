@@ -45,7 +45,7 @@ class CausalTransformer:
 
     Args:
       config: a Config, a dict of config keys and values, or the path of a JSON or YAML file.
-      devices: the JAX devices to use (default: all).
+      devices: the JAX devices to use, in this order (default: all, in the order of their links).
       init: whether to initialise parameters and optimizer state.  Pass False if you call `load` or
         `restore` next.
 

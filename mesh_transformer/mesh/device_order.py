@@ -109,10 +109,9 @@ def arranged(devices: Sequence[Any], mp: int) -> np.ndarray:
     hops over mp, then over dp.  Devices that are not a grid of TPUs stay in their order.  Several
     slices follow each other along dp.
     """
-    numbers = [getattr(device, "slice_index", 0) or 0 for device in devices]
     parts = [
-        [device for device, own in zip(devices, numbers, strict=True) if own == number]
-        for number in sorted(set(numbers))
+        [device for device in devices if _slice_of(device) == number]
+        for number in sorted(set(map(_slice_of, devices)))
     ]
     if len(parts) > 1 and all(len(part) % mp == 0 for part in parts):
         return np.concatenate([arranged(part, mp) for part in parts])
@@ -131,17 +130,26 @@ def arranged(devices: Sequence[Any], mp: int) -> np.ndarray:
 
 
 def distances(devices: Sequence[Any], chosen: np.ndarray) -> Distances | None:
-    """Return the distances of a mesh; None if its devices are not one grid of TPUs.
+    """Return the distances of a mesh; None if its devices are not TPUs of a whole slice.
+
+    With several slices, these are the distances within the first one.
 
     Args:
       devices: the devices in JAX's order.
       chosen: the same devices in the order of the mesh, [dp, mp].
     """
+    first = min(map(_slice_of, devices))
+    devices = [device for device in devices if _slice_of(device) == first]
+    chosen = chosen[[_slice_of(row[0]) == first for row in chosen]]
     grid = Grid.of(devices)
-    if grid is None:
+    if grid is None or chosen.size != len(devices):
         return None
     plain = np.array(devices, object).reshape(chosen.shape)
     return Distances(grid.hops(chosen), grid.hops(plain))
+
+
+def _slice_of(device: Any) -> int:
+    return getattr(device, "slice_index", 0) or 0
 
 
 def _blocks(grid: Grid, mp: int) -> Iterator[Sizes]:

@@ -101,6 +101,7 @@ def test_slices_follow_each_other(mp):
     np.testing.assert_array_equal(slices, np.repeat([0, 1], 64 // mp)[:, None] * np.ones(mp))
     one = arranged(chips((4, 4, 4)), mp)
     assert [device.coords for device in mesh[: 64 // mp].flat] == [d.coords for d in one.flat]
+    assert hops(devices, mesh)[0] == hops(chips((4, 4, 4)), one)[0]
 
 
 def test_other_devices_stay_in_their_order():
