@@ -110,6 +110,9 @@ class Config:
     early_cast: bool = False  # store parameters in bf16
     int8_weights: bool = False  # for generation, quantize the weights to 8 bits
     int8_cache: bool = False  # for generation, quantize keys and values to 8 bits
+    # The matmuls of the layers that training computes with 8-bit integers: any of "forward",
+    # "input_gradients" and "weight_gradients"; see docs/training.md.
+    int8_matmuls: list[str] = field(default_factory=list, hash=False)
     bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
 
     # Optimizer.

@@ -9,6 +9,7 @@ from mesh_transformer.util import InputError
 MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
 # Optimizers that update each number by itself.
 ELEMENTWISE = ("adam", "lion", "sgd")
+MATMULS = ("forward", "input_gradients", "weight_gradients")  # the names in `int8_matmuls`
 
 
 def check(c: Any) -> None:
@@ -54,6 +55,7 @@ def check(c: Any) -> None:
     _check_lora(c)
     _check_divisions(c)
     _check_virtual_mesh(c)
+    _check_int8_matmuls(c)
 
 
 def _check_training(c: Any) -> None:
@@ -146,6 +148,20 @@ def _check_divisions(c: Any) -> None:
         )
     if c.pe == "rotary" and (c.d_rotary % 2 or not c.d_rotary):
         raise InputError(f"pe_rotary_dims is {c.d_rotary}, expected a positive even number")
+
+
+def _check_int8_matmuls(c: Any) -> None:
+    for name in c.int8_matmuls:
+        if name not in MATMULS:
+            raise InputError(
+                f"int8_matmuls has {name!r}, expected only names from {', '.join(MATMULS)}"
+            )
+    # Scales would depend on the device that holds a column, or on the input of a group of columns.
+    for key, wrong in {"virtual_mesh": c.virtual_mesh, "norm": "layernorm-desync"}.items():
+        if c.int8_matmuls and wrong and getattr(c, key) == wrong:
+            raise InputError(
+                f"int8_matmuls is {c.int8_matmuls}, but {key} is {wrong}; remove one of them"
+            )
 
 
 def _check_virtual_mesh(c: Any) -> None:

@@ -59,7 +59,8 @@ class Generator:
     def __init__(self, config: Config, mesh: Mesh, rows: Rows, adapters: Sequence[Adapter] = ()):
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         # The weights are split over mp only, even if ZeRO splits the training state over dp.
-        config = config.replace(zero=0, dtype="float32" if on_cpu else config.dtype)
+        dtype = "float32" if on_cpu else config.dtype
+        config = config.replace(zero=0, dtype=dtype, int8_matmuls=[])
         self.adapters = [adapter.params for adapter in adapters]
         configs = tuple(adapter.config for adapter in adapters)
         self._weights = programs.compile_weights(config, mesh, configs)

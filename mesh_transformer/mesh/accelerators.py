@@ -33,6 +33,7 @@ class Hardware:
       links: number of interconnect links.  A ring along one axis of a torus uses two of them.  For
         GPUs and CPUs the value is 2, because a ring can use their full bandwidth.
       source: where the figures come from.
+      int8: speed of dense matmuls of 8-bit integers, in multiples of `peak`.
       network: bytes/s over the data centre's network, from each device to other slices; None if it
         is not documented.
     """
@@ -44,6 +45,7 @@ class Hardware:
     interconnect: float
     links: int
     source: str
+    int8: float = 1.0
     network: float | None = None
 
     def part(self, count: int) -> "Hardware":
@@ -72,21 +74,21 @@ HARDWARE = (
     # Each chip has 6 links of 50 GB/s (Jouppi et al. 2023, TPU v4).
     Hardware("v4", "TPU v4", 275e12, 1228e9, 300e9, 6, f"{_DOCS}/v4"),
     # The network of a pod of 256 chips has 6.4 Tbit/s.
-    Hardware("v5e", "TPU v5 lite", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 3.125e9),
-    Hardware("v5e", "TPU v5e", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 3.125e9),
-    Hardware("v5p", "TPU v5", 459e12, 2765e9, 600e9, 6, f"{_DOCS}/v5p", 6.25e9),
-    Hardware("v6e", "TPU v6", 918e12, 1638e9, 400e9, 4, f"{_DOCS}/v6e"),
+    Hardware("v5e", "TPU v5 lite", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 2.0, 3.125e9),
+    Hardware("v5e", "TPU v5e", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 2.0, 3.125e9),
+    Hardware("v5p", "TPU v5", 459e12, 2765e9, 600e9, 6, f"{_DOCS}/v5p", 2.0, 6.25e9),
+    Hardware("v6e", "TPU v6", 918e12, 1638e9, 400e9, 4, f"{_DOCS}/v6e", 2.0),
     Hardware("7x", "TPU7x", 1153.5e12, 3690e9, 300e9, 6, f"{_DOCS}/tpu7x"),
-    Hardware("h100-pcie", "H100 PCIe", 756e12, 2000e9, 300e9, 2, _NVIDIA),
-    Hardware("h100-nvl", "H100 NVL", 835e12, 3900e9, 300e9, 2, _NVIDIA),
-    Hardware("h100", "H100", 989e12, 3350e9, 450e9, 2, _NVIDIA),
+    Hardware("h100-pcie", "H100 PCIe", 756e12, 2000e9, 300e9, 2, _NVIDIA, 2.0),
+    Hardware("h100-nvl", "H100 NVL", 835e12, 3900e9, 300e9, 2, _NVIDIA, 2.0),
+    Hardware("h100", "H100", 989e12, 3350e9, 450e9, 2, _NVIDIA, 2.0),
     # The model with 96 GB of HBM; the 144 GB model has different memory and is not listed.
-    Hardware("gh200", "GH200 480GB", 989e12, 4000e9, 450e9, 2, _NVIDIA),
-    Hardware("h200", "H200", 989e12, 4800e9, 450e9, 2, _NVIDIA),
-    Hardware("a100-40gb", "A100-SXM4-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA),
-    Hardware("a100-40gb", "A100-PCIE-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA),
-    Hardware("a100-pcie", "A100 80GB PCIe", 312e12, 1935e9, 300e9, 2, _NVIDIA),
-    Hardware("a100", "A100", 312e12, 2039e9, 300e9, 2, _NVIDIA),
+    Hardware("gh200", "GH200 480GB", 989e12, 4000e9, 450e9, 2, _NVIDIA, 2.0),
+    Hardware("h200", "H200", 989e12, 4800e9, 450e9, 2, _NVIDIA, 2.0),
+    Hardware("a100-40gb", "A100-SXM4-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA, 2.0),
+    Hardware("a100-40gb", "A100-PCIE-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA, 2.0),
+    Hardware("a100-pcie", "A100 80GB PCIe", 312e12, 1935e9, 300e9, 2, _NVIDIA, 2.0),
+    Hardware("a100", "A100", 312e12, 2039e9, 300e9, 2, _NVIDIA, 2.0),
 )
 
 

@@ -84,11 +84,25 @@ def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
     multiplied = matmul_params(config) - _lookup_params(config)
     matmuls = flops_per_token(config) // matmul_params(config) * multiplied
     if config.remat == "full":
-        outputs = (config.n_heads * config.d_head + config.d_ff) * config.d_model
-        matmuls += 2 * config.layers * (_layer_matrices(config) - outputs)
+        matmuls += 2 * config.layers * (_layer_matrices(config) - _output_matrices(config))
     if config.seq > config.loss_chunk:
         matmuls += 2 * config.n_vocab * config.d_model
     return matmuls + _attention_flops_per_token(config, attention)
+
+
+def int8_flops_per_token(config: Config) -> int:
+    """Return how many of the `hardware_flops_per_token` are of matmuls of 8-bit integers.
+
+    These are those of the layers' matrices in the passes that `int8_matmuls` names.
+    """
+    passes = {
+        "forward": _layer_matrices(config),
+        "input_gradients": _layer_matrices(config),
+        "weight_gradients": 0 if config.lora_rank else _layer_matrices(config),
+    }
+    if config.remat == "full":
+        passes["forward"] += _layer_matrices(config) - _output_matrices(config)
+    return 2 * config.layers * sum(passes[name] for name in set(config.int8_matmuls))
 
 
 def _attention_flops_per_token(config: Config, attention: str) -> int:
@@ -162,5 +176,8 @@ def _layer_matrices(config: Config) -> int:
     # geglu projects to twice d_ff: the gate and the value.
     halves = 2 if config.block == "geglu" else 1
     inputs = config.d_model * (3 * attention + halves * config.d_ff)
-    outputs = (attention + config.d_ff) * config.d_model
-    return inputs + outputs
+    return inputs + _output_matrices(config)
+
+
+def _output_matrices(config: Config) -> int:
+    return (config.n_heads * config.d_head + config.d_ff) * config.d_model

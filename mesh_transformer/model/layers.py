@@ -212,7 +212,8 @@ class Linear(hk.Module):
         shape, axes = (x_GBTD.shape[-1], self.columns), (None, "mp")
         init = initialisers(self.config).inputs
         w_DN = param(self.par, "w", shape, axes, init, decay=True, unit=self.unit)
-        y_BTN = project_in(x_GBTD, w_DN, self.dtype)
+        rounded = () if self.dtype else self.config.int8_matmuls  # not in the head
+        y_BTN = project_in(x_GBTD, w_DN, self.dtype, rounded)
         adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes, self.unit)
         if adapter is not None:
             scale = lora.scale_of(self.config, lora_scale)
@@ -475,7 +476,7 @@ class TransformerLayer(hk.Module):
         w_DHC = param(par, "fused_in", shape, axes, initialisers(c).inputs, decay=True)
         bias = hk.initializers.Constant(0.0)
         b_HC = param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), bias)
-        y_BTHC = project_in(x_GBTD, w_DHC) + b_HC
+        y_BTHC = project_in(x_GBTD, w_DHC, None, c.int8_matmuls) + b_HC
         adapter = lora.factors(c, par, "fused_in", "fused_in", shape, axes)
         if adapter is not None:
             scale = lora.scale_of(c, context.lora_scale)
@@ -505,7 +506,7 @@ class TransformerLayer(hk.Module):
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)
         w = param(par, name, shape, split, initialisers(c).outputs, decay=True, unit=unit)
-        y_BTD = project_out(x, w)
+        y_BTD = project_out(x, w, c.int8_matmuls)
         adapter = lora.factors(c, par, name, name, shape, split, unit)
         if adapter is None:
             return y_BTD

@@ -143,7 +143,9 @@ def estimate(
       attention: attention backend, as `attention_backend` returns it.
     """
     peak = hardware.peak * devices
-    compute = tokens * flops.hardware_flops_per_token(config, attention) / peak
+    in_int8 = flops.int8_flops_per_token(config)
+    others = flops.hardware_flops_per_token(config, attention) - in_int8
+    compute = tokens * (others + in_int8 / hardware.int8) / peak
     memory = hbm_traffic_bytes / hardware.hbm
     links = link_seconds(link_bytes, hardware)
     known = slice_bytes == 0 or hardware.network is not None

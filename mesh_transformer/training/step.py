@@ -433,11 +433,13 @@ def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
 def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """Return a compiled `eval_step` for the mesh: a function (params, batch) -> dict of results."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
+    config = config.replace(int8_matmuls=[])
     specs = (all_params(state_specs(config, mesh)), P("dp"))
     return compiled(eval_step, config, mesh, specs, outputs, attention=_attention(config, mesh))
 
 
 def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """Return a compiled `logits_step` for the mesh: a function (params, tokens) -> logits."""
+    config = config.replace(int8_matmuls=[])
     specs = (all_params(state_specs(config, mesh)), P("dp"))
     return compiled(logits_step, config, mesh, specs, P("dp"), attention=_attention(config, mesh))
