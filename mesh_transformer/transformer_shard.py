@@ -26,6 +26,7 @@ from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prompts import check_pooled
 from mesh_transformer.mesh import accelerators
+from mesh_transformer.mesh.device_order import first_devices
 from mesh_transformer.mesh.devices import fit_to_devices, make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows, limit_in_flight, process_rows
 from mesh_transformer.storage.access import AnyPath, local_path
@@ -560,7 +561,7 @@ def load(
     assert fitted.tpu_size is not None
     use_virtual_devices(fitted.tpu_size)
     # The default is all devices, on which a config for fewer devices would get several replicas.
-    devices = None if jax.process_count() > 1 else jax.devices()[: fitted.tpu_size]
+    devices = None if jax.process_count() > 1 else first_devices(fitted.tpu_size)
     network = CausalTransformer(fitted, devices=devices, init=False)
     network.load(source, only_params=not optimizer)
     return network

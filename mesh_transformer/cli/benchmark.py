@@ -252,6 +252,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     import jax
 
+    from mesh_transformer.mesh.device_order import first_devices
     from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
     from mesh_transformer.model import flops
     from mesh_transformer.performance import benchmark
@@ -273,7 +274,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             f"--dp {args.dp} x --mp {args.mp} need {count} devices, but there are {len(devices)} "
             f"({devices[0].device_kind}); change --dp or --mp"
         )
-    mesh = make_mesh(config, devices[:count])
+    mesh = make_mesh(config, first_devices(count))
     limits = benchmark.limits(args.hardware, mesh, config.dtype)
     peak = None if limits is None else limits.flops
     if args.decode:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from mesh_transformer.mesh.accelerators import GENERATIONS, hardware_of
@@ -100,6 +101,11 @@ class Grid:
             away = np.where(self.wraps, np.minimum(away, sizes - away), away).sum(axis=-1)
             result[name] = Hops(float(away.sum(axis=axis).mean()), int(away.max()))
         return result
+
+
+def first_devices(count: int) -> list[Any] | None:
+    """Return the first of JAX's devices, or None if this is their number."""
+    return None if count == jax.device_count() else jax.devices()[:count]
 
 
 def arranged(devices: Sequence[Any], mp: int) -> np.ndarray:
