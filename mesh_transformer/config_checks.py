@@ -9,6 +9,7 @@ from mesh_transformer.util import InputError
 MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
 # Optimizers that update each number by itself.
 ELEMENTWISE = ("adam", "lion", "sgd")
+MOST_SUMMED = (2**31 - 1) // 127**2  # products of 8-bit numbers whose sum fits 32 bits
 MATMULS = ("forward", "input_gradients", "weight_gradients")  # the names in `int8_matmuls`
 
 
@@ -156,12 +157,21 @@ def _check_int8_matmuls(c: Any) -> None:
             raise InputError(
                 f"int8_matmuls has {name!r}, expected only names from {', '.join(MATMULS)}"
             )
-    # Scales would depend on the device that holds a column, or on the input of a group of columns.
-    for key, wrong in {"virtual_mesh": c.virtual_mesh, "norm": "layernorm-desync"}.items():
-        if c.int8_matmuls and wrong and getattr(c, key) == wrong:
-            raise InputError(
-                f"int8_matmuls is {c.int8_matmuls}, but {key} is {wrong}; remove one of them"
-            )
+    if len(set(c.int8_matmuls)) < len(c.int8_matmuls):
+        raise InputError(f"int8_matmuls is {c.int8_matmuls}, expected no duplicates")
+    tokens = c.per_replica_batch * c.seq
+    if "weight_gradients" in c.int8_matmuls and tokens > MOST_SUMMED:
+        raise InputError(
+            f"int8_matmuls has weight_gradients, and per_replica_batch {c.per_replica_batch} times "
+            f"seq {c.seq} is {tokens}, expected at most {MOST_SUMMED}; lower per_replica_batch"
+        )
+    wrong = None
+    if c.virtual_mesh is not None:
+        wrong = f"virtual_mesh is {c.virtual_mesh}"  # on which the same scales are needed anywhere
+    elif c.norm == "layernorm-desync":
+        wrong = f"norm is {c.norm}"  # whose matmuls have several inputs
+    if c.int8_matmuls and wrong:
+        raise InputError(f"int8_matmuls is {c.int8_matmuls}, but {wrong}; remove one of them")
 
 
 def _check_virtual_mesh(c: Any) -> None:

@@ -73,9 +73,14 @@ HOMES = {
         "mesh_transformer/checkpoint/torch_model.py",
         "mesh_transformer/data/tokenizer.py",
         "scripts/measure/generation.py",
+        "scripts/measure/training.py",
     },
     # To compare logits and speed.
-    "torch": {"mesh_transformer/checkpoint/torch_model.py", "scripts/measure/generation.py"},
+    "torch": {
+        "mesh_transformer/checkpoint/torch_model.py",
+        "scripts/measure/generation.py",
+        "scripts/measure/training.py",
+    },
     "fabric": {"mesh_transformer/pod/tpu/ssh.py"},
     "fastapi": {"mesh_transformer/serving/app.py"},
     "uvicorn": {"mesh_transformer/serving/server.py"},

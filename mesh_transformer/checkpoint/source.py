@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from typing import Literal, get_args
 
 from etils import epath
@@ -81,6 +82,14 @@ class Source:
         if self.kind == "original":
             return original_files.step_folder(self.path)
         return self.path if self.step is None else str(self.step)
+
+    def existing_path(self) -> str:
+        """Return `checkpoint_path`, or the newest step's path if that step was deleted."""
+        if files.is_folder(self.checkpoint_path):
+            return self.checkpoint_path
+        newest = Source(self.path).checkpoint_path
+        print(f"{self.checkpoint_path} was deleted; loading {newest}", file=sys.stderr, flush=True)
+        return newest
 
     @functools.cached_property
     def config(self) -> Config:

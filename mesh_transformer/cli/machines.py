@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -96,10 +97,9 @@ def running_model(
         return
     from mesh_transformer.checkpoint.source import Source
 
-    # The newest steps of now, also after a restart.
-    source = Source.of(path)
-    path, adapters = source.checkpoint_path, [Source(name).checkpoint_path for name in adapters]
-    network_config = config or source.config
+    network_config = config or Source.of(path).config
+    # After a restart, the network has the same steps, even if there are newer ones.
+    sources = [Source.of(name) for name in ([] if config else [path]) + [*adapters]]
     with machines_of(args, network_config) as hosts:
         from mesh_transformer.pod.restarts import RestartingCluster
 
@@ -108,9 +108,10 @@ def running_model(
                 network_config, hosts(), heartbeat=args.heartbeat, patience=args.patience
             )
             try:
-                cluster.load(path, only_params=True)
-                if adapters:
-                    cluster.add_adapters(adapters)
+                paths = [source.existing_path() for source in sources]
+                cluster.load(os.fspath(path) if config else paths.pop(0), only_params=True)
+                if paths:
+                    cluster.add_adapters(paths)
                 if only_generate:
                     cluster.only_generate()
             except BaseException:

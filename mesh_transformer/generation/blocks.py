@@ -78,12 +78,14 @@ class Row:
       prompt_J: the blocks that hold the prompt until it is complete.  Other rows may use these too,
         so the first ones are not those of `block_J` if the answer is written over them.
       shares: whether other rows may use its prompt's blocks, and it theirs.
+      first: the first blocks of the prompt that it has given back already, and their tokens.
     """
 
     def __init__(self, block_J: np.ndarray, prompt_J: np.ndarray, shares: bool):
         self.block_J = block_J
         self.prompt_J = prompt_J
         self.shares = shares
+        self.first: list[tuple[int, bytes | None]] = []
 
 
 class Blocks:
@@ -129,7 +131,7 @@ class Blocks:
     def needed(self, prompt: np.ndarray, positions: int, *, use_kept: bool = True) -> int:
         """Return by how many blocks `add_row`, with these arguments, reduces `available`."""
         count, twice, found = self._planned(prompt, positions, use_kept)
-        return count + twice - sum(self._users[block] > 0 for block in found)
+        return self._taken(count + twice, found)
 
     def find(self, prompt: np.ndarray) -> list[int]:
         """Return the kept blocks that begin a prompt, in order.
@@ -164,7 +166,7 @@ class Blocks:
           NoBlockError: if too few blocks are available; nothing is taken then.
         """
         count, twice, found = self._planned(prompt, positions, use_kept)
-        needed = self.needed(prompt, positions, use_kept=use_kept)
+        needed = self._taken(count + twice, found)
         if needed > self.available:
             raise NoBlockError(f"{needed} blocks are needed, and {self.available} available")
         for block in found:  # before any is given away
@@ -216,15 +218,22 @@ class Blocks:
 
     def end_prompt(self, row: Row) -> None:
         """Give back the blocks that the row needed only until its prompt was complete."""
-        self._give_back(row.prompt_J[row.prompt_J != row.block_J])
+        first = row.prompt_J[row.prompt_J != row.block_J]
+        row.first = [(block, self._keys.get(block)) for block in first.tolist()]
+        self._give_back(first)
         row.prompt_J[:] = row.block_J
         row.shares = False
 
     def remove_row(self, row: Row) -> None:
         """Give back the blocks of a row."""
-        self.end_prompt(row)
+        if row.shares:
+            self.end_prompt(row)
         self._give_back(row.block_J[row.block_J >= 0])
         row.block_J[:] = row.prompt_J[:] = -1
+        # The later blocks of the prompt are useless without its first ones.
+        for block, key in reversed(row.first):
+            if block in self._idle and self._keys[block] == key:
+                self._idle.move_to_end(block)
 
     def _planned(
         self, prompt: np.ndarray, positions: int, use_kept: bool
@@ -234,6 +243,10 @@ class Blocks:
         if not self._shares(prompt, positions):
             return count, 0, []
         return count, self._twice(prompt, positions), self.find(prompt) if use_kept else []
+
+    def _taken(self, count: int, found: list[int]) -> int:
+        """Return how many of `count` blocks no row uses yet, if the `found` ones are among them."""
+        return count - sum(self._users[block] > 0 for block in found)
 
     def _shares(self, prompt: np.ndarray, positions: int) -> bool:
         """Return whether a new row may share its prompt's blocks."""

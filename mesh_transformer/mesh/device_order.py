@@ -5,10 +5,11 @@ lists them by host.  In the order of this module, the devices of a replica are a
 grid, in an order in which each is a neighbour of the next one; so are the blocks.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,8 @@ from mesh_transformer.mesh.accelerators import GENERATIONS, hardware_of
 Sizes = tuple[int, ...]
 
 
-class Hops(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Hops:
     """How far apart the devices of a mesh are whose data is summed over one axis.
 
     Attributes:
@@ -31,7 +33,8 @@ class Hops(NamedTuple):
     most: int
 
 
-class Distances(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Distances:
     """The hops of a mesh, and those of JAX's order of the same devices, for each axis."""
 
     chosen: dict[str, Hops]
@@ -40,10 +43,12 @@ class Distances(NamedTuple):
     def line(self) -> str:
         """Format the distances as one line of text."""
         parts = [
-            f"{axis} {chosen.ring:.0f} ({self.plain[axis].ring:.0f} in JAX's order)"
+            f"{axis} {chosen.ring:.0f}, at most {chosen.most} to the next ({plain.ring:.0f} and "
+            f"{plain.most} in JAX's order)"
             for axis, chosen in self.chosen.items()
+            if (plain := self.plain[axis])
         ]
-        return f"links round the devices of an axis: {', '.join(parts)}"
+        return f"links round the devices of an axis: {'; '.join(parts)}"
 
 
 class Grid:
@@ -65,7 +70,9 @@ class Grid:
     @classmethod
     def of(cls, devices: Sequence[Any]) -> "Grid | None":
         """Return the grid of these devices; None if they are not all devices of a TPU grid."""
-        if any(getattr(device, "coords", None) is None for device in devices):
+        slices = {slice_of(device) for device in devices}
+        on_tpu = all(getattr(device, "platform", None) == "tpu" for device in devices)
+        if not on_tpu or len(slices) > 1 or not hasattr(devices[0], "coords"):
             return None
         chips: dict[tuple[int, ...], list[Any]] = {}
         for device in sorted(devices, key=lambda device: getattr(device, "core_on_chip", 0)):
@@ -116,8 +123,8 @@ def arranged(devices: Sequence[Any], mp: int) -> np.ndarray:
     slices follow each other along dp.
     """
     parts = [
-        [device for device in devices if _slice_of(device) == number]
-        for number in sorted(set(map(_slice_of, devices)))
+        [device for device in devices if slice_of(device) == number]
+        for number in sorted(set(map(slice_of, devices)))
     ]
     if len(parts) > 1 and all(len(part) % mp == 0 for part in parts):
         return np.concatenate([arranged(part, mp) for part in parts])
@@ -144,9 +151,9 @@ def distances(devices: Sequence[Any], chosen: np.ndarray) -> Distances | None:
       devices: the devices in JAX's order.
       chosen: the same devices in the order of the mesh, [dp, mp].
     """
-    first = min(map(_slice_of, devices))
-    devices = [device for device in devices if _slice_of(device) == first]
-    chosen = chosen[[_slice_of(row[0]) == first for row in chosen]]
+    first = min(map(slice_of, devices))
+    devices = [device for device in devices if slice_of(device) == first]
+    chosen = chosen[[slice_of(row[0]) == first for row in chosen]]
     grid = Grid.of(devices)
     if grid is None or chosen.size != len(devices):
         return None
@@ -154,7 +161,8 @@ def distances(devices: Sequence[Any], chosen: np.ndarray) -> Distances | None:
     return Distances(grid.hops(chosen), grid.hops(plain))
 
 
-def _slice_of(device: Any) -> int:
+def slice_of(device: Any) -> int:
+    """Return the number of the TPU slice that a device belongs to."""
     return getattr(device, "slice_index", 0) or 0
 
 

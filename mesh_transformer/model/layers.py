@@ -212,7 +212,7 @@ class Linear(hk.Module):
         shape, axes = (x_GBTD.shape[-1], self.columns), (None, "mp")
         init = initialisers(self.config).inputs
         w_DN = param(self.par, "w", shape, axes, init, decay=True, unit=self.unit)
-        rounded = () if self.dtype else self.config.int8_matmuls  # not in the head
+        rounded = self.config.int8_matmuls if self.dtype is None else ()  # not in the head
         y_BTN = project_in(x_GBTD, w_DN, self.dtype, rounded)
         adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes, self.unit)
         if adapter is not None:

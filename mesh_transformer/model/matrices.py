@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from mesh_transformer.mesh.declaration import Declaration, count_input_axes, map_declared
 from mesh_transformer.util import to_int8
+
+ROUNDED = "rounded"  # checkpoint_name of the products of `rounded_matmul`
 
 
 class Int8(NamedTuple):
@@ -156,6 +159,7 @@ def project_in(
     if rounded:
         assert not isinstance(w, Int8)
         y_BTN = rounded_matmul(x_GBTD[0], w.reshape(len(w), -1), frozenset(rounded))
+        y_BTN = checkpoint_name(y_BTN, ROUNDED)
         return y_BTN.reshape(*y_BTN.shape[:-1], *w.shape[1:])
     value, columns = _float(w, x_GBTD.dtype), w.shape[1:]
     exact = jnp.float32 if isinstance(w, Int8) else dtype
@@ -180,7 +184,8 @@ def project_out(x: Array, w: Array | Int8, rounded: Collection[str] = ()) -> Arr
     if rounded:
         assert not isinstance(w, Int8)
         x_BTN = x.reshape(*x.shape[:2], -1)
-        return rounded_matmul(x_BTN, w.reshape(-1, w.shape[-1]), frozenset(rounded))
+        y_BTD = rounded_matmul(x_BTN, w.reshape(-1, w.shape[-1]), frozenset(rounded))
+        return checkpoint_name(y_BTD, ROUNDED)
     exact = jnp.float32 if isinstance(w, Int8) else None
     y_BTD = jnp.tensordot(x, _float(w, x.dtype), x.ndim - 2, preferred_element_type=exact)
     return _scaled(y_BTD, w, x.dtype)

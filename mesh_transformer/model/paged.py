@@ -114,9 +114,13 @@ def _write_blocks(cache: LayerCache, rows: LayerCache, block_PJ: Array) -> Layer
     return jax.lax.fori_loop(first, end, body, cache)
 
 
-def slots_together(rows: int) -> int:
-    """Return the number of slots of each row that attention reads together, before rounding."""
-    return min(SLOTS_TOGETHER, SLOTS_OF_ALL_ROWS // rows)
+def slots_together(rows: int, size: int) -> int:
+    """Return the number of slots of each row that attention reads together.
+
+    Args:
+      size: number of slots of a block.
+    """
+    return max(min(SLOTS_TOGETHER, SLOTS_OF_ALL_ROWS // rows) // size, 1) * size
 
 
 def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> Array:
@@ -132,7 +136,7 @@ def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> 
     """
     block_BJ, size = table.block_BJ, cache.k_BHSK.shape[2]
     places = block_BJ.shape[1]
-    together = min(max(slots_together(len(q_BTHK)) // size, 1), places)
+    together = min(slots_together(len(q_BTHK), size) // size, places)
     more = -places % together
     block_BJ = jnp.pad(block_BJ, ((0, 0), (0, more)))
     padding = ((0, 0), (0, 0), (0, 0), (0, more * size))

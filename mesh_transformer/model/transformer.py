@@ -86,6 +86,7 @@ from mesh_transformer.model.layers import (
     RelativePosition,
     TransformerLayer,
 )
+from mesh_transformer.model.matrices import ROUNDED
 
 Params = dict[str, Any]  # parameters as nested dicts, in the structure of `declarations`
 HEAD = "projection/head"  # the module of the output head
@@ -222,12 +223,15 @@ def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
       kept: the remat policy: "full", "dots" or "none".
     """
     policies = jax.checkpoint_policies
+    dots = policies.dots_with_no_batch_dims_saveable
     stream = policies.save_only_these_names(MIDDLE)
+    products = policies.save_only_these_names(MIDDLE, ROUNDED)  # of matmuls that are no dots
     policy = {
         "full": stream,
-        "dots": policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, stream),
+        "dots": policies.save_from_both_policies(dots, products),
         "none": policies.save_from_both_policies(
-            policies.dots_saveable, policies.save_only_these_names(GATHERED, ATTENDED, MIDDLE)
+            policies.dots_saveable,
+            policies.save_only_these_names(GATHERED, ATTENDED, MIDDLE, ROUNDED),
         ),
     }[kept]
     # `prevent_cse=False` is safe because `run` is called in a scan, where the compiler cannot merge

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
-# The kind of what a device sends to other slices, over the network of the data centre.
-BETWEEN_SLICES = "send"
+# The end of the kinds of collectives over the network of the data centre, such as
+# "all-reduce between slices".
+BETWEEN_SLICES = " between slices"
 # Kinds whose -start operation returns a tuple of its operands followed by its results.
 WITH_OPERANDS = ("all-gather", "collective-permute")
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\((.*)$")
-_SEND = re.compile(rf" = (.*?) ({BETWEEN_SLICES})\((.*xla_megascale.*)$")
+_SEND = re.compile(r" = (.*?) send\(.*_xla_megascale_transfer_type=\"([A-Z_]+)\"")
 _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2}
 
@@ -33,8 +34,9 @@ class Collective:
     A collective operation on several arrays is represented by one `Collective` per array.
 
     Attributes:
-      kind: one of `KINDS`, or `BETWEEN_SLICES`.
-      shape, dtype: shape and dtype of the result on one device.
+      kind: one of `KINDS`, or one of them and `BETWEEN_SLICES`.
+      shape, dtype: shape and dtype of the result on one device; between slices, of what the device
+        contributes.
       groups: the sets of devices that exchange data with each other; empty if all devices are one
         group.
       where: JAX's name of the operation (`op_name`).
@@ -96,7 +98,12 @@ def _collectives_of(line: str) -> list[Collective]:
 
     The list is empty if the operation is not a collective.
     """
-    match = _COLLECTIVE.search(line) or _SEND.search(line)
+    send = _SEND.search(line)
+    if send:
+        dtype, shape = _ARRAY.findall(send[1])[0]  # the others are bookkeeping
+        kind = send[2].lower().replace("_", "-") + BETWEEN_SLICES
+        return [Collective(kind, _shape(shape), dtype, frozenset(), "")]
+    match = _COLLECTIVE.search(line)
     if match is None:
         return []
     result, kind, rest = match.groups()
@@ -104,15 +111,13 @@ def _collectives_of(line: str) -> list[Collective]:
     where, groups = name[1] if name else "", groups_of(rest)
     chain = re.search(r'chain_id="(\w+)"', rest)
     arrays = _ARRAY.findall(result)
-    if kind == BETWEEN_SLICES:
-        arrays = arrays[:1]  # the others are bookkeeping
     if f" {kind}-start(" in line and kind in WITH_OPERANDS:
         arrays = [array for array in arrays if array != ("u32", "")]  # drop context scalars
         arrays = arrays[len(arrays) // 2 :]
     return [
         Collective(
             kind,
-            tuple(int(n) for n in shape.split(",") if n),
+            _shape(shape),
             dtype,
             groups,
             where,
@@ -120,6 +125,10 @@ def _collectives_of(line: str) -> list[Collective]:
         )
         for index, (dtype, shape) in enumerate(arrays)
     ]
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
 
 
 @dataclass

@@ -355,7 +355,8 @@ class DecodePlan:
         average.
       cache_tokens: number of positions in the blocks of each replica; None for rows of their own.
       state_bytes: weights and cache.
-      read_bytes: bytes that every step must read: the cache, and the weights except the embedding.
+      read_bytes: bytes that every step must read: the cache in use, and the weights except the
+        embedding.
       bytes_per_step: bytes that one compiled step reads and writes (see `hlo.Program`); None if the
         compiler rejected the program because it needs too much memory.
       tokens_per_second: two estimates for all rows together, which assume that memory bandwidth is
@@ -433,13 +434,17 @@ def decode_plan(
         one row, if libtpu is missing, or if compilation fails.  A step that needs too much memory
         raises no error; `fits` is then False.
     """
-    mesh = mesh_of(config, topology)
+    mesh, config = mesh_of(config, topology), config.replace(int8_matmuls=[])
     rows = config.per_replica_batch * mesh.shape["dp"]
     pool = None if cache_tokens is None else pool_of(cache_tokens, config.window)
     weights, state = _abstract_weights(config, mesh), _abstract_rows(config, mesh, rows, pool)
-    length = config.seq
-    if cache_tokens is not None:
-        length = min(cache_tokens // config.per_replica_batch, config.window)
+    length, turns, used = config.seq, 1, 1.0
+    if pool is not None:
+        room = pool.blocks * pool.block
+        length = min(room // config.per_replica_batch, config.window)
+        # Only attention over blocks has loops whose number of iterations is not in the program.
+        turns = -(-length // slots_together(config.per_replica_batch, pool.block))
+        used = length * config.per_replica_batch / room
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     function = programs.compile_decode(config, mesh, None, STEPS, pool is not None)
@@ -447,12 +452,10 @@ def decode_plan(
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     memory = compiled(topology.name, function, weights, state, left, count, None, fast=fast)
     sizes = bytes_on_one_device(weights), bytes_on_one_device(state.caches)
-    read = sum(sizes) - bytes_on_one_device(weights["embed"])
+    read = sizes[0] + int(sizes[1] * used) - bytes_on_one_device(weights["embed"])
     traffic = moved = likely = None
     if memory.text is not None:
         traffic = decode_traffic(memory.text, config, mesh)
-        # Only attention over blocks has loops whose number of iterations is not in the program.
-        turns = -(-length // slots_together(config.per_replica_batch))
         moved = Program(memory.text).bytes_moved_per_iteration(turns)
         likely = rows * hardware.hbm / moved
     return DecodePlan(

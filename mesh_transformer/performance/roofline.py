@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import Hardware
+from mesh_transformer.mesh.device_order import slice_of
 from mesh_transformer.model import flops
 from mesh_transformer.performance import hlo
 
@@ -15,7 +16,7 @@ FORMULA = (
     "compute = hardware FLOPs / peak; memory = bytes read and written / bandwidth; links = bytes "
     "sent / bandwidth, where each of n devices sends 2(n-1)/n of an all-reduced array, (n-1)/n of "
     "a gathered or scattered one and, counted once per link of a ring, n/4 of one in an "
-    "all-to-all; step = between the longest of the three with all links of a device busy (full "
+    "all-to-all; step = between the longest of these with all links of a device busy (full "
     "overlap) and their sum with two links busy (no overlap, a ring)"
 )
 
@@ -89,10 +90,13 @@ def bytes_sent(kind: str, size: int, devices: int) -> int:
 
     Args:
       kind: kind of collective, such as "all-reduce".
-      size: size in bytes of the result on one device.
-      devices: number of devices that take part.
+      size: size in bytes of the result on one device; between slices, of what it contributes.
+      devices: number of devices that take part; between slices, of slices.
     """
-    if kind in ("collective-permute", hlo.BETWEEN_SLICES):
+    if kind.endswith(hlo.BETWEEN_SLICES):
+        whole = size if kind.startswith("all-reduce") else size * devices
+        return bytes_sent(kind.removesuffix(hlo.BETWEEN_SLICES), whole, devices)
+    if kind == "collective-permute":
         return size
     if kind == "reduce-scatter":  # the result is only the device's shard
         return size * (devices - 1)
@@ -107,7 +111,7 @@ def bytes_on_links(kind: str, size: int, devices: int) -> int:
     neighbours: a part of the array to each, in the shorter direction.  The arguments are those of
     `bytes_sent`.
     """
-    if kind == hlo.BETWEEN_SLICES:
+    if kind.endswith(hlo.BETWEEN_SLICES):
         return 0
     if kind != "all-to-all":
         return bytes_sent(kind, size, devices)
@@ -327,8 +331,8 @@ def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
     def walk(loop: hlo.Loop, times: int, outer: str) -> None:
         for collective in loop.collectives:
             axis, size = _axis_of(collective.groups, mesh)
-            if collective.kind == hlo.BETWEEN_SLICES:
-                axis = "slices"
+            if collective.kind.endswith(hlo.BETWEEN_SLICES):
+                axis, size = "slices", len({slice_of(device) for device in mesh.devices.flat})
             if size == 1:
                 continue
             place = outer

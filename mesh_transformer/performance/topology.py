@@ -94,7 +94,7 @@ class Topology:
             os.environ.setdefault("TPU_LIBRARY_PATH", str(LIBRARY))
         grid = "x".join(map(str, self.grid))
         # Without this option, libtpu assumes the chips of a whole host, such as 2 x 2.
-        single_chip = {"chips_per_host_bounds": (1, 1, 1)} if self.devices == 1 else {}
+        single_chip = {"chips_per_host_bounds": (1, 1, 1)} if self.devices == self.slices else {}
         try:
             return topologies.get_topology_desc(
                 platform="tpu",

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from mesh_transformer.generation.blocks import BLOCK, Blocks, Chunks, Pool, Row, of_adapter, pool_of
+from mesh_transformer.generation.blocks import (
+    BLOCK,
+    Blocks,
+    Chunks,
+    NoBlockError,
+    Pool,
+    Row,
+    of_adapter,
+    pool_of,
+)
 from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
@@ -178,16 +187,24 @@ class Prefiller:
             available[self._replica(row)] -= needed[self._replica(row)]
         return rows
 
-    def take(self, row: int, prompt: np.ndarray, length: int, *, chunks: bool) -> None:
+    def take(self, row: int, prompt: np.ndarray, length: int, *, chunks: bool) -> bool:
         """Take the blocks for a new prompt and its answer.
 
         Args:
           prompt, length: as for `rows_for`.
           chunks: whether the prompt is for `insert_chunk`.
+
+        Returns:
+          Whether there were enough free blocks.  There always are for the first one that `rows_for`
+          has given a row.  Its blocks may be kept ones that a later one was to share.
         """
         prompt, blocks = prompt[-self._window :], self._blocks[self._replica(row)]
         positions = self._positions(prompt, length)
-        self._in_rows[row] = blocks.add_row(prompt, positions, use_kept=chunks)
+        try:
+            self._in_rows[row] = blocks.add_row(prompt, positions, use_kept=chunks)
+        except NoBlockError:
+            return False
+        return True
 
     def release(self, rows: Sequence[int]) -> None:
         """Make rows idle, and give back their blocks."""

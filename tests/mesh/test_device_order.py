@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mesh_transformer.mesh.device_order import Grid, arranged, distances
+from mesh_transformer.mesh.device_order import Grid, Hops, arranged, distances
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -44,7 +44,7 @@ def hops(devices, mesh):
     """Return the hops of a mesh, and of the devices' own order."""
     result = distances(devices, mesh)
     assert result is not None
-    return result
+    return result.chosen, result.plain
 
 
 SLICES = [  # sizes, cores per chip, kind
@@ -90,7 +90,7 @@ def test_hops_count_the_links_of_a_ring():
         assert grid is not None
         assert set(grid.wraps) == {wraps}
         row = grid.chips[(slice(None), *[0] * len(sizes[1:]))].reshape(1, 4)
-        assert grid.hops(row)["mp"] == (ring, 1 if wraps else 3)
+        assert grid.hops(row)["mp"] == Hops(ring, 1 if wraps else 3)
 
 
 @pytest.mark.parametrize("mp", [1, 4, 8])
@@ -108,13 +108,16 @@ def test_other_devices_stay_in_their_order():
     @dataclasses.dataclass(frozen=True)
     class Gpu:
         number: int
+        coords: tuple[int, int, int] = (0, 0, 0)
+        platform: str = "gpu"
 
     for devices in (
         [Gpu(number) for number in range(8)],
         chips((2, 4))[:-2],  # not a whole grid
         chips((3, 2), cores=2),  # replicas of 3 devices would be one chip and a half
+        chips((2, 1)) + chips((2, 1), slice_index=1),  # a replica of both slices
     ):
-        mp = 3 if len(devices) == 12 else 2
+        mp = {12: 3, 4: 4}.get(len(devices), 2)
         assert list(arranged(devices, mp).flat) == devices
 
 
@@ -126,4 +129,4 @@ def test_every_size_of_grid_has_a_ring():
         chosen, _ = hops(devices, mesh)
         several = sum(size > 1 for size in sizes)
         if several > 1 and math.prod(sizes) % 2 == 0:
-            assert chosen["mp"] == (math.prod(sizes), 1)
+            assert chosen["mp"] == Hops(math.prod(sizes), 1)

@@ -13,6 +13,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from mesh_transformer.config import Config, Norm
+from mesh_transformer.config_checks import MATMULS
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.mesh.parallel import Auto
@@ -135,10 +136,12 @@ def matmul_flops(jaxpr) -> int:
     [("gptj", "xla"), ("geglu", "xla"), ("gptj", "blocks"), ("gpt2", "xla"), ("neox", "xla")],
 )
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
-def test_hardware_flops_match_the_matmuls_of_a_traced_step(remat, block, attention):
+@pytest.mark.parametrize("int8_matmuls", [[], list(MATMULS)])
+def test_hardware_flops_match_the_matmuls_of_a_traced_step(remat, block, attention, int8_matmuls):
     """Compare with logits computed whole or in chunks, and with three blocks of attention."""
     chunk = 128 if block == "gptj" else 384
     config = small(remat=remat, block=block, seq=384, loss_chunk=chunk, attention=attention)
+    config = config.replace(int8_matmuls=int8_matmuls)
     tokens = jnp.zeros((2, config.seq), jnp.int32)
 
     def loss(params):

@@ -71,16 +71,18 @@ def trained(config: Config, steps: int = 1) -> tuple[CausalTransformer, dict[str
 
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
 def test_the_compiler_partitions_as_on_one_device(block):
-    """Scales of whole rows, also where mp splits them.  Rounding is the same, but for ties."""
+    """Scales of whole rows, also where mp splits them."""
     changes = {"block": block, "int8_matmuls": ALL, "gradient_accumulation_steps": 2}
     alone = {"cores_per_replica": 1, "tpu_size": 1, "per_replica_batch": 2}
     one = Config(**(SMALL | changes | alone))
-    many = one.replace(partitioning="jit", cores_per_replica=4, tpu_size=8, per_replica_batch=1)
-    losses = [float(trained(config)[1]["loss"]) for config in (one, many)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    exact = float(trained(one.replace(int8_matmuls=[]))[1]["loss"])
-    assert losses[0] != exact
-    assert losses[0] == pytest.approx(exact, rel=1e-2)  # the first loss, near log(n_vocab)
+    many = one.replace(partitioning="jit", cores_per_replica=4, tpu_size=4)
+    actual, expected = (trained(config)[1] for config in (many, one))
+    exact = trained(one.replace(int8_matmuls=[]))[1]
+    # Sums in another order; few values are so near the middle of two integers that it matters.
+    for name, rel in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        assert float(actual[name]) == pytest.approx(float(expected[name]), rel=rel)
+        assert float(exact[name]) != pytest.approx(float(expected[name]), rel=rel)
+        assert float(exact[name]) == pytest.approx(float(expected[name]), rel=1e-2)
 
 
 def test_written_out_collectives_stay_as_they_are():
@@ -118,6 +120,8 @@ def test_estimates_count_8_bit_matmuls_at_their_speed():
 
 def test_wrong_settings_are_refused():
     for changes, message in (
+        ({"int8_matmuls": ["forward"] * 2}, "expected no duplicates"),
+        ({"int8_matmuls": ALL, "seq": 2**17, "per_replica_batch": 2}, "expected at most 133144"),
         ({"int8_matmuls": ["backward"]}, "int8_matmuls has 'backward', expected only names from"),
         ({"int8_matmuls": ALL, "virtual_mesh": [1, 8]}, r"but virtual_mesh is \[1, 8\]; remove"),
         ({"int8_matmuls": ALL, "norm": "layernorm-desync"}, "but norm is layernorm-desync"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.config_checks import MATMULS
 from mesh_transformer.mesh.declaration import is_declaration, map_declared
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -141,12 +142,15 @@ def test_logits_do_not_depend_on_later_tokens():
     assert np.all(np.any(before[0, 9:] != after[0, 9:], axis=-1))
 
 
-@pytest.mark.parametrize("block", ["gptj", "geglu", "gpt2", "neox"])
-def test_remat_dots_saves_only_the_results_of_matmuls(small, block):
+@pytest.mark.parametrize(
+    ("block", "int8_matmuls"),
+    [*((block, []) for block in ("gptj", "geglu", "gpt2", "neox")), ("gptj", list(MATMULS))],
+)
+def test_remat_dots_saves_only_the_results_of_matmuls(small, block, int8_matmuls):
     """Count the values saved for the backward pass; with "full" these are only layer inputs."""
 
     def saved(policy: str) -> int:
-        config = small(block=block, remat=policy)
+        config = small(block=block, remat=policy, int8_matmuls=int8_matmuls)
         params = jax.eval_shape(lambda: transformer.init(config, jax.random.key(0)))
         tokens = jnp.zeros((1, config.seq), jnp.int32)
         loss = lambda p: train_loss(p, tokens, tokens, config, Auto())[0]  # noqa: E731

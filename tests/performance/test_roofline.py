@@ -85,12 +85,15 @@ ENTRY %main (p: f32[32,128]) -> f32[32,128] {
 }
 """  # noqa: E501
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
-    mesh: Any = SimpleNamespace(shape={"dp": 8, "mp": 1}, size=8)
+    devices = np.array([SimpleNamespace(slice_index=number // 4) for number in range(8)])
+    mesh: Any = SimpleNamespace(shape={"dp": 8, "mp": 1}, size=8, devices=devices)
     traffic = traffic_of(program, config, mesh)
     part = 4 * 8 * 128
     assert traffic.between_slices == part  # of each device: together, one gradient per slice
     assert traffic.on_links == 2 * 3 * part
     assert {exchange.axis for exchange in traffic.exchanges} == {"dp", "slices"}
+    between = "all-reduce" + hlo.BETWEEN_SLICES
+    assert bytes_sent(between, 800, 4) == 2 * 600  # each slice sends and gets three quarters twice
     options = {"devices": 8, "tokens": 1, "hbm_traffic_bytes": 0, "link_bytes": 0}
     for name, seconds in (("v5e", 2), ("v4", None)):  # 3.125 GB/s, and unknown
         result = estimate(config, accelerators.hardware(name), **options, slice_bytes=6_250_000_000)

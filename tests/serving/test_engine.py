@@ -461,6 +461,34 @@ def test_requests_wait_for_blocks_and_give_them_back(start, kept_tokens):
     assert engine._prefiller.used_tokens == 0
 
 
+def test_a_request_waits_if_another_of_its_turn_takes_what_it_was_to_share():
+    """Both have room together only while the second one shares the beginning of a running one."""
+    prefiller = Engine(long_network(160), Metrics(4), rows=4, chunk=32, cache_tokens=23 * 16)
+    prefiller = prefiller._prefiller
+    rng = np.random.default_rng(0)
+    running, ended, other = (rng.integers(0, 100, length) for length in (160, 80, 100))
+
+    def insert(row, prompt, length):
+        assert prefiller.take(row, prompt, length, chunks=True)
+        filled, chosen = 0, None
+        while chosen is None:
+            settings = SamplingOptions()
+            filled, _, chosen = prefiller.insert_chunk(
+                row, prompt, filled, length, settings, None, 32
+            )
+
+    insert(0, running, 32)  # its answer is written over two blocks, so it has these twice at first
+    insert(1, ended, 1)
+    prefiller.release([1])
+    assert prefiller.rows_for([other, running], [20, 32], [1, 2, 3]) == [1, 2]
+    assert prefiller.take(1, other, 20, chunks=True)
+    assert not prefiller.take(2, running, 32, chunks=True)
+    prefiller.release([1])
+    insert(2, running, 32)
+    prefiller.release([0, 2])
+    assert prefiller.used_tokens == 0
+
+
 def test_rows_take_as_much_memory_as_their_tokens():
     prefiller = Engine(long_network(), Metrics(64), rows=64)._prefiller
     rng, tokens = np.random.default_rng(0), 0
