@@ -222,6 +222,11 @@ def test_a_plan_for_generation_with_a_cache_in_blocks():
     # One time more, for two rows.
     assert result.bytes_per_step - shorter.bytes_per_step >= 2 * 256 * position
     assert "blocks for 1200 per replica" in result.table()
+    # Rows have at most the window's positions; training's 8-bit matmuls are not those of decoding.
+    changed = config.replace(int8_matmuls=["forward"], int8_weights=True)
+    larger = plan.decode_plan(changed, slice_named("cpu-2"), cache_tokens=4096)
+    assert (larger.cache_length, larger.cache_bytes) == (1024, 4096 * position)
+    assert larger.read_bytes < larger.weights_bytes + 2 * 1024 * position
     with pytest.raises(InputError, match="room for 1000 tokens, expected at least 1024"):
         plan.decode_plan(config, slice_named("cpu-2"), cache_tokens=1000)
 
