@@ -47,14 +47,15 @@ def trained(config: Config) -> tuple[CausalTransformer, float]:
 
 def gradient_errors(network: CausalTransformer, batch: dict[str, Any]) -> dict[str, list[float]]:
     """Return the relative errors of the gradients of each matrix, by layer, with all in 8 bits."""
-    gradients = []
+    assert network.state is not None
+    params, gradients = network.state["params"], []
     for names in KINDS.values():
         config = network.config.replace(int8_matmuls=names, dtype="float32")
 
         def loss(params: Any, config: Config = config) -> jax.Array:
             return train_loss(params, batch["obs"][0], batch["target"][0], config, Auto())[0]
 
-        gradients.append(jax.jit(jax.grad(loss))(network.state["params"])["layers"])
+        gradients.append(jax.jit(jax.grad(loss))(params)["layers"])
 
     def error(exact: jax.Array, rounded: jax.Array) -> list[float]:
         axes = tuple(range(1, exact.ndim))
