@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 
 import mesh_transformer
@@ -77,3 +78,16 @@ def test_source_does_not_change_when_a_newer_step_is_saved(small, tmp_path):
 def test_missing_path_is_a_one_line_error(tmp_path):
     with pytest.raises(InputError, match=rf"{tmp_path}/no does not exist; expected a model folder"):
         Source(tmp_path / "no")
+
+
+def test_a_deleted_step_is_replaced_by_the_newest_one(small, tmp_path, capsys):
+    """As when a server's hosts restart while training goes on in the same folder."""
+    network = CausalTransformer(small(tpu_size=1, cores_per_replica=1), devices=jax.devices()[:1])
+    network.save(tmp_path)
+    network.wait()
+    source, first = Source(tmp_path), tmp_path / "step_0"
+    assert source.existing_path() == source.checkpoint_path == str(first)
+    first.rename(tmp_path / "step_3")
+    assert source.existing_path() == str(tmp_path / "step_3")
+    assert f"{first} was deleted; loading {tmp_path}/step_3" in capsys.readouterr().err
+    network.close()
