@@ -38,7 +38,7 @@ from mesh_transformer.model.attention import (
     write_rows,
 )
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at
-from mesh_transformer.model.matrices import project_in, project_out
+from mesh_transformer.model.matrices import add_bias, project_in, project_out
 
 # checkpoint_name of the residual stream between attention and feed-forward, if the latter reads it
 MIDDLE = "middle"
@@ -220,7 +220,8 @@ class Linear(hk.Module):
             y_BTN += lora.adapted_columns(x_GBTD, adapter, scale)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
-            y_BTN += param(self.par, "b", (self.columns,), ("mp",), zeros, unit=self.unit)
+            b_N = param(self.par, "b", (self.columns,), ("mp",), zeros, unit=self.unit)
+            y_BTN = add_bias(y_BTN, b_N)
         return y_BTN
 
 

@@ -165,12 +165,36 @@ def project_in(
     exact = jnp.float32 if isinstance(w, Int8) else dtype
     groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
     if groups == 1:  # a matmul without batch dimensions, which the remat policy "dots" saves
-        y = jnp.tensordot(x_GBTD[0], value, 1, preferred_element_type=exact)
+        x_BTD = x_GBTD[0]
+        y = jnp.tensordot(x_BTD.reshape(-1, width), value, 1, preferred_element_type=exact)
+        y = y.reshape(*x_BTD.shape[:2], *columns)
     else:
         w_DGN = value.reshape(width, groups, -1)
         y = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN, preferred_element_type=exact)
         y = y.reshape(*y.shape[:2], *columns)
     return _scaled(y, w, dtype or x_GBTD.dtype)
+
+
+@jax.custom_vjp
+def add_bias(y: Array, b: Array) -> Array:
+    """Return y, [..., N], plus a bias [N].
+
+    The bias's gradient is computed as a matmul, because XLA on CPUs is slow to sum over rows.
+    """
+    return y + b
+
+
+def _add_bias_forward(y: Array, b: Array) -> tuple[Array, Array]:
+    return y + b, b
+
+
+def _add_bias_backward(b: Array, g: Array) -> tuple[Array, Array]:
+    g_MN = g.reshape(-1, g.shape[-1])
+    sums_N = jnp.ones(len(g_MN), g.dtype) @ g_MN
+    return g, sums_N.astype(b.dtype)
+
+
+add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def project_out(x: Array, w: Array | Int8, rounded: Collection[str] = ()) -> Array:

