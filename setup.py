@@ -95,6 +95,7 @@ setup(
             "scikit-learn>=1.5",
             "nbclient>=0.10",
             "ipykernel>=6.29",
+            "griffelib>=2",  # reads the public names as `make docs` does
             "setuptools>=77",  # builds the wheel that tests install
         ],
     },

@@ -64,8 +64,8 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     """Return the (dp, mp) mesh over `devices`, in the order in which they are given.
 
     By default, these are all JAX devices, in an order in which TPUs that are linked to each other
-    follow each other (see `device_order`).  mp is `config.cores_per_replica`, and dp is the number
-    of devices divided by mp.
+    follow each other (see `device_order.arranged`).  mp is `config.cores_per_replica`, and dp is
+    the number of devices divided by mp.
 
     Raises:
       InputError: if the number of devices is not a multiple of `config.cores_per_replica`.

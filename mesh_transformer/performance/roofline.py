@@ -182,7 +182,7 @@ class Exchange:
     """Totals over a step's collectives that have the same kind, mesh axis, dtype and place.
 
     Attributes:
-      kind: kind of collective (see `hlo.Collective`).
+      kind: kind of collective, such as "all-reduce" or "all-reduce between slices".
       axis: mesh axis or axes that the collectives run over; "slices" for what is sent to other
         slices.
       place: where in the step they run: "layer forward" or "layer backward" in the loop over

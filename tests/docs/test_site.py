@@ -1,6 +1,6 @@
 """The documentation site: every page is in its navigation, every link leads somewhere.
 
-`make docs` checks more: that the public names have documentation and their types a place in it.
+Every public name is explained, and the types and names that it refers to have a place on a page.
 """
 
 import dataclasses
@@ -113,6 +113,11 @@ def test_the_table_of_config_keys_has_every_key_with_its_default():
         is_required = default is dataclasses.MISSING
         expected.append((field.name, "required" if is_required else f"`{json.dumps(default)}`"))
     assert rows == expected
+
+
+def test_every_public_name_is_explained(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs/site")  # its modules import each other
+    assert list(module("names").problems()) == []
 
 
 def test_a_config_key_without_a_comment_is_an_error():
