@@ -115,6 +115,10 @@ class Config:
     int8_matmuls: list[str] = field(default_factory=list, hash=False)
     bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
 
+    # What training keeps in the memory of the hosts between uses: the optimizer's moments, or also
+    # the parameters (docs/training.md).
+    offload: Literal["none", "moments", "params"] = "none"
+
     # Optimizer.
     per_replica_batch: int = 1  # sequences per microbatch and replica
     gradient_accumulation_steps: int = 1  # microbatches per update
@@ -295,6 +299,10 @@ class Config:
         """Return whether each layer's matrix `target`, such as "q", has a LoRA adapter."""
         assert self.lora_targets is not None
         return self.lora_rank > 0 and target in self.lora_targets
+
+    def without_gradients(self) -> "Config":
+        """Return a copy of this config without the keys that change how gradients are computed."""
+        return self.replace(int8_matmuls=[])
 
     def merged(self) -> "Config":
         """Return a copy of this config without LoRA adapters.

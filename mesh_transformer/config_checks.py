@@ -57,6 +57,7 @@ def check(c: Any) -> None:
     _check_divisions(c)
     _check_virtual_mesh(c)
     _check_int8_matmuls(c)
+    _check_offload(c)
 
 
 def _check_training(c: Any) -> None:
@@ -149,6 +150,16 @@ def _check_divisions(c: Any) -> None:
         )
     if c.pe == "rotary" and (c.d_rotary % 2 or not c.d_rotary):
         raise InputError(f"pe_rotary_dims is {c.d_rotary}, expected a positive even number")
+
+
+def _check_offload(c: Any) -> None:
+    wrong = None
+    if c.virtual_mesh is not None:
+        wrong = f"virtual_mesh is {c.virtual_mesh}"  # whose bits the layer loops would change
+    elif c.offload == "params" and c.zero == 3:
+        wrong = "zero is 3, which keeps the parameters split over dp"
+    if c.offload != "none" and wrong:
+        raise InputError(f"offload is {c.offload!r}, but {wrong}; change one of them")
 
 
 def _check_int8_matmuls(c: Any) -> None:

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import DTypeLike
 
 from mesh_transformer.checkpoint import step_folders
+from mesh_transformer.mesh.host_memory import is_in_host, on_device
 from mesh_transformer.util import DamagedError
 
 _INDEX = 0x9E3779B1
@@ -38,12 +40,15 @@ _CHUNK = 1 << 16  # entries that numpy hashes at once, few enough for the proces
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # bytes per entry -> integer type
 
 
-def checksum(values: Array, *, layers: bool = False) -> Array:
+def checksum(values: Array, *, layers: bool = False, first: Array | int = 0) -> Array:
     """Return the checksum of an array, or with `layers`, one checksum per layer.
 
     The result is uint32, of shape [] or [L]; the L layers are stacked along the array's first axis.
     Entries are indexed from the start of the whole array, so the checksums of all layers add up to
     the array's checksum, modulo 2^32.
+
+    Args:
+      first: the index of the first entry, if `values` are a part of an array.
     """
     if values.dtype == jnp.bool:
         values = values.astype(jnp.uint8)
@@ -52,6 +57,7 @@ def checksum(values: Array, *, layers: bool = False) -> Array:
     index = jnp.zeros(values.shape, jnp.uint32)
     for axis, size in enumerate(values.shape):
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, values.shape, axis)
+    index += jnp.asarray(first, jnp.uint32)
     mixed = bits ^ (index * np.uint32(_INDEX))
     for shift, factor in _ROUNDS:
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(factor)
@@ -103,20 +109,34 @@ def tree_checksums(leaves: dict[tuple[str, ...], Array]) -> dict[tuple[str, ...]
     layout = None
     if len(meshes) == 1 and (mesh := meshes.pop()) is not None:
         layout = NamedSharding(mesh, P())
+    offloaded = frozenset(path for path, leaf in leaves.items() if is_in_host(leaf))
     # One program for all leaves: on CPU devices, XLA aborts if many small programs with collectives
     # run at once.
-    return {path: np.asarray(sums).tolist() for path, sums in _compiled(layout)(leaves).items()}
+    results = _compiled(layout, offloaded)(leaves)
+    return {path: np.asarray(sums).tolist() for path, sums in results.items()}
 
 
 @functools.cache
-def _compiled(layout: NamedSharding | None) -> Any:
-    """Return the jitted computation of `tree_checksums`, with its results in sharding `layout`."""
+def _compiled(layout: NamedSharding | None, offloaded: frozenset[tuple[str, ...]]) -> Any:
+    """Return the jitted computation of `tree_checksums`.
+
+    Args:
+      layout: the sharding of the results.
+      offloaded: the paths of the leaves in host memory.
+    """
+
+    def one(path: tuple[str, ...], leaf: Array) -> Array:
+        stacked = is_stacked(path)
+        if path not in offloaded:
+            return checksum(leaf, layers=stacked)
+        if not stacked:
+            return checksum(on_device(leaf))
+        size = np.uint32(math.prod(leaf.shape[1:]) % 2**32)
+        numbers = jnp.arange(len(leaf), dtype=jnp.uint32)
+        return jax.lax.map(lambda x: checksum(on_device(x[1]), first=x[0] * size), (numbers, leaf))
 
     def sums(leaves: dict[tuple[str, ...], Array]) -> dict[tuple[str, ...], Array]:
-        return {
-            path: checksum(leaf, layers=is_stacked(path)).reshape(-1)
-            for path, leaf in leaves.items()
-        }
+        return {path: one(path, leaf).reshape(-1) for path, leaf in leaves.items()}
 
     return jax.jit(sums, out_shardings=layout)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -15,6 +16,7 @@ from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.generation.weights import joined_config, weight_specs, weights_of
 from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
 from mesh_transformer.mesh.devices import named
+from mesh_transformer.mesh.host_memory import device_copies
 from mesh_transformer.mesh.program import compiled
 from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import LayerCache
@@ -51,6 +53,7 @@ def compile_weights(
         return resized(resized(x, d.shape), d.padded(mp))
 
     def weights(params: Any, factors: Sequence[Any]) -> Any:
+        params = device_copies(params, declared, config, jnp.float32)
         if config.virtual_mesh is not None:
             params = map_declared(one, declared, params)
             factors = [

@@ -36,6 +36,8 @@ class Hardware:
       int8: speed of dense matmuls of 8-bit integers, in multiples of `peak`.
       network: bytes/s over the data centre's network, from each device to other slices; None if it
         is not documented.
+      host: bytes/s between the device and its host's memory, in each direction; None if it is not
+        known.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Hardware:
     source: str
     int8: float = 1.0
     network: float | None = None
+    host: float | None = None
 
     def part(self, count: int) -> "Hardware":
         """Return the specifications of one of `count` equal parts of this device.
@@ -64,31 +67,39 @@ class Hardware:
 _DOCS = "cloud.google.com/tpu/docs"
 _TRAINING = "Jouppi et al. 2020 (A domain-specific supercomputer for training neural networks)"
 _NVIDIA = "NVIDIA's data sheet"
+# What Austin et al. 2025 (How to Scale Your Model) give for a v6e chip; Google documents no figure.
+_PCIE = 15e9
 # Where vendors give bidirectional link bandwidths, this table has half of them.  `hardware_of`
 # selects the first row whose kind matches the device, so more specific kinds come first.
 HARDWARE = (
     # Each chip has 4 links of 496 Gbit/s (v2) or 656 Gbit/s (v3); a device has half the bandwidth.
-    Hardware("v2", "TPU v2", 22.5e12, 350e9, 124e9, 4, f"{_DOCS}/v2; links: {_TRAINING}"),
-    Hardware("v3", "TPU v3", 61.5e12, 450e9, 164e9, 4, f"{_DOCS}/v3; links: {_TRAINING}"),
+    Hardware(
+        "v2", "TPU v2", 22.5e12, 350e9, 124e9, 4, f"{_DOCS}/v2; links: {_TRAINING}", host=_PCIE / 2
+    ),
+    Hardware(
+        "v3", "TPU v3", 61.5e12, 450e9, 164e9, 4, f"{_DOCS}/v3; links: {_TRAINING}", host=_PCIE / 2
+    ),
     Hardware("v4i", "TPU v4 lite", 138e12, 614e9, 100e9, 2, "Jouppi et al. 2021 (Ten lessons)"),
     # Each chip has 6 links of 50 GB/s (Jouppi et al. 2023, TPU v4).
-    Hardware("v4", "TPU v4", 275e12, 1228e9, 300e9, 6, f"{_DOCS}/v4"),
+    Hardware("v4", "TPU v4", 275e12, 1228e9, 300e9, 6, f"{_DOCS}/v4", host=_PCIE),
     # The network of a pod of 256 chips has 6.4 Tbit/s.
-    Hardware("v5e", "TPU v5 lite", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 2.0, 3.125e9),
-    Hardware("v5e", "TPU v5e", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 2.0, 3.125e9),
-    Hardware("v5p", "TPU v5", 459e12, 2765e9, 600e9, 6, f"{_DOCS}/v5p", 2.0, 6.25e9),
-    Hardware("v6e", "TPU v6", 918e12, 1638e9, 400e9, 4, f"{_DOCS}/v6e", 2.0),
-    Hardware("7x", "TPU7x", 1153.5e12, 3690e9, 300e9, 6, f"{_DOCS}/tpu7x"),
-    Hardware("h100-pcie", "H100 PCIe", 756e12, 2000e9, 300e9, 2, _NVIDIA, 2.0),
-    Hardware("h100-nvl", "H100 NVL", 835e12, 3900e9, 300e9, 2, _NVIDIA, 2.0),
-    Hardware("h100", "H100", 989e12, 3350e9, 450e9, 2, _NVIDIA, 2.0),
+    Hardware(
+        "v5e", "TPU v5 lite", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 2.0, 3.125e9, host=_PCIE
+    ),
+    Hardware("v5e", "TPU v5e", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 2.0, 3.125e9, host=_PCIE),
+    Hardware("v5p", "TPU v5", 459e12, 2765e9, 600e9, 6, f"{_DOCS}/v5p", 2.0, 6.25e9, host=_PCIE),
+    Hardware("v6e", "TPU v6", 918e12, 1638e9, 400e9, 4, f"{_DOCS}/v6e", 2.0, host=_PCIE),
+    Hardware("7x", "TPU7x", 1153.5e12, 3690e9, 300e9, 6, f"{_DOCS}/tpu7x", host=_PCIE / 2),
+    Hardware("h100-pcie", "H100 PCIe", 756e12, 2000e9, 300e9, 2, _NVIDIA, 2.0, host=64e9),
+    Hardware("h100-nvl", "H100 NVL", 835e12, 3900e9, 300e9, 2, _NVIDIA, 2.0, host=64e9),
+    Hardware("h100", "H100", 989e12, 3350e9, 450e9, 2, _NVIDIA, 2.0, host=64e9),
     # The model with 96 GB of HBM; the 144 GB model has different memory and is not listed.
-    Hardware("gh200", "GH200 480GB", 989e12, 4000e9, 450e9, 2, _NVIDIA, 2.0),
-    Hardware("h200", "H200", 989e12, 4800e9, 450e9, 2, _NVIDIA, 2.0),
-    Hardware("a100-40gb", "A100-SXM4-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA, 2.0),
-    Hardware("a100-40gb", "A100-PCIE-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA, 2.0),
-    Hardware("a100-pcie", "A100 80GB PCIe", 312e12, 1935e9, 300e9, 2, _NVIDIA, 2.0),
-    Hardware("a100", "A100", 312e12, 2039e9, 300e9, 2, _NVIDIA, 2.0),
+    Hardware("gh200", "GH200 480GB", 989e12, 4000e9, 450e9, 2, _NVIDIA, 2.0, host=450e9),
+    Hardware("h200", "H200", 989e12, 4800e9, 450e9, 2, _NVIDIA, 2.0, host=64e9),
+    Hardware("a100-40gb", "A100-SXM4-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA, 2.0, host=32e9),
+    Hardware("a100-40gb", "A100-PCIE-40GB", 312e12, 1555e9, 300e9, 2, _NVIDIA, 2.0, host=32e9),
+    Hardware("a100-pcie", "A100 80GB PCIe", 312e12, 1935e9, 300e9, 2, _NVIDIA, 2.0, host=32e9),
+    Hardware("a100", "A100", 312e12, 2039e9, 300e9, 2, _NVIDIA, 2.0, host=32e9),
 )
 
 

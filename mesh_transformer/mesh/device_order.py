@@ -196,7 +196,8 @@ def _ring(sizes: Sizes) -> list[tuple[int, ...]]:
     else:
         # Back and forth through all but the first cell of each row, then back through these.
         there = [(at, *cell) for at, cell in _turning(range(sizes[first]), row[1:])]
-        cells = [*there, *((at, *row[0]) for at in reversed(range(sizes[first])))]
+        back = [(at, *row[0]) for at in reversed(range(sizes[first]))]
+        cells = [back[-1], *there, *back[:-1]]
     places = np.argsort([first, *rest])
     return [tuple(cell[place] for place in places) for cell in cells]
 

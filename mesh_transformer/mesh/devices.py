@@ -57,7 +57,7 @@ def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
         return saved  # its parameters depend on mp
     on_cpu = jax.default_backend() == "cpu"
     shards = 1 if on_cpu else math.gcd(saved.cores_per_replica, jax.device_count())
-    return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0)
+    return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0, offload="none")
 
 
 def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from mesh_transformer.generation.weights import Weights, weight_specs, weights_o
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.device_order import Distances
 from mesh_transformer.mesh.devices import abstract, named
+from mesh_transformer.mesh.host_memory import is_in_host
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.paged import slots_together
@@ -71,7 +72,8 @@ class Plan:
 
     Attributes:
       dp, mp: number of data-parallel replicas, and of devices per replica.
-      state_bytes: parameters and optimizer state.
+      state_bytes: parameters and optimizer state, without those in host memory.
+      host_bytes: parameters and optimizer state in host memory.
       hbm_bytes: memory that a program may use on one device.
       fits: whether `peak_bytes` is at most `hbm_bytes`.
       flops: FLOPs of one step on all devices together, counted as in the PaLM paper.
@@ -96,6 +98,7 @@ class Plan:
     accumulation: int
     parameters: int
     state_bytes: int
+    host_bytes: int
     peak_bytes: int
     hbm_bytes: int
     fits: bool
@@ -126,6 +129,11 @@ class Plan:
             f"token (weights + 12LHQT), {self.flops / 1e12:,.1f} TFLOP per step",
             format_memory(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
         ]
+        if self.host_bytes:
+            lines.append(
+                f"memory of the hosts: {self.host_bytes / GIB:.2f} GiB per device, "
+                f"{self.host_bytes * self.devices / GIB:.2f} GiB of all hosts together"
+            )
         if self.distances is not None:
             lines.append(self.distances.line())
         if self.collectives is not None:
@@ -220,7 +228,8 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
     tokens = math.prod(batch["obs"].shape)
     traffic = speed = None
     if memory.text is not None:
-        traffic, speed = _traffic_and_speed(memory.text, config, mesh, hardware, tokens)
+        moved = _bytes_with_hosts(state)
+        traffic, speed = _traffic_and_speed(memory.text, config, mesh, hardware, tokens, moved)
     per_token = flops.palm_flops_per_token(config)
     return Plan(
         topology=topology.name,
@@ -236,6 +245,7 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
         accumulation=config.gradient_accumulation_steps,
         parameters=flops.n_params(config),
         state_bytes=bytes_on_one_device(state),
+        host_bytes=_bytes_in_host(state),
         peak_bytes=memory.peak,
         hbm_bytes=limit,
         fits=memory.text is not None and memory.peak <= limit,
@@ -263,12 +273,18 @@ def priced_plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
 
 
 def _traffic_and_speed(
-    text: str, config: Config, mesh: Mesh, hardware: Hardware, tokens: int
+    text: str,
+    config: Config,
+    mesh: Mesh,
+    hardware: Hardware,
+    tokens: int,
+    host_bytes: tuple[int, int],
 ) -> tuple[Traffic, Estimate]:
     """Return the collectives in the HLO text of a training step, and the step's estimated speed.
 
     Args:
       tokens: tokens per step of all devices together.
+      host_bytes: bytes per step from the hosts to one device, and from it to the hosts.
     """
     traffic = traffic_of(text, config, mesh)
     return traffic, estimate(
@@ -279,6 +295,7 @@ def _traffic_and_speed(
         hbm_traffic_bytes=Program(text).moved(),
         link_bytes=traffic.on_links,
         slice_bytes=traffic.between_slices,
+        host_bytes=host_bytes,
         attention=attention_backend(config, mesh.devices.flat[0]),
     )
 
@@ -310,8 +327,16 @@ def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool
         peak = int(float(size[1]) * _SIZES[size[2]])
         return Memory(peak, None, time.perf_counter() - began, fast)
     # Only the TPU compiler reports the peak memory.
-    peak = program.memory_analysis().peak_memory_in_bytes if on_tpu else planned_memory(program)
+    peak = _peak_on_device(program) if on_tpu else planned_memory(program)
     return Memory(peak, program.as_text(), time.perf_counter() - began, fast)
+
+
+def _peak_on_device(program: Any) -> int:
+    """Return the peak memory in bytes of a compiled program on one TPU device."""
+    m = program.memory_analysis()
+    new = m.host_output_size_in_bytes - m.host_alias_size_in_bytes
+    in_host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes + new
+    return m.peak_memory_in_bytes - in_host  # the peak includes them
 
 
 def _platform(args: Any) -> str:
@@ -332,10 +357,28 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
 
 def bytes_on_one_device(tree: Any) -> int:
-    """Return the bytes that a tree of abstract, sharded arrays takes on each device."""
+    """Return the bytes that a tree of abstract, sharded arrays takes on each device.
+
+    Arrays in the memory of the hosts are not counted.
+    """
+    return _bytes(leaf for leaf in jax.tree.leaves(tree) if not is_in_host(leaf))
+
+
+def _bytes_in_host(tree: Any) -> int:
+    """Return the bytes in the memory of the hosts that belong to each device."""
+    return _bytes(leaf for leaf in jax.tree.leaves(tree) if is_in_host(leaf))
+
+
+def _bytes_with_hosts(state: step.State) -> tuple[int, int]:
+    """Return the bytes that a training step moves from the hosts to each device, and back."""
+    params, moments = _bytes_in_host(state["params"]), _bytes_in_host(state["opt_state"])
+    # The update reads and writes both.  The forward pass reads the parameters.
+    return 2 * params + moments, params + moments
+
+
+def _bytes(leaves: Iterable[Any]) -> int:
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
     )
 
 
@@ -434,7 +477,7 @@ def decode_plan(
         one row, if libtpu is missing, or if compilation fails.  A step that needs too much memory
         raises no error; `fits` is then False.
     """
-    mesh, config = mesh_of(config, topology), config.replace(int8_matmuls=[])
+    mesh, config = mesh_of(config, topology), config.without_gradients()
     rows = config.per_replica_batch * mesh.shape["dp"]
     pool = None if cache_tokens is None else pool_of(cache_tokens, config.window)
     weights, state = _abstract_weights(config, mesh), _abstract_rows(config, mesh, rows, pool)

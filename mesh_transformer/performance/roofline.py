@@ -35,6 +35,9 @@ class Estimate:
       slice_bytes: bytes that the step sends to other slices.
       slice_seconds: the time for sending `slice_bytes`; None, and left out of the step's time, if
         the bandwidth is unknown.
+      host_bytes: bytes that the step moves from host memory to the device, and back.
+      host_seconds: the times for moving `host_bytes` in both directions at once, and in one after
+        the other; None, and left out of the step's time, if the bandwidth is unknown.
       step_seconds, tokens_per_second, mfu, hfu: two values each.  The first assumes that compute,
         memory and links overlap fully; the second assumes no overlap.
       source: where the hardware's figures come from.
@@ -50,6 +53,8 @@ class Estimate:
     link_seconds: tuple[float, float]
     slice_bytes: int
     slice_seconds: float | None
+    host_bytes: tuple[int, int]
+    host_seconds: tuple[float, float] | None
     step_seconds: tuple[float, float]
     tokens_per_second: tuple[float, float]
     mfu: tuple[float, float]
@@ -62,9 +67,13 @@ class Estimate:
         between = []
         if self.slice_bytes:
             time = "unknown time" if self.slice_seconds is None else f"{self.slice_seconds:.4g} s"
-            between = [
-                f"  to other slices: {self.slice_bytes / 1e9:,.2f} GB per device, {time}",
-            ]
+            between = [f"  to other slices: {self.slice_bytes / 1e9:,.2f} GB per device, {time}"]
+        if any(self.host_bytes):
+            time = "unknown time"
+            if self.host_seconds is not None:
+                time = f"{self.host_seconds[0]:.4g} to {self.host_seconds[1]:.4g} s"
+            read, written = (f"{count / 1e9:,.2f} GB" for count in self.host_bytes)
+            between.append(f"  host memory: {read} read and {written} written per device, {time}")
         # The peak of a CPU is only measured, and a program can exceed it.
         shares = (
             f", MFU {self.mfu[1]:.1%} to {self.mfu[0]:.1%}, HFU {self.hfu[1]:.1%} to "
@@ -137,13 +146,15 @@ def estimate(
     hbm_traffic_bytes: int,
     link_bytes: int,
     slice_bytes: int = 0,
+    host_bytes: tuple[int, int] = (0, 0),
     attention: str = "xla",
 ) -> Estimate:
     """Estimate the time and speed of a training step.
 
     Args:
       tokens: tokens per step of all devices together.
-      hbm_traffic_bytes, link_bytes, slice_bytes: bytes per device in one step; see `Estimate`.
+      hbm_traffic_bytes, link_bytes, slice_bytes, host_bytes: bytes per device in one step; see
+        `Estimate`.
       attention: attention backend, as `attention_backend` returns it.
     """
     peak = hardware.peak * devices
@@ -154,7 +165,12 @@ def estimate(
     links = link_seconds(link_bytes, hardware)
     known = slice_bytes == 0 or hardware.network is not None
     network = slice_bytes / (hardware.network or math.inf)
-    steps = max(compute, memory, links[0], network), compute + memory + links[1] + network
+    host = hardware.host or math.inf
+    hosts = max(host_bytes) / host, sum(host_bytes) / host
+    steps = (
+        max(compute, memory, links[0], network, hosts[0]),
+        compute + memory + links[1] + network + hosts[1],
+    )
     speeds = tokens / steps[0], tokens / steps[1]
     return Estimate(
         hardware=hardware.name,
@@ -167,6 +183,8 @@ def estimate(
         link_seconds=links,
         slice_bytes=slice_bytes,
         slice_seconds=network if known else None,
+        host_bytes=host_bytes,
+        host_seconds=hosts if hardware.host or not any(host_bytes) else None,
         step_seconds=steps,
         tokens_per_second=speeds,
         mfu=(flops.mfu(config, speeds[0], peak), flops.mfu(config, speeds[1], peak)),

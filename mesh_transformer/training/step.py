@@ -21,14 +21,15 @@ from mesh_transformer.mesh.declaration import (
     resized,
 )
 from mesh_transformer.mesh.devices import abstract, named
+from mesh_transformer.mesh.host_memory import device_copies, in_host
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.mesh.program import compiled, compiler_options, parallel_of, partitioned
+from mesh_transformer.mesh.program import compiler_options, parallel_of, partitioned
 from mesh_transformer.mesh.virtual import on_every_device
 from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.dropout import sequence_keys
 from mesh_transformer.model.loss import loss_weights, losses, train_loss
-from mesh_transformer.training import spikes
+from mesh_transformer.training import offload, spikes
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.training.schedule import learning_rate
 from mesh_transformer.util import InputError, to_bf16, to_f32
@@ -95,7 +96,7 @@ def abstract_state(config: Config, mesh: Mesh) -> State:
     """Return the state as `jax.ShapeDtypeStruct`s with shardings, without allocating the state."""
     init = functools.partial(init_state, config, mp=parallel_of(config, mesh).shards)
     shapes = jax.eval_shape(init, jax.random.key(0))
-    return abstract(shapes, named(mesh, state_specs(config, mesh)))
+    return abstract(shapes, state_shardings(config, mesh))
 
 
 def _declared_state(config: Config) -> State:
@@ -126,20 +127,20 @@ def padded(state: State, config: Config, mesh: Mesh) -> State:
 
 
 def _converted(state: State, config: Config, mesh: Mesh, *, pad: bool) -> State:
-    specs, declared = state_specs(config, mesh), _declared_state(config)
+    layout, declared = state_shardings(config, mesh), _declared_state(config)
     mp = parallel_of(config, mesh).shards
 
-    def one(d: Declaration, spec: P, leaf: Any) -> Any:
+    def one(d: Declaration, own: NamedSharding, leaf: Any) -> Any:
         if d.padded(mp) == d.shape:
             return leaf
         shape = d.padded(mp) if pad else d.shape
-        sharding = NamedSharding(mesh, spec if pad else d.unpadded_spec(spec, mesh.shape))
+        sharding = own if pad else own.update(spec=d.unpadded_spec(own.spec, mesh.shape))
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
         # One after the other: see `placement.MOST_IN_FLIGHT`.
         return jax.block_until_ready(_compile_resized(shape, sharding)(leaf))
 
-    return {key: map_declared(one, declared[key], specs[key], leaf) for key, leaf in state.items()}
+    return {key: map_declared(one, declared[key], layout[key], leaf) for key, leaf in state.items()}
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,6 +162,15 @@ def state_specs(config: Config, mesh: Mesh) -> State:
         },
         "step": P(),
         **dict.fromkeys(jax.eval_shape(functools.partial(history, config)), P()),
+    }
+
+
+def state_shardings(config: Config, mesh: Mesh) -> State:
+    """Return the sharding and memory of every leaf of the state between steps."""
+    specs, declared = state_specs(config, mesh), _declared_state(config)
+    offloaded = {"none": (), "moments": ("opt_state",), "params": ("params", "opt_state")}
+    return named(mesh, specs) | {
+        key: in_host(mesh, specs[key], declared[key]) for key in offloaded[config.offload]
     }
 
 
@@ -271,7 +281,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
     batch = P(None, "dp")  # for all arrays of the batch
     count = (P(),) if config.batch_ramp_steps else ()
     measured = dict.fromkeys(MEASURED, P())
-    layout = state_specs(config, mesh)
+    layout, shardings = state_specs(config, mesh), state_shardings(config, mesh)
     optimizer = Optimizer(config, transformer.trained(config))
     specs = (layout["params"], layout["frozen"], batch, *count), (layout["params"], measured)
     measure = partitioned(
@@ -283,28 +293,28 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         split_stream=config.shard_activations,
     )
 
-    update = optimizer.update
+    update = Optimizer.update
     if config.virtual_mesh is not None:  # elementwise rules may round differently in another layout
         layouts = (layout["params"], layout["opt_state"])
-        update = partitioned(
+        whole = partitioned(
             lambda *args, config, par: optimizer.update(*args),
             config,
             mesh,
             (layouts[0], layouts[1], layouts[0], P(), P()),
             layouts,
         )
+        update = lambda _, *args: whole(*args)  # noqa: E731
 
     def train_step(state: State, batch: Batch, *count: Array) -> tuple[State, dict[str, Array]]:
         params, moments, step = state["params"], state["opt_state"], state["step"]
         if config.drops:
             accumulation, rows, _ = batch["obs"].shape
             batch = batch | {"key": sequence_keys(config, step, (accumulation, rows))}
-        grads, metrics = measure(params, state["frozen"], batch, *count)
+        copies = device_copies(params, optimizer.declared, config, config.dtype)
+        grads, metrics = measure(copies, state["frozen"], batch, *count)
         rows = batch["obs"].shape[1]
         rate = learning_rate(config, step, state.get("sequences"), rows)
         norm = metrics["grad_norm"]
-        # Each leaf is updated in the state's layout.  Elementwise rules need no collectives.
-        updated = update(grads, moments, params, rate, norm)
         new: State = {"step": step + 1}
         if "sequences" in state:
             microbatches = count[0] if count else len(batch["obs"])
@@ -315,19 +325,28 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         if config.skip_spikes:
             skipped |= spikes.is_spike(state["norms"], norm, config.skip_spikes)
             new["norms"] = spikes.with_norm(state["norms"], norm, step)
-        if config.skip_nonfinite or config.skip_spikes:
-            updated = jax.tree.map(
-                lambda new, old: jnp.where(skipped, old, new), updated, (params, moments)
-            )
-        new["params"], new["opt_state"] = updated
+
+        def change(optimizer: Optimizer, grads: Any, moments: Any, params: Any) -> Any:
+            updated = update(optimizer, grads, moments, params, rate, norm)
+            if not (config.skip_nonfinite or config.skip_spikes):
+                return updated
+            before = (params, moments)
+            return jax.tree.map(lambda new, old: jnp.where(skipped, old, new), updated, before)
+
+        # Each leaf is updated in the state's layout.  Elementwise rules need no collectives.
+        arguments = optimizer, grads, moments, params
+        if config.offload == "none":
+            new["params"], new["opt_state"] = change(*arguments)
+        else:
+            new["params"], new["opt_state"] = offload.update(change, *arguments)
         metrics["learning_rate"] = rate
         metrics["skipped"] = skipped.astype(jnp.float32)
         return state | new, metrics
 
     return jax.jit(
         train_step,
-        in_shardings=named(mesh, (layout, batch, *count)),
-        out_shardings=(named(mesh, layout), named(mesh, P())),
+        in_shardings=(shardings, *named(mesh, (batch, *count))),
+        out_shardings=(shardings, named(mesh, P())),
         donate_argnums=0,
         compiler_options=compiler_options(config, mesh),
     )
@@ -418,28 +437,47 @@ def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
         init = on_every_device(init, mesh)
     return jax.jit(
         functools.partial(init_state, config, mp=parallel_of(config, mesh).shards, init=init),
-        out_shardings=named(mesh, state_specs(config, mesh)),
+        out_shardings=state_shardings(config, mesh),
     )
 
 
 def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
     """Return a compiled function from trained parameters to a fresh optimizer state."""
     optimizer = Optimizer(config, transformer.trained(config))
-    return jax.jit(
-        optimizer.init, out_shardings=named(mesh, state_specs(config, mesh)["opt_state"])
-    )
+    return jax.jit(optimizer.init, out_shardings=state_shardings(config, mesh)["opt_state"])
 
 
 def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """Return a compiled `eval_step` for the mesh: a function (params, batch) -> dict of results."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
-    config = config.replace(int8_matmuls=[])
-    specs = (all_params(state_specs(config, mesh)), P("dp"))
-    return compiled(eval_step, config, mesh, specs, outputs, attention=_attention(config, mesh))
+    return _compile_forward(eval_step, config, mesh, outputs)
 
 
 def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """Return a compiled `logits_step` for the mesh: a function (params, tokens) -> logits."""
-    config = config.replace(int8_matmuls=[])
+    return _compile_forward(logits_step, config, mesh, P("dp"))
+
+
+def _compile_forward(
+    function: Callable[..., Any], config: Config, mesh: Mesh, outputs: Any
+) -> Callable[..., Any]:
+    """Compile a function of all parameters of a state and of a batch, split over dp."""
     specs = (all_params(state_specs(config, mesh)), P("dp"))
-    return compiled(logits_step, config, mesh, specs, P("dp"), attention=_attention(config, mesh))
+    declared = transformer.declarations(config)
+    forward = partitioned(
+        function,
+        config.without_gradients(),
+        mesh,
+        specs,
+        outputs,
+        attention=_attention(config, mesh),
+    )
+
+    def program(params: Any, batch: Any) -> Any:
+        return forward(device_copies(params, declared, config, config.dtype), batch)
+
+    return jax.jit(
+        program,
+        in_shardings=(all_params(state_shardings(config, mesh)), named(mesh, P("dp"))),
+        out_shardings=named(mesh, outputs),
+    )

@@ -1,0 +1,161 @@
+"""Training with parts of the state in host memory, against training without."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh import host_memory
+from mesh_transformer.training import offload, step
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+from tests.conftest import random_batch
+from tests.training.test_step import fresh_state, mesh_of, small_config
+
+STEPS = 3
+CASES = [  # optimizer, partitioning, dp, mp, ZeRO stage
+    ("adam", "shard_map", 2, 4, 1),
+    ("adam", "jit", 1, 1, 0),
+    ("muon", "jit", 2, 4, 1),
+    ("adafactor", "jit", 2, 4, 0),
+    ("lion", "shard_map", 1, 4, 0),
+    ("sgd", "shard_map", 2, 4, 1),
+]
+every_case = pytest.mark.parametrize(
+    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])]
+)
+offloads = pytest.mark.parametrize("kind", ["moments", "params"])
+
+
+def config_of(case: tuple[str, str, int, int, int], kind: str) -> Config:
+    name, partitioning, dp, mp, zero = case
+    return small_config(
+        optimizer=name,
+        partitioning=partitioning,
+        cores_per_replica=mp,
+        tpu_size=dp * mp,
+        zero=zero,
+        offload=kind,
+        skip_nonfinite=True,
+    )
+
+
+def train(config: Config) -> tuple[Any, Any]:
+    """Return the state and the metrics of the last step, on the host, after `STEPS` updates."""
+    assert config.tpu_size is not None
+    mesh = mesh_of(config.tpu_size // config.cores_per_replica, config.cores_per_replica)
+    plain = config.replace(partitioning="jit", zero=0, cores_per_replica=1, offload="none")
+    layout = step.state_shardings(config, mesh)
+    state = jax.tree.map(jax.device_put, fresh_state(plain), layout)
+    train_step = step.compile_train(config, mesh)
+    metrics = {}
+    for _ in range(STEPS):
+        state, metrics = train_step(state, random_batch(config, 2, 8))
+    assert jax.tree.map(lambda x: x.sharding, state) == layout
+    return jax.tree.map(np.asarray, (state, metrics))
+
+
+@functools.cache
+def without_offload(case: Any) -> tuple[Any, Any]:
+    return train(config_of(case, "none"))
+
+
+@every_case
+@offloads
+def test_training_is_that_without_offload(case, kind):
+    actual, expected = train(config_of(case, kind)), without_offload(case)
+    for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        # XLA fuses the two programs differently, so f32 numbers differ by about 1e-7, and
+        # adafactor's by up to 3e-6.
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-5)
+
+
+@every_case
+@offloads
+def test_the_place_of_the_arrays_changes_no_bit(case, kind, monkeypatch):
+    """The program that moves layers to host memory and back, against one that moves nothing."""
+    config = config_of(case, kind)
+    actual = train(config)
+    monkeypatch.setattr(host_memory, "HOST", "device")
+    monkeypatch.setattr(offload, "on_host", lambda x: x)
+    expected = train(config)
+    for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("kind", "keys"), [("moments", 1), ("params", 2)])
+def test_trained_matrices_and_their_moments_are_in_host_memory(kind, keys):
+    config = config_of(CASES[0], kind)
+    layout = step.state_shardings(config, mesh_of(2, 4))
+    places = jax.tree.map(lambda sharding: sharding.memory_kind, layout)
+    layers = [places["opt_state"][name]["layers"] for name in ("mu", "nu")] + [
+        places["params"]["layers"]
+    ]
+    matrices = [place for tree in layers for place in (tree["layer"]["o"], tree["layer/q"]["w"])]
+    assert matrices == ["pinned_host"] * 4 + (["pinned_host"] * 2 if keys == 2 else ["device"] * 2)
+    vectors = [tree["layer/norm"]["scale"] for tree in layers]
+    assert {*vectors, places["step"], places["opt_state"]["count"]} == {"device"}
+
+
+@offloads
+def test_a_skipped_step_changes_nothing(kind):
+    config = config_of(CASES[1], kind).replace(skip_nonfinite=True)
+    mesh = mesh_of(1, 1)
+    layout = step.state_shardings(config, mesh)
+    state = jax.tree.map(jax.device_put, fresh_state(config.replace(offload="none")), layout)
+    state["params"]["layers"]["layer/norm"]["scale"] *= np.nan
+    before = jax.tree.map(np.asarray, state)
+    after, metrics = step.compile_train(config, mesh)(state, random_batch(config, 2, 8))
+    assert metrics["skipped"] == 1
+    for key in ("params", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, after[key], before[key])
+
+
+@offloads
+def test_checkpoints_do_not_depend_on_offload(kind, tmp_path):
+    """A run saved with offload goes on without, and one saved without goes on with it."""
+    config = config_of(("adam", "shard_map", 2, 4, 1), kind).replace(keep_n=9)
+    batch = random_batch(config, 2, 8)
+    for name, one, other in (("to", "none", kind), ("from", kind, "none")):
+        first = CausalTransformer(config.replace(offload=one))
+        first.train(batch)
+        first.save(tmp_path / name)
+        first.wait()
+        second = CausalTransformer(config.replace(offload=other), init=False)
+        assert second.restore(tmp_path / name) is not None
+        saved, restored = first.saved_state(), second.saved_state()
+        jax.tree.map(np.testing.assert_array_equal, saved, restored)
+        losses = [network.train(batch)["loss"] for network in (first, second)]
+        np.testing.assert_allclose(*losses, rtol=1e-6)  # as above
+        first.close()
+        second.close()
+
+
+def test_evaluation_and_generation_read_parameters_from_host_memory():
+    config = config_of(CASES[0], "params")
+    batch = {key: rows[0] for key, rows in random_batch(config, 1, 8).items()}
+    results = []
+    for kind in ("none", "params"):
+        network = CausalTransformer(config.replace(offload=kind))
+        evaluated = network.eval(batch)
+        logits = network.logits(batch["obs"])
+        tokens = network.generate(batch["obs"][:, :5], np.full(8, 5), 4)
+        results.append(jax.tree.map(np.asarray, (evaluated, logits, tokens)))
+    # Casts are exact, and the programs after them are the same.
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"offload": "params", "zero": 3}, "offload is 'params', but zero is 3"),
+        ({"offload": "moments", "virtual_mesh": [2, 4]}, "but virtual_mesh is"),
+        ({"offload": "all"}, "offload is str 'all', expected one of"),
+    ],
+)
+def test_what_offload_cannot_do_is_refused(changes, problem):
+    with pytest.raises(InputError, match=problem):
+        config_of(CASES[0], "none").replace(**changes)
