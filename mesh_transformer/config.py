@@ -91,6 +91,9 @@ class Config:
     remat: Literal["full", "dots", "none"] = "full"  # what the backward pass recomputes
     shard_activations: bool = False  # between layers, split activations over mp by position
     loss_chunk: int = 512  # positions per sequence whose logits are in memory at once
+    # What training keeps in the memory of the hosts: the optimizer's moments, or also the
+    # parameters; see docs/training.md.
+    offload: Literal["none", "moments", "params"] = "none"
 
     # The TPU that `train.py --tpu` creates (see `TpuSpec.of`); flags override these keys.
     tpu_zone: str | None = None  # Google Cloud zone
@@ -114,10 +117,6 @@ class Config:
     # "input_gradients" and "weight_gradients"; see docs/training.md.
     int8_matmuls: list[str] = field(default_factory=list, hash=False)
     bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
-
-    # What training keeps in the memory of the hosts between uses: the optimizer's moments, or also
-    # the parameters (docs/training.md).
-    offload: Literal["none", "moments", "params"] = "none"
 
     # Optimizer.
     per_replica_batch: int = 1  # sequences per microbatch and replica

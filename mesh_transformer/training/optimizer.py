@@ -20,7 +20,7 @@ class Optimizer:
     """Gradient clipping by global norm, the config's `optimizer`, and decoupled weight decay.
 
     Weight decay applies to the matrices.  Gradients must be means over microbatches and replicas,
-    in f32, and sharded like the state.
+    and sharded like the state.
 
     The original mesh-transformer-jax stores some biases once per shard and uses the sum of the
     copies.  This library stores only the sum.  To reproduce the original's training with c copies,
@@ -91,7 +91,7 @@ class Optimizer:
           norm: the global norm of the gradients before clipping.
         """
         clip = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-38))
-        grads = jax.tree.map(lambda g: g * clip, grads)
+        grads = jax.tree.map(lambda g: g * clip, to_f32(grads))
         updates, after = self._rule.update(grads, to_f32(state), to_f32(params))
 
         def move(declaration: Declaration, p: Array, u: Array) -> Array:

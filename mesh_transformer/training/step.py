@@ -185,7 +185,8 @@ def gradients(
 ) -> tuple[Any, dict[str, Array]]:
     """Return the gradients of `params`, sharded like the state, and the metrics in `MEASURED`.
 
-    The gradients are averaged over the microbatches and over dp, with all sums in f32.
+    The gradients are averaged over the microbatches and over dp, with all sums in f32.  If there is
+    one microbatch and one replica, nothing is summed, and they are in the compute dtype.
 
     Args:
       params, frozen: the trained parameters and all other parameters (see `init_state`).
@@ -209,22 +210,29 @@ def gradients(
 
     grad_fn = jax.value_and_grad(loss_of, has_aux=True)
 
-    def microbatch(sums: Any, sample: tuple[Any, ...]) -> Any:
+    def one(sample: tuple[Any, ...]) -> Any:
         (loss, last_loss), grads = grad_fn(params, *sample)
-        grads = to_f32(grads)
-        sums = jax.tree.map(jnp.add, sums, grads)
-        square = par.microbatch_total(squares(par.microbatch_grads(grads, declared)), declared)
-        return sums, (loss, last_loss, square)
+        square = squares(par.microbatch_grads(to_f32(grads), declared))
+        return grads, (loss, last_loss, par.microbatch_total(square, declared))
+
+    def microbatch(sums: Any, sample: tuple[Any, ...]) -> Any:
+        grads, measured = one(sample)
+        return jax.tree.map(jnp.add, sums, to_f32(grads)), measured
 
     accumulation: Array | int = batch["obs"].shape[0]
     samples = (batch["obs"], batch["target"], weights, segments, batch.get("key"))
-    sums = par.accumulator(params, declared)
     if count is None:
-        sums, (loss, last_loss, micro_square) = jax.lax.scan(microbatch, sums, samples)
+        if accumulation == 1 and par.dp == 1:
+            sums, of_each = one(jax.tree.map(lambda x: x[0], samples))
+        else:
+            sums = par.accumulator(params, declared)
+            sums, of_each = jax.lax.scan(microbatch, sums, samples)
+        loss, last_loss, micro_square = of_each
         measured = jnp.stack(
             (loss.mean(), last_loss.mean(), jnp.sqrt(micro_square).mean(), micro_square.mean())
         )
     else:
+        sums = par.accumulator(params, declared)
         sums, measured = _sum_of_first(microbatch, sums, samples, count, par)
         accumulation = count
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)

@@ -318,6 +318,28 @@ def test_gpt_j_fits(words, peak, limit, moved):
     assert 0 < speed["mfu"][1] < speed["mfu"][0] < 1
 
 
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "topology", "mp", "kind"),
+    [("20B", "v5e-8", 8, "params"), ("20B", "v3-8", 8, "params"), ("40B", "v4-32", 16, "moments")],
+)
+def test_large_models_fit_with_offload(name, topology, mp, kind):
+    words = ["--topology", topology, "--mp", str(mp), "--batch", "1", "--accumulate", "1"]
+    words += ["--shard-activations", "--set", "zero=0", "--set", f"offload={kind}", "--fast"]
+    status, result = run_plan(ROOT / "configs" / f"{name}.json", *words)
+    assert (status, result["fits"]) == (0, True)
+    # Matrices are in host memory: 4 bytes for each moment, and 4 for the parameter.
+    in_host = result["parameters"] / mp * (12 if kind == "params" else 8)
+    assert 0.99 * in_host < result["host_bytes"] < 1.01 * in_host
+    kept = 0 if kind == "params" else result["parameters"] / mp * 4
+    assert kept < result["state_bytes"] < kept + 2**28
+    # Moments are read and written; parameters are also read for the forward pass.
+    read, written = result["estimate"]["host_bytes"]
+    assert written == result["host_bytes"]
+    assert read == pytest.approx(written * (4 / 3 if kind == "params" else 1), rel=1e-6)
+
+
 SMALL_ON_A_TPU = """
 import json, sys
 from dataclasses import asdict
