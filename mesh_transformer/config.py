@@ -111,7 +111,10 @@ class Config:
     # Precision.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
     early_cast: bool = False  # store parameters in bf16
-    int8_weights: bool = False  # for generation, quantize the weights to 8 bits
+    # For generation, the bits that the weights are quantized to (docs/generation.md).  None: 8 if
+    # int8_weights is true, else they are not quantized.
+    weight_bits: Literal[4, 8] | None = None
+    int8_weights: bool = False  # the same as weight_bits 8
     int8_cache: bool = False  # for generation, quantize keys and values to 8 bits
     # The matmuls of the layers that training computes with 8-bit integers: any of "forward",
     # "input_gradients" and "weight_gradients"; see docs/training.md.
@@ -217,6 +220,7 @@ class Config:
             "zero": (1 if self.early_collect else 3) if second else 0,
             "attention_window": self.seq,
             "anneal_steps": max(1, anneal),
+            "weight_bits": 8 if self.int8_weights else None,
             "momentum": {"muon": 0.95, "sgd": 0.9}.get(self.optimizer, 0.0),
             "tpu_size": self.cores_per_replica,
             "lora_alpha": float(self.lora_rank),

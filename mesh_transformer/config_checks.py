@@ -58,6 +58,10 @@ def check(c: Any) -> None:
     _check_virtual_mesh(c)
     _check_int8_matmuls(c)
     _check_offload(c)
+    if c.int8_weights and c.weight_bits != 8:
+        raise InputError(
+            f"int8_weights is true, but weight_bits is {c.weight_bits}; remove int8_weights"
+        )
 
 
 def _check_training(c: Any) -> None:

@@ -202,6 +202,15 @@ def to_int8(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.A
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 
+def packed_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Return the bytes of an array on a device, where 4-bit integers are stored in pairs.
+
+    `Array.nbytes` counts a whole byte for each of them.
+    """
+    size = math.prod(shape)
+    return -(-size // 2) if jnp.dtype(dtype) == jnp.int4 else size * jnp.dtype(dtype).itemsize
+
+
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
 
     def __getattr__(name: str) -> Any:

@@ -50,7 +50,7 @@ class NetworkLM(TemplateLM):
     ):
         super().__init__()
         # Quantized weights would give other logprobs than those of texts scored alone.
-        self.share = share and not network.config.int8_weights
+        self.share = share and network.config.weight_bits is None
         self.network = network
         self.tokenizer = tokenizer
         self.stopped = stopped

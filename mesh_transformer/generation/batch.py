@@ -46,7 +46,7 @@ class Generator:
     """The compiled functions that generate text on a mesh, and the weights that they use.
 
     The weights are a copy of the model's parameters, converted for generation.  LoRA adapters that
-    the model has are merged in, and with `int8_weights` the matrices are quantized.  The dtype is
+    the model has are merged in, and with `weight_bits` the matrices are quantized.  The dtype is
     f32 on CPUs, where bf16 matmuls are slow, and `config.dtype` on other devices.
 
     Args:

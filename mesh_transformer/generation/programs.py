@@ -13,7 +13,12 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode
 from mesh_transformer.generation.sampling import SamplerSettings
-from mesh_transformer.generation.weights import joined_config, weight_specs, weights_of
+from mesh_transformer.generation.weights import (
+    check_weights,
+    joined_config,
+    weight_specs,
+    weights_of,
+)
 from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.host_memory import device_copies
@@ -46,8 +51,13 @@ def compile_weights(
 
     Args:
       adapters: the configs of the adapters.
+
+    Raises:
+      InputError: if the config quantizes weights to 4 bits, and a matrix cannot be (see
+        `check_weights`).
     """
     declared, mp = transformer.declarations(config), mesh.shape["mp"]
+    check_weights(config, mp)
 
     def one(d: Declaration, x: Array) -> Array:  # a virtual mesh may have other padding
         return resized(resized(x, d.shape), d.padded(mp))

@@ -21,7 +21,7 @@ from mesh_transformer.model.transformer import Params
 from mesh_transformer.util import InputError
 
 Weights = dict[str, Any]
-MATRICES = ("layers", "proj")  # model parts that `int8_weights` quantizes
+MATRICES = ("layers", "proj")  # model parts that `weight_bits` quantizes
 SCALES = "adapter_scales"  # the key of the result of `scales`
 
 
@@ -90,7 +90,7 @@ def weights_of(params: Params, config: Config, adapters: Sequence[Adapter] = ())
     """Convert parameters to the weights that generation uses.
 
     The layers are unstacked, LoRA adapters are merged, and arrays are cast to `config.dtype`.  If
-    the config sets `int8_weights`, the matrices of the layers and of the output head are quantized
+    the config sets `weight_bits`, the matrices of the layers and of the output head are quantized
     instead of cast.
 
     Args:
@@ -107,14 +107,16 @@ def weights_of(params: Params, config: Config, adapters: Sequence[Adapter] = ())
         return {name: leaves | more.get(name, {}) for name, leaves in modules.items()}
 
     weights = params | {"layers": tuple(unstacked(layer) for layer in range(config.layers))}
-    if config.int8_weights:
+    if bits := config.weight_bits:
         weights["proj"] = transformer.projection_params(weights)
-        weights |= {name: matrices.quantize(weights[name], declared[name]) for name in MATRICES}
+        weights |= {
+            name: matrices.quantize(weights[name], declared[name], bits) for name in MATRICES
+        }
 
     def cast(x: Any) -> Any:
-        return x if isinstance(x, matrices.Int8) else x.astype(config.dtype)
+        return x if matrices.is_quantized(x) else x.astype(config.dtype)
 
-    weights = jax.tree.map(cast, weights, is_leaf=lambda x: isinstance(x, matrices.Int8))
+    weights = jax.tree.map(cast, weights, is_leaf=matrices.is_quantized)
     if adapters:
         weights[SCALES] = jnp.asarray(scales([adapter.config for adapter in adapters]))
     return weights
@@ -130,9 +132,16 @@ def weight_declarations(config: Config) -> Weights:
     """
     declared = transformer.declarations(config)
     layer = map_declared(lambda d: d.unstack(), declared["layers"])
-    if config.int8_weights:  # of a tied head there is a quantized copy
+    if config.weight_bits:  # of a tied head there is a quantized copy
         declared = declared | {"proj": transformer.declared_projection(config)}
     return declared | {"layers": (layer,) * config.layers}
+
+
+def check_weights(config: Config, mp: int) -> None:
+    """Raise InputError if the config's `weight_bits` is impossible on a mesh with mp shards."""
+    if config.weight_bits == 4:
+        declared = weight_declarations(config.merged())
+        matrices.check_groups({name: declared[name] for name in MATRICES}, mp)
 
 
 def weight_specs(config: Config) -> Weights:
@@ -143,6 +152,6 @@ def weight_specs(config: Config) -> Weights:
     """
     declared = weight_declarations(config)
     specs = map_declared(lambda d: d.spec, declared)
-    if config.int8_weights:
-        specs |= {name: matrices.layout(declared[name]) for name in MATRICES}
+    if bits := config.weight_bits:
+        specs |= {name: matrices.layout(declared[name], bits) for name in MATRICES}
     return specs | ({SCALES: P()} if config.lora_rank else {})

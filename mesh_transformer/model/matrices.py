@@ -1,7 +1,9 @@
-"""The matmuls of weight matrices, which may be 8-bit integers with one scale per output column.
+"""The matmuls of weight matrices, which may be quantized to integers of 8 or 4 bits.
 
-Only generation stores such weights.  They take a quarter of the memory of f32, and rounding changes
-a weight by at most 1/254 of the largest magnitude in its column.  Norms, biases and embeddings are
+Only generation stores such weights.  With 8 bits, each output column has a scale, and rounding
+changes a weight by at most 1/254 of the largest magnitude in its column.  With 4 bits, each column
+has a scale for every `GROUP` inputs, and rounding changes most weights by at most 1/16 of the
+largest magnitude in the group, and none by more than about 1/8.  Norms, biases and embeddings are
 not quantized, and the KV cache is only with `int8_cache`.
 
 Training may round the operands of a matmul to 8 bits just for this matmul (`rounded_matmul`), which
@@ -11,6 +13,7 @@ Array names end in their shape, as in `layers`.
 """
 
 import functools
+import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -22,8 +25,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from mesh_transformer.mesh.declaration import Declaration, count_input_axes, map_declared
-from mesh_transformer.util import to_int8
+from mesh_transformer.util import InputError, to_int8
 
+GROUP = 64  # most inputs of a matrix in 4 bits that share a scale
+SMALLEST_GROUP = 16  # with fewer inputs per scale, 4 bits would save little memory
 ROUNDED = "rounded"  # checkpoint_name of the products of `rounded_matmul`
 
 
@@ -43,41 +48,123 @@ class Int8(NamedTuple):
         return self.value.shape
 
 
-def quantize(weights: Any, declared: Any) -> Any:
-    """Quantize the matrices in a tree of weights to `Int8`.
+class Int4(NamedTuple):
+    """A quantized matrix, equal to `value` (int4) times `scale` (bf16).
+
+    The last input axis of the matrix is split in two: the groups, and the inputs of a group.
+    `scale` has size 1 along the latter.  In a tree of PartitionSpecs, the fields hold the specs of
+    the two arrays.
+    """
+
+    value: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix, as of `Int8`."""
+        shape = self.value.shape
+        axis = next(axis for axis, size in enumerate(shape) if size != self.scale.shape[axis])
+        return (*shape[: axis - 1], shape[axis - 1] * shape[axis], *shape[axis + 1 :])
+
+
+Quantized = Int8 | Int4
+
+
+def is_quantized(node: Any) -> bool:
+    """Return whether a tree node is a quantized matrix; for use as JAX's `is_leaf` argument."""
+    return isinstance(node, Quantized)
+
+
+def quantize(weights: Any, declared: Any, bits: int) -> Any:
+    """Quantize the matrices in a tree of weights to `Int8` or `Int4`.
 
     Arrays without weight decay (norms, biases) and adapters are returned unchanged.
 
     Args:
       declared: a tree with the `Declaration` of each array.
+      bits: 8 or 4.
     """
 
-    def quantized(d: Declaration, w: Array) -> Array | Int8:
-        if not d.decay or d.adapter:
+    def quantized(d: Declaration, w: Array) -> Array | Quantized:
+        if not _is_matrix(d):
             return w
-        return Int8(*to_int8(w, axis=tuple(range(count_input_axes(tuple(d.spec))))))
+        inputs = count_input_axes(tuple(d.spec))
+        if bits == 8:
+            return Int8(*to_int8(w, axis=tuple(range(inputs))))
+        return _to_int4(w, inputs - 1, _group(d))
 
     return map_declared(quantized, declared, weights)
 
 
-def layout(declared: Any) -> Any:
+def layout(declared: Any, bits: int) -> Any:
     """Return the PartitionSpecs of the arrays that `quantize` returns.
+
+    Args:
+      declared: the same tree as for `quantize`, and `bits` likewise.
+    """
+
+    def spec_of(d: Declaration) -> P | Quantized:
+        if not _is_matrix(d):
+            return d.spec
+        inputs = count_input_axes(tuple(d.spec))
+        if bits == 8:
+            return Int8(d.spec, P(*(None,) * inputs, *d.spec[inputs:]))
+        spec = P(*d.spec[:inputs], None, *d.spec[inputs:])
+        return Int4(spec, spec)
+
+    return map_declared(spec_of, declared)
+
+
+def check_groups(declared: Any, mp: int) -> None:
+    """Raise InputError if a matrix cannot be quantized to 4 bits on a mesh with mp shards.
 
     Args:
       declared: the same tree as for `quantize`.
     """
 
-    def spec_of(d: Declaration) -> P | Int8:
-        if not d.decay or d.adapter:
-            return d.spec
-        inputs = count_input_axes(tuple(d.spec))
-        return Int8(d.spec, P(*(None,) * inputs, *d.spec[inputs:]))
+    def check(d: Declaration) -> None:
+        if not _is_matrix(d):
+            return
+        axis, group = count_input_axes(tuple(d.spec)) - 1, _group(d)
+        has = f"weight_bits is 4, but a matrix of the model has {d.shape[axis]} inputs"
+        if group < SMALLEST_GROUP:
+            raise InputError(
+                f"{has}, expected a multiple of {SMALLEST_GROUP}; set weight_bits to 8"
+            )
+        own = d.padded(mp)[axis] // (mp if d.spec[axis] == "mp" else 1)
+        if own % group:
+            raise InputError(
+                f"{has}, {own} per device, expected a multiple of {group}, the size of a group; "
+                "lower cores_per_replica, or set weight_bits to 8"
+            )
 
-    return map_declared(spec_of, declared)
+    map_declared(check, declared)
+
+
+def _is_matrix(d: Declaration) -> bool:
+    return d.decay and not d.adapter
+
+
+def _group(d: Declaration) -> int:
+    """Return how many inputs of a matrix in 4 bits share a scale; the same on every mesh."""
+    return math.gcd(d.shape[count_input_axes(tuple(d.spec)) - 1], GROUP)
+
+
+def _to_int4(w: Array, axis: int, group: int) -> Int4:
+    """Round a matrix to 4-bit integers, with one scale for each `group` entries along `axis`.
+
+    The scale has the sign with which the entry of the largest magnitude becomes -8, because there
+    is no 8.
+    """
+    x = w.astype(jnp.float32).reshape(*w.shape[:axis], -1, group, *w.shape[axis + 1 :])
+    most, least = jnp.max(x, axis + 1, keepdims=True), jnp.min(x, axis + 1, keepdims=True)
+    scale = (jnp.where(most > -least, most, least) / -8).astype(jnp.bfloat16)
+    scale = jnp.where(scale == 0, 1, scale)
+    return Int4(jnp.clip(jnp.round(x / scale), -8, 7).astype(jnp.int4), scale)
 
 
 def after(x: Array, weights: Any) -> Any:
-    """Return a tree of weights whose `Int8` matrices depend on the array `x`.
+    """Return a tree of weights whose quantized matrices depend on the array `x`.
 
     Otherwise the compiler for CPUs would convert the matrices of all layers to floats before the
     loop over tokens, and keep these in memory.  The compiler for TPUs does not, and would copy some
@@ -89,10 +176,12 @@ def after(x: Array, weights: Any) -> Any:
     zero = (0 * x.ravel()[0]).astype(jnp.int8)
     zero = jax.lax.platform_dependent(zero, tpu=jnp.zeros_like, default=lambda zero: zero)
 
-    def dependent(w: Array | Int8) -> Array | Int8:
-        return Int8(w.value + zero, w.scale) if isinstance(w, Int8) else w
+    def dependent(w: Array | Quantized) -> Array | Quantized:
+        if not isinstance(w, Quantized):
+            return w
+        return w._replace(value=w.value + zero.astype(w.value.dtype))
 
-    return jax.tree.map(dependent, weights, is_leaf=lambda node: isinstance(node, Int8))
+    return jax.tree.map(dependent, weights, is_leaf=is_quantized)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -143,30 +232,32 @@ def _product(a: Array, b: Array, axes: tuple[int, int], in_int8: bool) -> Array:
 
 def project_in(
     x_GBTD: Array,
-    w: Array | Int8,
+    w: Array | Quantized,
     dtype: DTypeLike | None = None,
     rounded: Collection[str] = (),
 ) -> Array:
     """Return the product of an input [G, B, T, D] and a matrix [D, ...], as [B, T, ...].
 
     The columns are divided into G equal blocks, and the input of block g is x_GBTD[g].  The result
-    is rounded once, to `dtype` (default: the dtype of the inputs).  A quantized matrix is
+    is rounded once, to `dtype` (default: the dtype of the inputs).  A matrix in 8 bits is
     multiplied by its scale after the matmul, which therefore reads the integers.
 
     Args:
       rounded: passes of training whose operands are rounded (see `rounded_matmul`); G is 1 then.
     """
     if rounded:
-        assert not isinstance(w, Int8)
+        assert not isinstance(w, Quantized)
         y_BTN = rounded_matmul(x_GBTD[0], w.reshape(len(w), -1), frozenset(rounded))
         y_BTN = checkpoint_name(y_BTN, ROUNDED)
         return y_BTN.reshape(*y_BTN.shape[:-1], *w.shape[1:])
     value, columns = _float(w, x_GBTD.dtype), w.shape[1:]
-    exact = jnp.float32 if isinstance(w, Int8) else dtype
+    exact = jnp.float32 if isinstance(w, Quantized) else dtype
     groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
     if groups == 1:  # a matmul without batch dimensions, which the remat policy "dots" saves
         x_BTD = x_GBTD[0]
-        y = jnp.tensordot(x_BTD.reshape(-1, width), value, 1, preferred_element_type=exact)
+        inputs = value.shape[: value.ndim - len(columns)]
+        x = x_BTD.reshape(-1, *inputs)
+        y = jnp.tensordot(x, value, len(inputs), preferred_element_type=exact)
         y = y.reshape(*x_BTD.shape[:2], *columns)
     else:
         w_DGN = value.reshape(width, groups, -1)
@@ -197,31 +288,44 @@ def _add_bias_backward(b: Array, g: Array) -> tuple[Array, Array]:
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
-def project_out(x: Array, w: Array | Int8, rounded: Collection[str] = ()) -> Array:
+def project_out(x: Array, w: Array | Quantized, rounded: Collection[str] = ()) -> Array:
     """Return the product of inputs [B, T, ...] and a matrix [..., D], as [B, T, D].
 
-    A quantized matrix is multiplied by its scale after the matmul, as in `project_in`.
+    A matrix in 8 bits is multiplied by its scale after the matmul, as in `project_in`.
 
     Args:
       rounded: as for `project_in`.
     """
     if rounded:
-        assert not isinstance(w, Int8)
+        assert not isinstance(w, Quantized)
         x_BTN = x.reshape(*x.shape[:2], -1)
         y_BTD = rounded_matmul(x_BTN, w.reshape(-1, w.shape[-1]), frozenset(rounded))
         return checkpoint_name(y_BTD, ROUNDED)
-    exact = jnp.float32 if isinstance(w, Int8) else None
-    y_BTD = jnp.tensordot(x, _float(w, x.dtype), x.ndim - 2, preferred_element_type=exact)
+    exact = jnp.float32 if isinstance(w, Quantized) else None
+    value = _float(w, x.dtype)
+    x_in = x.reshape(*x.shape[:2], *value.shape[:-1])
+    y_BTD = jnp.tensordot(x_in, value, value.ndim - 1, preferred_element_type=exact)
     return _scaled(y_BTD, w, x.dtype)
 
 
-def _float(w: Array | Int8, dtype: DTypeLike) -> Array:
-    """Return a matrix without its scale; integers of 8 bits are exact in bfloat16."""
-    return w.value.astype(dtype) if isinstance(w, Int8) else w
+def _float(w: Array | Quantized, dtype: DTypeLike) -> Array:
+    """Return the operand of a matrix's matmul.
+
+    Of a matrix in 8 bits, these are the integers, which are exact in bfloat16.  A matrix in 4 bits
+    is multiplied by its scales, and keeps its groups as an axis of their own: the compiler for TPUs
+    then reads the integers in the matmul, and would otherwise write the matrix to memory first.
+    """
+    if isinstance(w, Int8):
+        return w.value.astype(dtype)
+    if isinstance(w, Int4):
+        return w.value.astype(dtype) * w.scale.astype(dtype)
+    return w
 
 
-def _scaled(y: Array, w: Array | Int8, dtype: DTypeLike) -> Array:
-    """Multiply the product [B, T, ...] by the scale of the matrix, if it has one."""
+def _scaled(y: Array, w: Array | Quantized, dtype: DTypeLike) -> Array:
+    """Multiply the product [B, T, ...] by the scales of a matrix in 8 bits."""
+    if isinstance(w, Int4):
+        return y.astype(dtype)
     if not isinstance(w, Int8):
         return y
     columns = w.shape[w.value.ndim - (y.ndim - 2) :]

@@ -30,7 +30,7 @@ from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.performance import device_trace
 from mesh_transformer.performance.hlo import planned_memory
 from mesh_transformer.training import step as steps
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, packed_bytes
 
 PROFILED_STEPS, SHOWN_OPERATIONS = 3, 10
 # A CPU's peak FLOP/s is measured between steps by multiplying square matrices of these sizes; the
@@ -386,7 +386,8 @@ def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
     # A token needs only one row of the embedding table, unless it is the output head, too.
     read = {part: weights[part] for part in weights if part != "embed" or config.tie_head}
     leaves = jax.tree.leaves(read)
-    weight_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    shards = (leaf.addressable_shards[0].data for leaf in leaves)
+    weight_bytes = sum(packed_bytes(shard.shape, shard.dtype) for shard in shards)
     heads = 2 * config.layers * config.n_heads / generator.mesh.shape["mp"]  # of keys and values
     entry = jnp.dtype(config.dtype).itemsize
     # In 8 bits, each head has a scale in f32.

@@ -54,7 +54,7 @@ class Collective:
     @property
     def bytes(self) -> int:
         """Bytes of the result on one device."""
-        return math.prod(self.shape) * width(self.dtype)
+        return int(math.prod(self.shape) * width(self.dtype))
 
     @property
     def is_alone(self) -> bool:
@@ -62,9 +62,12 @@ class Collective:
         return bool(self.groups) and all(len(group) == 1 for group in self.groups)
 
 
-def width(dtype: str) -> int:
-    """Return the bytes per element of a dtype, given the dtype's HLO name, such as "bf16"."""
-    return _BYTES.get(dtype) or max(int(dtype[1:]) // 8, 1)
+def width(dtype: str) -> float:
+    """Return the bytes per element of a dtype, given the dtype's HLO name, such as "bf16".
+
+    Elements of 4 bits are taken to be packed in pairs, as the compilers for CPUs and TPUs do.
+    """
+    return _BYTES.get(dtype) or int(dtype[1:]) / 8
 
 
 def groups_of(text: str) -> Groups:
@@ -340,7 +343,7 @@ def _sizes(text: str) -> tuple[int, int]:
     """
     in_device_memory = total = 0
     for dtype, shape, layout in _ARRAY_WITH_LAYOUT.findall(text):
-        size = width(dtype) * math.prod(int(n) for n in shape.split(",") if n)
+        size = int(width(dtype) * math.prod(int(n) for n in shape.split(",") if n))
         total += size
         in_device_memory += 0 if _OTHER_MEMORY.search(layout) else size
     return in_device_memory, total

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.blocks import Pool, pool_of
-from mesh_transformer.generation.weights import Weights, weight_specs, weights_of
+from mesh_transformer.generation.weights import Weights, weight_specs
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.device_order import Distances
 from mesh_transformer.mesh.devices import abstract, named
@@ -38,7 +38,7 @@ from mesh_transformer.performance.roofline import (
 )
 from mesh_transformer.performance.topology import Slice
 from mesh_transformer.training import step
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, packed_bytes
 
 # Compiler options that make compilation fast.  They do not change the collectives.  They change the
 # peak memory by at most 8 percent, and the memory traffic by at most a factor of 2.
@@ -378,7 +378,7 @@ def _bytes_with_hosts(state: step.State) -> tuple[int, int]:
 
 def _bytes(leaves: Iterable[Any]) -> int:
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+        packed_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves
     )
 
 
@@ -415,7 +415,7 @@ class DecodePlan:
     rows: int
     cache_length: int
     cache_tokens: int | None
-    int8_weights: bool
+    weight_bits: int | None
     int8_cache: bool
     weights_bytes: int
     cache_bytes: int
@@ -435,7 +435,7 @@ class DecodePlan:
     def table(self) -> str:
         """Format the plan as readable text."""
         most, likely = self.tokens_per_second
-        weights = "8-bit weights" if self.int8_weights else "weights"
+        weights = f"{self.weight_bits}-bit weights" if self.weight_bits else "weights"
         cache = "8-bit cache" if self.int8_cache else "cache"
         lines = [
             f"{self.topology}: {self.devices} devices, dp {self.dp} x mp {self.mp}, generation of "
@@ -509,7 +509,7 @@ def decode_plan(
         rows=rows,
         cache_length=length,
         cache_tokens=cache_tokens,
-        int8_weights=config.int8_weights,
+        weight_bits=config.weight_bits,
         int8_cache=config.int8_cache,
         weights_bytes=sizes[0],
         cache_bytes=sizes[1],
@@ -531,7 +531,7 @@ def decode_plan(
 def _abstract_weights(config: Config, mesh: Mesh) -> Weights:
     """Return the shapes and shardings of the weights that generation reads."""
     params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
-    shapes = jax.eval_shape(functools.partial(weights_of, config=config), params)
+    shapes = jax.eval_shape(programs.compile_weights(config, mesh), params, [])
     return abstract(shapes, named(mesh, weight_specs(config.merged())))
 
 

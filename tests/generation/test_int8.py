@@ -39,14 +39,14 @@ MATRICES = [
 def test_the_quantization_error_is_bounded_by_the_column_maximum(declared, inputs):
     w = np.random.default_rng(1).standard_cauchy(declared.shape).astype(np.float32)
     w[(slice(None),) * len(inputs) + (0,) * (w.ndim - len(inputs))] = 0  # a column of zeros
-    quantized = matrices.quantize({"w": jnp.asarray(w)}, {"w": declared})["w"]
+    quantized = matrices.quantize({"w": jnp.asarray(w)}, {"w": declared}, 8)["w"]
     actual = np.asarray(quantized.value * quantized.scale)
     assert quantized.value.dtype == jnp.int8
     largest = np.abs(w).max(axis=inputs, keepdims=True)
     # Half a quantization step, and the rounding errors of f32.
     assert np.all(np.abs(actual - w) <= largest / 254 * (1 + 1e-4))
     assert np.all(actual[w == 0] == 0)
-    spec = matrices.layout({"w": declared})["w"]
+    spec = matrices.layout({"w": declared}, 8)["w"]
     assert tuple(spec.value) == tuple(declared.spec)
     assert all(spec.scale[axis] is None for axis in inputs)
 
@@ -60,7 +60,7 @@ def test_a_matmul_of_a_quantized_matrix_is_that_of_its_values():
 
     for shape in ((12, 8), (12, 4, 6)):
         declared = Declaration(shape, P(None, "mp", None)[: len(shape)], True, False)
-        w = matrices.quantize({"w": random(*shape)}, {"w": declared})["w"]
+        w = matrices.quantize({"w": random(*shape)}, {"w": declared}, 8)["w"]
         for groups in (1, 2, 4):
             x = random(groups, 2, 3, 12)
             expected = matrices.project_in(x, w.value * w.scale)
@@ -70,7 +70,7 @@ def test_a_matmul_of_a_quantized_matrix_is_that_of_its_values():
             assert in_bf16.dtype == jnp.float32
     for shape in ((8, 12), (4, 6, 12)):
         declared = Declaration(shape, P("mp", None, None)[: len(shape)], True, False)
-        w = matrices.quantize({"w": random(*shape)}, {"w": declared})["w"]
+        w = matrices.quantize({"w": random(*shape)}, {"w": declared}, 8)["w"]
         x = random(2, 3, *shape[:-1])
         expected = matrices.project_out(x, w.value * w.scale)
         # Up to 24 terms are summed, as above.
