@@ -21,7 +21,6 @@ from mesh_transformer.model.transformer import Params
 from mesh_transformer.util import InputError
 
 Weights = dict[str, Any]
-MATRICES = ("layers", "proj")  # model parts that `weight_bits` quantizes
 SCALES = "adapter_scales"  # the key of the result of `scales`
 
 
@@ -107,11 +106,10 @@ def weights_of(params: Params, config: Config, adapters: Sequence[Adapter] = ())
         return {name: leaves | more.get(name, {}) for name, leaves in modules.items()}
 
     weights = params | {"layers": tuple(unstacked(layer) for layer in range(config.layers))}
-    if bits := config.weight_bits:
+    if config.weight_bits:
         weights["proj"] = transformer.projection_params(weights)
-        weights |= {
-            name: matrices.quantize(weights[name], declared[name], bits) for name in MATRICES
-        }
+    for part, bits in quantized_parts(config).items():
+        weights[part] = matrices.quantize(weights[part], declared[part], bits)
 
     def cast(x: Any) -> Any:
         return x if matrices.is_quantized(x) else x.astype(config.dtype)
@@ -137,11 +135,21 @@ def weight_declarations(config: Config) -> Weights:
     return declared | {"layers": (layer,) * config.layers}
 
 
+def quantized_parts(config: Config) -> dict[str, int]:
+    """Return {part: bits} for the parts of the model whose matrices are quantized.
+
+    The output head has 8 bits if the layers have 4, because in 4 bits it would add more to the loss
+    than all layers together.
+    """
+    return {} if config.weight_bits is None else {"layers": config.weight_bits, "proj": 8}
+
+
 def check_weights(config: Config, mp: int) -> None:
     """Raise InputError if the config's `weight_bits` is impossible on a mesh with mp shards."""
-    if config.weight_bits == 4:
-        declared = weight_declarations(config.merged())
-        matrices.check_groups({name: declared[name] for name in MATRICES}, mp)
+    declared = weight_declarations(config.merged())
+    for part, bits in quantized_parts(config).items():
+        if bits == 4:
+            matrices.check_groups(declared[part], mp)
 
 
 def weight_specs(config: Config) -> Weights:
@@ -152,6 +160,6 @@ def weight_specs(config: Config) -> Weights:
     """
     declared = weight_declarations(config)
     specs = map_declared(lambda d: d.spec, declared)
-    if bits := config.weight_bits:
-        specs |= {name: matrices.layout(declared[name], bits) for name in MATRICES}
+    for part, bits in quantized_parts(config).items():
+        specs[part] = matrices.layout(declared[part], bits)
     return specs | ({SCALES: P()} if config.lora_rank else {})
