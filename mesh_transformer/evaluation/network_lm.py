@@ -49,8 +49,7 @@ class NetworkLM(TemplateLM):
         share: bool = True,
     ):
         super().__init__()
-        # Quantized weights would give other logprobs than those of texts scored alone.
-        self.share = share and network.config.weight_bits is None
+        self.share = share
         self.network = network
         self.tokenizer = tokenizer
         self.stopped = stopped
@@ -155,12 +154,27 @@ class NetworkLM(TemplateLM):
             self._check_stopped()
             group = [indices[at] for at in chosen]
             tokens = _padded([texts[index] for index in group], rows, width + 1)
-            scored = self.network.eval({"obs": tokens[:, :-1], "target": tokens[:, 1:]})
+            scored = self._scored(tokens)
             pending.append((group, scored))
             if len(pending) > IN_FLIGHT:
                 read(*pending.popleft())
         for group, scored in pending:
             read(group, scored)
+
+    def _scored(self, tokens: np.ndarray) -> dict[str, Any]:
+        """Return the losses of all tokens but the first, and whether each is the most likely one.
+
+        If the config quantizes weights, these are the results of the quantized weights.
+        """
+        network = self.network
+        if network.config.weight_bits is None:
+            return network.eval({"obs": tokens[:, :-1], "target": tokens[:, 1:]})
+        try:
+            chosen = network.score(tokens, 1)
+        except HostError:
+            network.batch(network.batch_size)  # a RestartingCluster restarts its hosts
+            chosen = network.score(tokens, 1)
+        return {"all_loss": -chosen.logprob, "correct": chosen.top_token[..., 0] == chosen.token}
 
     def _score_after(
         self,

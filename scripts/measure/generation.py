@@ -5,8 +5,9 @@ They run in alternating processes.  The script prints the median and the range o
 speeds.  It also prints this library's throughput as a fraction of the limit that the memory
 bandwidth sets, given the bytes that each decoding step must read.
 
-With --dtype bfloat16, this library still uses float32, its default on CPUs.  With --dtype int8,
-this library's weights have 8 bits, and torch is measured in bfloat16, because it has no equivalent.
+With --dtype bfloat16, this library still uses float32, its default on CPUs.  With --dtype int8 or
+int4, this library's weights have 8 or 4 bits, and torch is measured in bfloat16, because it has no
+equivalent.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import numpy as np
 LAYERS, WIDTH, HEADS, VOCABULARY, WINDOW = 12, 768, 12, 50400, 2048
 ROTARY = 32
 ENGINES = ("ours", "torch")
+BITS = {"int8": 8, "int4": 4}
 
 
 def parse_args() -> argparse.Namespace:
@@ -39,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--dtype",
         default="float32",
-        choices=("float32", "bfloat16", "int8"),
+        choices=("float32", "bfloat16", *BITS),
         help="type of the weights (default float32)",
     )
     parser.add_argument(
@@ -61,7 +63,7 @@ def ours(args: argparse.Namespace, batch: int) -> Callable[[], np.ndarray]:
             "seq": WINDOW,
             "pe_rotary_dims": ROTARY,
             "dtype": "float32" if args.dtype == "float32" else "bfloat16",
-            "int8_weights": args.dtype == "int8",
+            "weight_bits": BITS.get(args.dtype),
         }
     )
     prompts = np.ones((batch, args.prompt), np.uint32)
@@ -129,9 +131,11 @@ def bytes_read(args: argparse.Namespace, batch: int) -> int:
 
     It reads all weights and the attention cache of each batch row.
     """
-    weights = LAYERS * 12 * WIDTH**2 + WIDTH * VOCABULARY
+    layers, head = LAYERS * 12 * WIDTH**2, WIDTH * VOCABULARY
+    # In 4 bits, 64 weights share a scale of 16 bits, and the head has 8 bits.
+    weights = {"int8": layers + head, "int4": layers * (4 + 16 / 64) / 8 + head}
     cache = 2 * LAYERS * WIDTH * batch * (args.prompt + args.new / 2)
-    return int((1 if args.dtype == "int8" else 4) * weights + 4 * cache)
+    return int(weights.get(args.dtype, 4 * (layers + head)) + 4 * cache)
 
 
 def main() -> None:

@@ -118,6 +118,44 @@ def test_common_beginnings_do_not_change_the_logprobs(model, monkeypatch):
     assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_weights_are_those_that_are_scored(model, bits, monkeypatch):
+    """Alone, with a common beginning, and after a host has failed."""
+    exact = model.network
+    changes = {"weight_bits": bits, "d_model": 128, "cores_per_replica": 2}
+    network = CausalTransformer(exact.config.replace(**changes))
+    assert network.state is not None
+    network.state["params"] = jax.tree.map(lambda x: 2 * x, network.state["params"])
+    quantized = NetworkLM(network, model.tokenizer, share=False)
+    rng = np.random.default_rng(7)
+    requests = [make_request(words(rng, 8), " " + words(rng, 3)) for _ in range(20)]
+    score, failures = network.score, [HostError("a host has failed")]
+
+    def failing(*args):
+        if failures:
+            raise failures.pop()
+        return score(*args)
+
+    monkeypatch.setattr(network, "score", failing)
+    answers = quantized.loglikelihood(requests, disable_tqdm=True)
+    for request, (actual, greedy) in zip(requests, answers, strict=True):
+        context, continuation = request.args
+        tokens = np.array(model.tok_encode(context + continuation))
+        size = len(tokens) - len(model.tok_encode(context))
+        chosen = score(tokens[None], 1)
+        # In f32, logits of up to 16 differ by up to 2e-5 between widths, and a few are summed.
+        assert actual == pytest.approx(chosen.logprob[0, -size:].sum(), abs=1e-4)
+        assert greedy == np.array_equal(chosen.top_token[0, -size:, 0], tokens[-size:])
+    unquantized = NetworkLM(
+        CausalTransformer(network.config.replace(weight_bits=None)), model.tokenizer
+    )
+    unquantized.network.state["params"] = network.state["params"]
+    others = unquantized.loglikelihood(requests, disable_tqdm=True)
+    assert np.abs(np.subtract([a for a, _ in answers], [b for b, _ in others])).min() > 1e-4
+    shared = NetworkLM(network, model.tokenizer).loglikelihood(requests, disable_tqdm=True)
+    np.testing.assert_allclose([a for a, _ in shared], [a for a, _ in answers], atol=1e-4)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_groups_save_as_much_as_any_choice_of_intervals(seed):
     """The reference tries all ways to divide the sorted texts into groups."""

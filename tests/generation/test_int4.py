@@ -34,7 +34,7 @@ MATRICES = [
 
 
 def rounded(w: np.ndarray, axis: int, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the integers and scales of a matrix, of the shape of `w`, computed column by column."""
+    """Return the integers and scales of a matrix, both of its shape, column by column."""
     columns = np.moveaxis(w, axis, -1)
     integers, scales = np.empty_like(columns), np.empty_like(columns)
     for index in np.ndindex(*columns.shape[:-1]):
@@ -151,9 +151,7 @@ def test_generation_is_that_of_the_restored_weights_on_every_mesh(block, place):
     )
     # Sums in another order, in f32; logprobs reach tens.
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-4)
-    tokens = [
-        model.generate(tokens, [9, 4, 7, 1], 8, {"temp": 0.0}) for model in (network, exact)
-    ]
+    tokens = [model.generate(tokens, [9, 4, 7, 1], 8, {"temp": 0.0}) for model in (network, exact)]
     np.testing.assert_array_equal(tokens[0], tokens[1])
 
 
