@@ -256,7 +256,7 @@ def project_in(
     if groups == 1:  # a matmul without batch dimensions, which the remat policy "dots" saves
         x_BTD = x_GBTD[0]
         inputs = value.shape[: value.ndim - len(columns)]
-        x = x_BTD.reshape(-1, *inputs)
+        x = _grouped(x_BTD.reshape(-1, width), w, inputs)
         y = jnp.tensordot(x, value, len(inputs), preferred_element_type=exact)
         y = y.reshape(*x_BTD.shape[:2], *columns)
     else:
@@ -303,7 +303,7 @@ def project_out(x: Array, w: Array | Quantized, rounded: Collection[str] = ()) -
         return checkpoint_name(y_BTD, ROUNDED)
     exact = jnp.float32 if isinstance(w, Quantized) else None
     value = _float(w, x.dtype)
-    x_in = x.reshape(*x.shape[:2], *value.shape[:-1])
+    x_in = _grouped(x, w, (x.shape[1], *value.shape[:-1]))
     y_BTD = jnp.tensordot(x_in, value, value.ndim - 1, preferred_element_type=exact)
     return _scaled(y_BTD, w, x.dtype)
 
@@ -322,10 +322,19 @@ def _float(w: Array | Quantized, dtype: DTypeLike) -> Array:
     return w
 
 
+def _grouped(x: Array, w: Array | Quantized, shape: tuple[int, ...]) -> Array:
+    """Return x reshaped to [len(x), *shape], for the product with the result of `_float`.
+
+    The compiler must not move the reshape to the matmul that computes x: the columns of that one
+    would be in groups, too, which the compiler for TPUs makes a slow convolution.
+    """
+    return (jax.lax.optimization_barrier(x) if isinstance(w, Int4) else x).reshape(-1, *shape)
+
+
 def _scaled(y: Array, w: Array | Quantized, dtype: DTypeLike) -> Array:
-    """Multiply the product [B, T, ...] by the scales of a matrix in 8 bits."""
+    """Cast the product [B, T, ...], after multiplying it by the scales of a matrix in 8 bits."""
     if isinstance(w, Int4):
-        return y.astype(dtype)
+        return jax.lax.optimization_barrier(y.astype(dtype))  # see `_grouped`
     if not isinstance(w, Int8):
         return y
     columns = w.shape[w.value.ndim - (y.ndim - 2) :]
