@@ -181,14 +181,17 @@ def test_int8_weights_take_a_quarter_of_the_memory_even_during_decoding():
     assert temporary < exact / 2
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("block", ["gptj", "gpt2"])
-def test_what_is_not_quantized_has_the_dtype_of_the_computation(block):
+def test_what_is_not_quantized_has_the_dtype_of_the_computation(block, bits):
     """Otherwise the sums of bf16 activations and f32 biases would be in f32."""
-    config = small_config(block=block, int8_weights=True, dtype="bfloat16")
+    config = small_config(block=block, weight_bits=bits, dtype="bfloat16")
     params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
     shapes = jax.eval_shape(functools.partial(weights_of, config=config), params)
-    leaves = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, matrices.Int8))
-    quantized = [x for x in leaves if isinstance(x, matrices.Int8)]
-    assert all((x.value.dtype, x.scale.dtype) == (jnp.int8, jnp.float32) for x in quantized)
-    assert all(x.dtype == jnp.bfloat16 for x in leaves if not isinstance(x, matrices.Int8))
+    leaves = jax.tree.leaves(shapes, is_leaf=matrices.is_quantized)
+    quantized = [(x.value.dtype, x.scale.dtype) for x in leaves if matrices.is_quantized(x)]
+    in_8, in_4 = (jnp.int8, jnp.float32), (jnp.int4, jnp.bfloat16)
+    assert quantized.count(in_8 if bits == 8 else in_4) == 6 * config.layers + (bits == 8)
+    assert quantized.count(in_8) == len(quantized) - (bits == 4) * 6 * config.layers
+    assert all(x.dtype == jnp.bfloat16 for x in leaves if not matrices.is_quantized(x))
     assert len(quantized) == 6 * config.layers + 1

@@ -209,6 +209,20 @@ def test_a_plan_for_generation(partitioning):
     assert "tokens/s" in result.table()
 
 
+def test_a_plan_counts_two_4_bit_weights_per_byte():
+    config = small(d_model=64, cores_per_replica=1)
+    eight, four = (
+        plan.decode_plan(config.replace(weight_bits=bits), slice_named("cpu-1")) for bits in (8, 4)
+    )
+    # Per layer, 12 D * D weights, of which 64 share a scale of 2 bytes.  In 8 bits, there are 9 D
+    # scales of 4 bytes.
+    matrices, scales = 12 * config.d_model**2, 9 * config.d_model
+    saved = config.layers * (matrices + 4 * scales - matrices // 2 - 2 * matrices // 64)
+    assert eight.weights_bytes - four.weights_bytes == saved
+    assert eight.read_bytes - four.read_bytes == saved
+    assert "4-bit weights" in four.table()
+
+
 def test_a_plan_for_generation_with_a_cache_in_blocks():
     """Attention's loop runs once per 256 positions of a row."""
     config = small(cores_per_replica=2, per_replica_batch=2, seq=1024)
