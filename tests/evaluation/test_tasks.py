@@ -146,11 +146,9 @@ def test_quantized_weights_are_those_that_are_scored(model, bits, monkeypatch):
         # In f32, logits of up to 16 differ by up to 2e-5 between widths, and a few are summed.
         assert actual == pytest.approx(chosen.logprob[0, -size:].sum(), abs=1e-4)
         assert greedy == np.array_equal(chosen.top_token[0, -size:, 0], tokens[-size:])
-    unquantized = NetworkLM(
-        CausalTransformer(network.config.replace(weight_bits=None)), model.tokenizer
-    )
-    unquantized.network.state["params"] = network.state["params"]
-    others = unquantized.loglikelihood(requests, disable_tqdm=True)
+    other = CausalTransformer(network.config.replace(weight_bits=None))
+    other.state = network.state
+    others = NetworkLM(other, model.tokenizer).loglikelihood(requests, disable_tqdm=True)
     assert np.abs(np.subtract([a for a, _ in answers], [b for b, _ in others])).min() > 1e-4
     shared = NetworkLM(network, model.tokenizer).loglikelihood(requests, disable_tqdm=True)
     np.testing.assert_allclose([a for a, _ in shared], [a for a, _ in answers], atol=1e-4)
