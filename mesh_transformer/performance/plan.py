@@ -377,9 +377,7 @@ def _bytes_with_hosts(state: step.State) -> tuple[int, int]:
 
 
 def _bytes(leaves: Iterable[Any]) -> int:
-    return sum(
-        packed_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves
-    )
+    return sum(packed_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 STEPS = 64  # decode steps per call of the compiled function; affects only the size of its output
