@@ -91,8 +91,8 @@ class Config:
     remat: Literal["full", "dots", "none"] = "full"  # what the backward pass recomputes
     shard_activations: bool = False  # between layers, split activations over mp by position
     loss_chunk: int = 512  # positions per sequence whose logits are in memory at once
-    # What training keeps in the memory of the hosts: the optimizer's moments, or also the
-    # parameters; see docs/training.md.
+    # What training keeps in host memory: the optimizer's moments, or also the parameters; see
+    # docs/training.md.
     offload: Literal["none", "moments", "params"] = "none"
 
     # The TPU that `train.py --tpu` creates (see `TpuSpec.of`); flags override these keys.
@@ -303,8 +303,8 @@ class Config:
         assert self.lora_targets is not None
         return self.lora_rank > 0 and target in self.lora_targets
 
-    def without_gradients(self) -> "Config":
-        """Return a copy of this config without the keys that change how gradients are computed."""
+    def for_inference(self) -> "Config":
+        """Return a copy of this config whose matmuls are those of evaluation and generation."""
         return self.replace(int8_matmuls=[])
 
     def merged(self) -> "Config":

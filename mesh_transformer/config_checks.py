@@ -159,7 +159,7 @@ def _check_divisions(c: Any) -> None:
 def _check_offload(c: Any) -> None:
     wrong = None
     if c.virtual_mesh is not None:
-        wrong = f"virtual_mesh is {c.virtual_mesh}"  # whose bits the layer loops would change
+        wrong = f"virtual_mesh is {c.virtual_mesh}"  # updates by layer may round differently
     elif c.offload == "params" and c.zero == 3:
         wrong = "zero is 3, which keeps the parameters split over dp"
     if c.offload != "none" and wrong:

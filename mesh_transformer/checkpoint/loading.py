@@ -24,6 +24,8 @@ from mesh_transformer.checkpoint.state_tree import (
 )
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import named
+from mesh_transformer.mesh.host_memory import device_copies
+from mesh_transformer.model import transformer
 from mesh_transformer.model.lora import Adapter
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import step as steps
@@ -138,11 +140,17 @@ def load_adapter(source: Source, config: Config, params: Any, mesh: Mesh) -> Ada
         )
     saved = source.config
     own = config.replace(
-        lora_rank=saved.lora_rank, lora_alpha=saved.lora_alpha, lora_targets=saved.lora_targets
+        lora_rank=saved.lora_rank,
+        lora_alpha=saved.lora_alpha,
+        lora_targets=saved.lora_targets,
+        offload="none",
     )
     template = {"params": stored_state(own, mesh)["params"]}
     adapters = steps.padded(_read_native(source.step, own, template), own, mesh)["params"]
-    base = steps.unpadded({"params": params}, config, mesh)["params"]
+    on_device = jax.jit(
+        lambda x: device_copies(x, transformer.declarations(config), config, np.float32)
+    )
+    base = steps.unpadded({"params": on_device(params)}, own.merged(), mesh)["params"]
     if leaf := source.adapters.difference(Base("", _checksums(base, own, mesh))):
         raise InputError(
             f"{source.path}: its adapters were trained on another model, {source.adapters.path} "

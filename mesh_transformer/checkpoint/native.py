@@ -51,6 +51,7 @@ from mesh_transformer.checkpoint.step_folders import (
     is_unfinished,
     write_best,
 )
+from mesh_transformer.mesh.host_memory import is_in_host
 from mesh_transformer.storage.access import (
     check_bucket,
     convert_failures,
@@ -183,6 +184,7 @@ class Checkpoints:
         json.dumps(aux)  # Raise a TypeError here, not in the background thread.
         check_names(state)
         n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        state = jax.tree.map(_copied_if_in_host, state)
         chunked = jax.tree.map(_save_args, state)
         arguments = ocp.args.Composite(
             state=StateSave(state, save_args=chunked), aux=ocp.args.JsonSave(aux)
@@ -493,6 +495,13 @@ def _absolute(path: str) -> epath.Path:
     """
     check_bucket(path)
     return epath.Path(local_path(path))
+
+
+def _copied_if_in_host(leaf: Any) -> Any:
+    """Return a copy of an array in host memory, of which Orbax may not make one."""
+    if not isinstance(leaf, jax.Array) or not is_in_host(leaf):
+        return leaf
+    return jax.device_put(leaf, leaf.sharding, may_alias=False)
 
 
 def _save_args(leaf: Any) -> ocp.SaveArgs:

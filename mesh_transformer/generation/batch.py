@@ -60,7 +60,7 @@ class Generator:
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         # The weights are split over mp only, even if ZeRO splits the training state over dp.
         dtype = "float32" if on_cpu else config.dtype
-        config = config.without_gradients().replace(zero=0, dtype=dtype)
+        config = config.for_inference().replace(zero=0, dtype=dtype)
         self.adapters = [adapter.params for adapter in adapters]
         configs = tuple(adapter.config for adapter in adapters)
         self._weights = programs.compile_weights(config, mesh, configs)

@@ -39,9 +39,10 @@ def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
     mp (`cores_per_replica`) becomes the greatest common divisor of its saved value and the number
     of devices.  On CPUs mp becomes 1, because virtual devices share the same cores.  With `norm`
     "layernorm-desync", mp is kept, because the parameters depend on it.  `attention` becomes
-    "auto", because the saved value was chosen for the devices of the training run.
+    "auto", because the saved value was chosen for the devices of the training run, and so was
+    `offload`, which becomes "none".
     """
-    saved = saved.replace(attention="auto")
+    saved = saved.replace(attention="auto", offload="none")
     assert saved.tpu_size is not None
     if "tpu_size" in changes:
         use_virtual_devices(max(changes["tpu_size"], SPARE_DEVICES))
@@ -57,7 +58,7 @@ def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
         return saved  # its parameters depend on mp
     on_cpu = jax.default_backend() == "cpu"
     shards = 1 if on_cpu else math.gcd(saved.cores_per_replica, jax.device_count())
-    return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0, offload="none")
+    return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0)
 
 
 def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:

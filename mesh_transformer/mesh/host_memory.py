@@ -1,6 +1,7 @@
-"""Arrays in the memory of the hosts, next to the devices; `config.offload` tells which.
+"""Arrays in host memory, next to the devices; `config.offload` selects which.
 
-Only trained matrices and their moments are there: all other arrays are small.
+Only trained matrices and their moments can be there.  Of the other arrays, only frozen matrices are
+large.
 """
 
 from typing import Any
@@ -46,7 +47,7 @@ def on_device(x: Array) -> Array:
 
 
 def on_host(x: Array) -> Array:
-    """Move an array to the memory of the hosts, inside `jit`."""
+    """Move an array to host memory, inside `jit`."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 

@@ -23,7 +23,6 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import MOST_STEPS, Generator
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh import accelerators
-from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import flops
 from mesh_transformer.model.attention import attention_backend
@@ -369,7 +368,7 @@ def _fresh_params(config: Config, mesh: Mesh) -> Any:
     def params(key: jax.Array) -> Any:
         return steps.all_params(steps.init_state(config, key, mesh.shape["mp"]))
 
-    layout = named(mesh, steps.all_params(steps.state_specs(config, mesh)))
+    layout = steps.all_params(steps.state_shardings(config, mesh))
     return jax.jit(params, out_shardings=layout)(jax.random.key(config.seed))
 
 

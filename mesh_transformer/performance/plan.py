@@ -475,7 +475,7 @@ def decode_plan(
         one row, if libtpu is missing, or if compilation fails.  A step that needs too much memory
         raises no error; `fits` is then False.
     """
-    mesh, config = mesh_of(config, topology), config.without_gradients()
+    mesh, config = mesh_of(config, topology), config.for_inference()
     rows = config.per_replica_batch * mesh.shape["dp"]
     pool = None if cache_tokens is None else pool_of(cache_tokens, config.window)
     weights, state = _abstract_weights(config, mesh), _abstract_rows(config, mesh, rows, pool)

@@ -1,13 +1,14 @@
 """Updates of a training state that is partly in host memory (see `mesh.host_memory`).
 
 Stacked matrices are updated in a loop over the layers: the devices hold one layer at a time, and
-its transfer can overlap with the computation of another one.
+the transfers in both directions can overlap.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 from mesh_transformer.mesh.declaration import (
@@ -31,7 +32,7 @@ def update(
 
     Args:
       function: returns the new parameters and optimizer state.  It is called with one matrix at a
-        time, or one layer of it, and at last with all other parameters; each time with an
+        time, or one layer of it, and finally with all other parameters; each time with an
         `Optimizer` of these.  Its arguments and results are on the devices.
     """
     config = optimizer.config
@@ -68,24 +69,30 @@ def _update_matrix(
     arrays = params, state
     put_back = on_host if config.offload == "params" else on_device
 
-    def moved(optimizer: Optimizer, grads: Any, arrays: Any) -> Any:
-        params, state = jax.tree.map(on_device, arrays)
+    def updated(optimizer: Optimizer, grads: Any, arrays_on_device: Any) -> Any:
+        params, state = arrays_on_device
         params, state = function(optimizer, grads, {"count": count} | state, params)
         del state["count"]
         return jax.tree.map(put_back, params), jax.tree.map(on_host, state)
 
     (matrix,) = jax.tree.leaves(declared, is_leaf=is_declaration)
     if not matrix.stacked:
-        return moved(optimizer, grads, arrays)
+        return updated(optimizer, grads, jax.tree.map(on_device, arrays))
+    layers = matrix.shape[0]
     layer = Optimizer(config, map_declared(lambda d: d.unstack().stack(1), declared))
 
-    def body(index: Array, arrays: Any) -> Any:
-        def own(x: Array) -> Array:
-            return lax.dynamic_slice_in_dim(x, index, 1)
+    def read(arrays: Any, index: Array | int) -> Any:
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index, 1), arrays)
 
-        new = moved(layer, *jax.tree.map(own, (grads, arrays)))
-        return jax.tree.map(
+    def body(index: Array, carry: Any) -> Any:
+        arrays, current = carry
+        # TPUs read the next layer while they write back this one.
+        following = jax.tree.map(on_device, read(arrays, jnp.minimum(index + 1, layers - 1)))
+        new = updated(layer, read(grads, index), current)
+        arrays = jax.tree.map(
             lambda x, part: lax.dynamic_update_slice_in_dim(x, part, index, 0), arrays, new
         )
+        return arrays, following
 
-    return lax.fori_loop(0, matrix.shape[0], body, arrays)
+    first = jax.tree.map(on_device, read(arrays, 0))
+    return lax.fori_loop(0, layers, body, (arrays, first))[0]

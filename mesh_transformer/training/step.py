@@ -474,7 +474,7 @@ def _compile_forward(
     declared = transformer.declarations(config)
     forward = partitioned(
         function,
-        config.without_gradients(),
+        config.for_inference(),
         mesh,
         specs,
         outputs,

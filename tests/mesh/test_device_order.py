@@ -72,6 +72,8 @@ def test_neighbours_follow_each_other(sizes, cores, kind, mp):
     devices = chips(sizes, cores, kind)
     mesh = arranged(devices, mp)
     assert sorted(mesh.flat) == sorted(devices)
+    # JAX finds the memories of TPUs that are not present only through a device of the first host.
+    assert mesh.flat[0].process_index == 0
     chosen, plain = hops(devices, mesh)
     for axis in ("dp", "mp"):
         assert chosen[axis].ring <= plain[axis].ring

@@ -116,18 +116,20 @@ def test_a_skipped_step_changes_nothing(kind):
 
 @offloads
 def test_checkpoints_do_not_depend_on_offload(kind, tmp_path):
-    """A run saved with offload goes on without, and one saved without goes on with it."""
+    """A run saved with offload resumes without, and one saved without resumes with it."""
     config = config_of(("adam", "shard_map", 2, 4, 1), kind).replace(keep_n=9)
     batch = random_batch(config, 2, 8)
     for name, one, other in (("to", "none", kind), ("from", kind, "none")):
         first = CausalTransformer(config.replace(offload=one))
         first.train(batch)
+        saved = jax.tree.map(np.array, first.saved_state())
         first.save(tmp_path / name)
+        first.train(batch)  # while the save is in progress
         first.wait()
+        first.load(tmp_path / name)
         second = CausalTransformer(config.replace(offload=other), init=False)
         assert second.restore(tmp_path / name) is not None
-        saved, restored = first.saved_state(), second.saved_state()
-        jax.tree.map(np.testing.assert_array_equal, saved, restored)
+        jax.tree.map(np.testing.assert_array_equal, saved, second.saved_state())
         losses = [network.train(batch)["loss"] for network in (first, second)]
         np.testing.assert_allclose(*losses, rtol=1e-6)  # as above
         first.close()
@@ -146,6 +148,27 @@ def test_evaluation_and_generation_read_parameters_from_host_memory():
         results.append(jax.tree.map(np.asarray, (evaluated, logits, tokens)))
     # Casts are exact, and the programs after them are the same.
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_adapters_of_a_model_in_host_memory(tmp_path):
+    """Their base is recognised, and texts have the same scores as without offload."""
+    config = config_of(CASES[0], "none").replace(zero=0, skip_nonfinite=False)
+    with_offload = config.replace(offload="params")
+    base = CausalTransformer(config)
+    base.save(tmp_path / "base")
+    base.close()
+    tuned = CausalTransformer(config.replace(lora_rank=2, offload="params"), init=False)
+    tuned.load(tmp_path / "base")
+    tuned.train(random_batch(config, 2, 8))
+    tuned.save(tmp_path / "adapters")
+    tuned.close()
+    texts, scores = random_batch(config, 1, 4)["obs"][0], []
+    for own in (config, with_offload):
+        network = CausalTransformer(own, init=False)
+        network.load(tmp_path / "base")
+        network.add_adapters([tmp_path / "adapters"])
+        scores.append(np.asarray(network.score(texts, 1, adapter=1).logprob))
+    np.testing.assert_array_equal(*scores)
 
 
 @pytest.mark.parametrize(

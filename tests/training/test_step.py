@@ -151,6 +151,25 @@ def check_agreement(config: Config, expected: Run, dp: int, mp: int) -> None:
     assert max(differences.values()) < 1e-5, differences
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_one_microbatch_are_not_summed(dtype):
+    """They have the compute dtype, and the values of the loop over microbatches."""
+    config = small_config(dtype=dtype)
+    params, batch = fresh_state(config)["params"], random_batch(config, 1, BATCH)
+    function = jax.jit(functools.partial(step.gradients, config=config, par=Auto()))
+    alone, measured = function(params, {}, batch)
+    summed, expected = function(params, {}, batch, jnp.int32(1))
+    assert {leaf.dtype for leaf in jax.tree.leaves(alone)} == {jnp.dtype(dtype)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(summed)} == {jnp.dtype("float32")}
+    # Two programs round differently, by about an eighth of this.
+    tolerance = 8 * float(jnp.finfo(dtype).eps)
+    for one, other in zip(*map(jax.tree.leaves, (alone, summed)), strict=True):
+        largest = float(jnp.abs(other).max())
+        np.testing.assert_allclose(np.asarray(one, np.float32), other, atol=tolerance * largest)
+    for key in step.MEASURED:
+        np.testing.assert_allclose(measured[key], expected[key], rtol=tolerance)
+
+
 @pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("block", "partitioning", "dp", "mp", "zero"),
