@@ -25,6 +25,7 @@ from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prompts import check_pooled
+from mesh_transformer.generation.speculation import draft_config
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.device_order import first_devices
 from mesh_transformer.mesh.devices import fit_to_devices, make_mesh, use_virtual_devices
@@ -327,7 +328,23 @@ class CausalTransformer:
         """
         params, config, mesh = self._params(), self.config, self.mesh
         loaded = [loading.load_adapter(Source.of(path), config, params, mesh) for path in paths]
-        self._generator = Generator(config, mesh, self._eval_rows, loaded)
+        self._generator = Generator(config, mesh, self._eval_rows, loaded, self._generator.draft)
+
+    def add_draft(self, path: AnyPath | Source) -> None:
+        """Let a smaller model guess tokens in batches that guess (see `batch`).
+
+        The guesses do not change which tokens are generated.  Call this before `only_generate`.
+
+        Args:
+          path: a checkpoint of a model with the same vocabulary, which is put on the same mesh.
+        """
+        source = Source.of(path)
+        config = draft_config(source.config, self.config, source.path)
+        draft = CausalTransformer(config, devices=list(self.mesh.devices.flat), init=False)
+        draft.load(source, only_params=True)
+        draft.only_generate()
+        adapters, own = self._generator.adapters, draft._generator
+        self._generator = Generator(self.config, self.mesh, self._eval_rows, adapters, own)
 
     def only_generate(self) -> None:
         """Free the state, but not the weights that `generate`, `batch`, `score` and `embed` use.
@@ -479,7 +496,8 @@ class CausalTransformer:
             optimizer's state is that of another optimizer.
         """
         if self._generator.adapters:  # they belong to the model that was loaded before
-            self._generator = Generator(self.config, self.mesh, self._eval_rows)
+            draft = self._generator.draft
+            self._generator = Generator(self.config, self.mesh, self._eval_rows, (), draft)
         optimizer = not fresh_opt and not only_params
         loaded = loading.load(Source.of(path), self.config, self.mesh, optimizer=optimizer)
         state = steps.padded(loaded.state, self.config, self.mesh)

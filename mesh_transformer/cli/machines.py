@@ -68,6 +68,7 @@ def running_model(
     *,
     only_generate: bool = False,
     adapters: Sequence[str] = (),
+    draft: str | None = None,
 ) -> "Iterator[CausalTransformer | RestartingCluster]":
     """Return a context manager that yields a network for inference, with the weights at `path`.
 
@@ -80,6 +81,7 @@ def running_model(
       only_generate: whether to free all memory that generation does not need.  The network can then
         only generate and score (see `CausalTransformer.only_generate`).
       adapters: checkpoints of LoRA adapters, of which each text may choose one.
+      draft: checkpoint of a smaller model that guesses tokens; None for none.
     """
     from mesh_transformer.mesh.program import use_compilation_cache
 
@@ -91,6 +93,8 @@ def running_model(
         local_network = load(path, config)
         if adapters:
             local_network.add_adapters(adapters)
+        if draft is not None:
+            local_network.add_draft(draft)
         if only_generate:
             local_network.only_generate()
         yield local_network
@@ -100,6 +104,7 @@ def running_model(
     network_config = config or Source.of(path).config
     # After a restart, the network has the same steps, even if there are newer ones.
     sources = [Source.of(name) for name in ([] if config else [path]) + [*adapters]]
+    guesser = None if draft is None else Source(draft)
     with machines_of(args, network_config) as hosts:
         from mesh_transformer.pod.restarts import RestartingCluster
 
@@ -112,6 +117,8 @@ def running_model(
                 cluster.load(os.fspath(path) if config else paths.pop(0), only_params=True)
                 if paths:
                     cluster.add_adapters(paths)
+                if guesser is not None:
+                    cluster.add_draft(guesser.existing_path())
                 if only_generate:
                     cluster.only_generate()
             except BaseException:

@@ -62,7 +62,13 @@ def parse_args() -> argparse.Namespace:
         type=natural,
         default=0,
         metavar="N",
-        help="tokens to guess per decoding step from earlier text, while it saves time (default 0)",
+        help="tokens to guess per decoding step, while it saves time: from earlier text, or with "
+        "--draft (default 0)",
+    )
+    parser.add_argument(
+        "--draft",
+        metavar="FOLDER",
+        help="smaller model with the same tokenizer, which guesses the tokens of --speculate",
     )
     parser.add_argument(
         "--fixed-shapes",
@@ -123,6 +129,8 @@ def names_of(args: argparse.Namespace, config: Config) -> list[str]:
 
 def main() -> None:
     args = parse_args()
+    if args.draft is not None and not args.speculate:
+        raise InputError("--draft requires --speculate; give the number of tokens to guess")
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.source import Source
@@ -149,7 +157,9 @@ def main() -> None:
         chat = template and template.prompt
         name, *adapters = names_of(args, config or Source.of(model).config)
         folders = [folder for _, folder in args.adapter]
-        with running_model(args, model, config, only_generate=True, adapters=folders) as network:
+        with running_model(
+            args, model, config, only_generate=True, adapters=folders, draft=args.draft
+        ) as network:
             metrics = Metrics(args.rows)
             engine = Engine(
                 network,

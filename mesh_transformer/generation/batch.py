@@ -4,7 +4,7 @@ Callers pass and receive token ids and row numbers.  This module places the arra
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from mesh_transformer.generation.prompts import (
 )
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
 from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
-from mesh_transformer.generation.weights import Weights, joined_config
+from mesh_transformer.generation.weights import DRAFT, Weights, joined_config
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model.lora import Adapter
 from mesh_transformer.util import InputError, bucket
@@ -51,17 +51,26 @@ class Generator:
 
     Args:
       adapters: further adapters, one of which each text may choose.
+      draft: the generator of a smaller model on the same mesh, with cached weights, which guesses
+        tokens in batches that are made with `guesses`; None to look guesses up.
 
     Raises:
       InputError: if the sum of the adapters' ranks is larger than the model's width.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, rows: Rows, adapters: Sequence[Adapter] = ()):
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        rows: Rows,
+        adapters: Sequence[Adapter] = (),
+        draft: "Generator | None" = None,
+    ):
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         # The weights are split over mp only, even if ZeRO splits the training state over dp.
         dtype = "float32" if on_cpu else config.dtype
         config = config.for_inference().replace(zero=0, dtype=dtype)
-        self.adapters = [adapter.params for adapter in adapters]
+        self.adapters, self.draft = adapters, draft
         configs = tuple(adapter.config for adapter in adapters)
         self._weights = programs.compile_weights(config, mesh, configs)
         config = config.replace(virtual_mesh=None, cores_per_replica=config.shards, tpu_size=None)
@@ -70,17 +79,29 @@ class Generator:
         self.rows = rows
         # The parameters' arrays (None after `cache_weights`), and the weights computed from them.
         self._made: tuple[list[Array] | None, Weights] | None = None
-        self.empty = functools.cache(functools.partial(programs.compile_empty, self.config, mesh))
-        self.grow = programs.compile_grow(self.config, mesh)
         self._score = functools.cache(functools.partial(programs.compile_score, self.config, mesh))
         self._embed = functools.cache(functools.partial(programs.compile_embed, self.config, mesh))
         self._before = programs.compile_before(self.config, mesh)
         # The last beginning that `score` got, and its keys and values.
         self._begun: tuple[tuple[bytes, int], decode.Before] | None = None
-        self.prefill = functools.cache(
-            functools.partial(programs.compile_prefill, self.config, mesh)
-        )
-        self.decode = functools.cache(functools.partial(programs.compile_decode, self.config, mesh))
+        self.empty = self._cached(programs.compile_empty)
+        self.grow = self._cached(programs.compile_grow)
+        self.prefill = self._cached(programs.compile_prefill)
+        self.decode = self._cached(programs.compile_decode)
+
+    def _cached(self, compile_program: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that compiles programs for a batch's state, each of them once.
+
+        Its argument `drafts` says whether the draft guesses tokens in the batch; the others are
+        those of `compile_program`.
+        """
+
+        @functools.cache
+        def program(drafts: bool, *args: Any) -> Any:
+            draft = self.draft.config if self.draft is not None and drafts else None
+            return compile_program(self.config, self.mesh, *args, draft=draft)
+
+        return lambda *args, drafts=False: program(drafts, *args)
 
     def weights(self, params: Any | None) -> Weights:
         """Return the weights for generation, computed from `params`.
@@ -100,7 +121,8 @@ class Generator:
             self._made = self._begun = (
                 None  # free the old weights first, so that only one copy is in memory
             )
-            self._made = (arrays, self._weights(params, self.adapters))
+            factors = [adapter.params for adapter in self.adapters]
+            self._made = (arrays, self._weights(params, factors))
         return self._made[1]
 
     def cache_weights(self, params: Any) -> None:
@@ -201,7 +223,10 @@ class Generator:
                 f"generate: guesses is {guesses}, expected 0 to {self.config.window - 1}, as the "
                 f"window has {self.config.window} tokens"
             )
-        return Batch(self, self.weights(params), rows, pool, guesses)
+        weights = self.weights(params)
+        if guesses and self.draft is not None:
+            weights = weights | {DRAFT: self.draft.weights(None)}
+        return Batch(self, weights, rows, pool, guesses)
 
     def generate(
         self,
@@ -269,7 +294,7 @@ class Batch:
         self._generator = generator
         self._weights = weights
         self._replicas = len(generator.rows.replicas)
-        self._pool, self._guesses = pool, guesses
+        self._pool, self._guesses, self._drafts = pool, guesses, DRAFT in weights
         # A step writes its guesses over the oldest positions, which must be out of the window.
         self._most_slots = generator.config.window
         if pool is not None:
@@ -279,7 +304,7 @@ class Batch:
         blocks, block = pool or (0, 1)
         slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
         dp = generator.rows.dp
-        self._state: DecodeState = generator.empty(pool is not None)(
+        self._state: DecodeState = generator.empty(pool is not None, drafts=self._drafts)(
             rows // self._replicas * dp, slots, blocks * dp, block
         )
 
@@ -295,7 +320,7 @@ class Batch:
         """
         slots = bucket(positions + self._guesses, SMALLEST_CACHE, self._most_slots)
         if slots > self._state.slots:
-            self._state = self._generator.grow(self._state, slots)
+            self._state = self._generator.grow(drafts=self._drafts)(self._state, slots)
 
     def insert(
         self,
@@ -422,7 +447,8 @@ class Batch:
         generator = self._generator
         placed = generator.rows.place(jax.tree.map(lambda x: x[group], prompts), P("dp"))
         constrained = prompts.allowed_PW is not None
-        run = generator.prefill(alternatives, width, self._pool is not None, constrained)
+        paged, drafts = self._pool is not None, self._drafts
+        run = generator.prefill(alternatives, width, paged, constrained, drafts=drafts)
         self._state, chosen = run(self._weights, self._state, placed)
         return self._fetched(chosen)
 
@@ -442,7 +468,8 @@ class Batch:
           steps: number of steps, from 1 to `MOST_STEPS` (32).
           alternatives: as for `insert`.
           speculate: whether to guess tokens, as many per step as the batch was made for.  A step
-            then generates all tokens up to the first wrong guess.  The tokens are the same.
+            then generates all tokens up to the first wrong guess.  The tokens are the same.  They
+            are guessed by the generator's draft, or looked up in the row if there is none.
           allowed: as for `insert`.  Each of the rows in it generates one token.
 
         Returns:
@@ -456,7 +483,12 @@ class Batch:
         most = steps * (1 + guesses)
         self.reserve(int((self._length + np.minimum(self.left, most)).max()))
         run = self._generator.decode(
-            alternatives, MOST_STEPS, self._pool is not None, guesses, allowed is not None
+            alternatives,
+            MOST_STEPS,
+            self._pool is not None,
+            guesses,
+            allowed is not None,
+            drafts=self._drafts,
         )
         left, bits = limited(self.left, allowed), self._bits(range(self.rows), allowed)
         placed = self._generator.rows.place((left, bits), P("dp"))

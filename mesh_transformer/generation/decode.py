@@ -9,6 +9,10 @@ layer's slice.
 The slots of a row are either an array of its own, or in blocks of C slots from a pool that all rows
 share (see `model.paged`).  `blocks.Blocks` decides which blocks a row gets.
 
+A smaller model, the draft, may guess tokens (see `_guess`).  Its keys and values are in arrays of
+its own, but in the same slots and blocks, so that a row or block that holds those of the model also
+holds those of the draft.
+
 Array names end in their shape: B rows of the batch, P inserted prompts, T tokens of a prompt or
 text, S slots, D model, H heads, K head size, V vocabulary, M tokens per call, N alternatives, C
 slots of a block, J blocks of a row, L blocks of the pool.
@@ -21,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Config
+from mesh_transformer.generation.forward import context_of, forward, full_logits, own_logits
 from mesh_transformer.generation.sampling import (
     SamplerSettings,
     choose,
@@ -28,12 +33,11 @@ from mesh_transformer.generation.sampling import (
     top_tokens,
 )
 from mesh_transformer.generation.speculation import guess
-from mesh_transformer.generation.weights import SCALES, Weights
+from mesh_transformer.generation.weights import DRAFT, Weights
 from mesh_transformer.mesh.declaration import padded_size
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model import matrices, paged, transformer
-from mesh_transformer.model.attention import LayerCache, causal_bias, write_rows
-from mesh_transformer.model.layers import Context
+from mesh_transformer.model import paged, transformer
+from mesh_transformer.model.attention import LayerCache, write_rows
 from mesh_transformer.model.loss import cross_entropy
 
 # The settings of idle rows: greedy decoding, which is the fastest, and no penalty or bias.
@@ -89,6 +93,7 @@ class DecodeState(NamedTuple):
     count_BV: Any  # how many times the row's answer contains each token
     history_BS: Any  # the tokens in the cache and the pending token; position p is in slot p mod S
     settings: SamplerSettings
+    draft_caches: tuple[LayerCache, ...] = ()  # those of the draft, if there is one
 
     @property
     def slots(self) -> int:
@@ -97,7 +102,13 @@ class DecodeState(NamedTuple):
 
 
 def empty(
-    config: Config, rows: int, slots: int, blocks: int = 0, block: int = 1, mp: int = 1
+    config: Config,
+    rows: int,
+    slots: int,
+    blocks: int = 0,
+    block: int = 1,
+    mp: int = 1,
+    draft: Config | None = None,
 ) -> DecodeState:
     """Return the state of a batch with `rows` rows, no prompts, and `slots` cache slots per row.
 
@@ -107,19 +118,20 @@ def empty(
       blocks: number of blocks of the pool; 0 for no pool.
       block: number of slots per block, a divisor of `slots`.
       mp: the number of shards that the heads are split over.
+      draft: the config of the draft; None for none.
     """
-    heads = padded_size(config.n_heads, mp)
 
     def zeros(dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((rows,), dtype)
 
-    def caches(count: int, positions: int) -> tuple[LayerCache, ...]:
-        shape = (count, heads, positions, config.d_head)
-        one = LayerCache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
-        return (one.in_8_bits() if config.int8_cache else one,) * config.layers
+    def caches(own: Config) -> tuple[LayerCache, ...]:
+        count, positions = (blocks, block) if blocks else (rows, slots)
+        shape = (count, padded_size(own.n_heads, mp), positions, own.d_head)
+        one = LayerCache(jnp.zeros(shape, own.dtype), jnp.zeros(shape, own.dtype))
+        return (one.in_8_bits() if own.int8_cache else one,) * own.layers
 
     return DecodeState(
-        caches(blocks, block) if blocks else caches(rows, slots),
+        caches(config),
         jnp.full((rows, slots // block), -1) if blocks else None,
         length_B=zeros(),
         token_B=zeros(jnp.uint32),
@@ -128,6 +140,7 @@ def empty(
         count_BV=jnp.zeros((rows, config.n_vocab), jnp.int32),
         history_BS=jnp.zeros((rows, slots), jnp.uint32),
         settings=jax.tree.map(lambda value: jnp.full((rows, *value.shape), value), IDLE),
+        draft_caches=() if draft is None else caches(draft),
     )
 
 
@@ -143,77 +156,9 @@ def grow(state: DecodeState, slots: int) -> DecodeState:
     padding = ((0, 0), (0, 0), more, (0, 0))
     return state._replace(
         caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.caches),
+        draft_caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.draft_caches),
         history_BS=jnp.pad(state.history_BS, ((0, 0), more)),
     )
-
-
-def _forward(
-    weights: Weights,
-    tokens_BT: Array,
-    context: Context,
-    caches: tuple[LayerCache, ...] | None,
-    config: Config,
-    par: Parallel,
-) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Run the embedding and all layers, without the final norm.
-
-    If `caches` is None, the tokens attend only to each other.  See `layers.TransformerLayer` for
-    the other cases.
-
-    Returns:
-      The residual stream x_BTD, and one cache per layer: the updated cache or, if `caches` is not
-      updated, the keys and values of `tokens_BT`.
-    """
-    parts = transformer.transforms(config, par)
-    x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
-    filled = []
-    for layer, cache in zip(weights["layers"], caches or [None] * config.layers, strict=True):
-        layer = matrices.after(x_BTD, layer)
-        y_BTD, cache = parts["layers"].apply(layer, x_BTD, context, cache)
-        x_BTD += y_BTD
-        filled.append(cache)
-    return x_BTD, tuple(filled)
-
-
-def _context(
-    weights: Weights,
-    positions_BT: Array,
-    key_positions_BS: Array,
-    slots: Array | None,
-    config: Config,
-    par: Parallel,
-    adapter_B: Array,
-    rows: Array | None = None,
-    table: paged.Table | None = None,
-) -> Context:
-    """Return the `Context` that all layers share: positions, attention bias and cache slots.
-
-    The bias contains the causal mask and any relative position bias.
-
-    Args:
-      adapter_B: the number of each row's adapter, or one for all, [1]; 0 for none.
-    """
-    bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
-    if config.pe == "t5":
-        relative = transformer.transforms(config, par)["relative"]
-        bias_BHTS += relative.apply(weights["relative"], positions_BT, key_positions_BS)
-    scale = weights[SCALES][adapter_B][:, None] if SCALES in weights else None
-    return Context(positions_BT, bias_BHTS, slots, rows, table, lora_scale=scale)
-
-
-def _own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
-    """Return the logits for this device's shard of the vocabulary."""
-    projection = matrices.after(x_BTD, transformer.projection_params(weights))
-    return transformer.transforms(config, par)["proj"].apply(projection, x_BTD)
-
-
-def _logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
-    """Return the logits of `x_BTD` as [B T, V]: those of all positions of a row, then the next row.
-
-    Every device gets the logits of the full vocabulary.
-    """
-    logits_BTV = par.gather(_own_logits(weights, x_BTD, config, par))[..., : config.n_vocab]
-    return par.shard(logits_BTV.reshape(-1, config.n_vocab), "dp", None)
 
 
 def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
@@ -242,8 +187,8 @@ def before(
 ) -> Before:
     """Return the keys and values of the first `length` tokens of a text, for `score`."""
     positions_1S = jnp.arange(tokens_1S.shape[1])[None]
-    context = _context(weights, positions_1S, positions_1S, None, config, par, adapter_1)
-    return Before(_forward(weights, tokens_1S, context, None, config, par)[1], length)
+    context = context_of(weights, positions_1S, positions_1S, None, config, par, adapter_1)
+    return Before(forward(weights, tokens_1S, context, None, config, par)[1], length)
 
 
 def score(
@@ -277,10 +222,10 @@ def score(
         slots = jnp.arange(text.caches_1HSK[0].k_BHSK.shape[2])
         in_text_1S = jnp.where(slots < text.length, slots, -1)[None]
         keys_1S = jnp.concatenate((in_text_1S, positions_1T), axis=1)
-    context = _context(weights, positions_1T, keys_1S, None, config, par, adapter_1)
+    context = context_of(weights, positions_1T, keys_1S, None, config, par, adapter_1)
     caches = None if text is None else text.caches_1HSK
-    x_BTD, _ = _forward(weights, tokens_BT, context, caches, config, par)
-    logits_BTV = _own_logits(weights, x_BTD, config, par)
+    x_BTD, _ = forward(weights, tokens_BT, context, caches, config, par)
+    logits_BTV = own_logits(weights, x_BTD, config, par)
     loss_BT, log_sum_BT, _ = cross_entropy(logits_BTV, following_BT, par)
     # Find the most likely tokens of each shard of the vocabulary, then the most likely of these.
     top_BTN, token_BTN = top_tokens(logits_BTV, min(alternatives, logits_BTV.shape[-1]))
@@ -311,8 +256,8 @@ def embed(
       pooling: "mean" for the mean over the text's positions, or "last" for its last position.
     """
     positions_1T = jnp.arange(tokens_BT.shape[1])[None]
-    context = _context(weights, positions_1T, positions_1T, None, config, par, adapter_1)
-    x_BTD, _ = _forward(weights, tokens_BT, context, None, config, par)
+    context = context_of(weights, positions_1T, positions_1T, None, config, par, adapter_1)
+    x_BTD, _ = forward(weights, tokens_BT, context, None, config, par)
     if pooling == "last":
         x_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
         positions_1T, length_B = positions_1T[:, :1], jnp.ones_like(length_B)
@@ -329,6 +274,7 @@ def prefill(
     prompts: Prompts,
     alternatives: int | None,
     width: int,
+    draft: Config | None,
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen]:
@@ -343,49 +289,24 @@ def prefill(
         logprobs are then returned too.  None returns no logprobs.
       width: number of positions to compute, from `begin_P` on, or the last ones of the S slots if
         these are fewer.  If it is S, `begin_P` counts as 0.
+      draft: the config of the draft, which gets the prompts too; None for none.
 
     Returns:
       The new state and the chosen tokens [P].
     """
-    tokens_PS, length_P, row_P, begin_P, block_PJ, prompt_PJ, settings, allowed_PW = prompts
+    tokens_PS, length_P, row_P, _, block_PJ, _, settings, allowed_PW = prompts
     count, slots = tokens_PS.shape
-    copied_PJ = jnp.where(block_PJ == prompt_PJ, -1, block_PJ)
-    slots_1S = jnp.arange(slots)[None]
-    if width == slots:
-        begin_P = jnp.zeros_like(begin_P)
-        context = _context(weights, slots_1S, slots_1S, None, config, par, settings.adapter_B)
-        x_PTD, new_caches = _forward(weights, tokens_PS, context, None, config, par)
-
-        def filled(old: LayerCache, new: LayerCache) -> LayerCache:
-            if state.block_BJ is None:
-                return write_rows(old, new.like(old), row_P, begin_P)
-            return paged.write_blocks(old, new.like(old), prompt_PJ, copied_PJ)
-
-        caches = tuple(map(filled, state.caches, new_caches))
-    else:
-        table = None
-        if state.block_BJ is not None:
-            size = slots // block_PJ.shape[1]
-            at_PJ = jnp.arange(block_PJ.shape[1]) - begin_P[:, None] // size
-            is_written_PJ = (at_PJ >= 0) & (at_PJ <= -(-width // size))
-            written_PJ = jnp.where(is_written_PJ, prompt_PJ, -1)
-            table = paged.Table(prompt_PJ, written=(written_PJ, copied_PJ))
-        begin_P = jnp.minimum(begin_P, slots - width)  # so that all positions have a slot
-        positions_PT = begin_P[:, None] + jnp.arange(width)
-        tokens_PT = jnp.take_along_axis(tokens_PS, positions_PT, axis=1)
-        context = _context(
-            weights, positions_PT, slots_1S, begin_P, config, par, settings.adapter_B, row_P, table
-        )
-        x_PTD, caches = _forward(weights, tokens_PT, context, state.caches, config, par)
+    last_P1D, caches = _insert(weights, state.caches, prompts, width, config, par)
+    draft_caches = state.draft_caches
+    if draft is not None:
+        _, draft_caches = _insert(weights[DRAFT], draft_caches, prompts, width, draft, par)
 
     def put(rows: Array, values: Array, *index: Any) -> Array:
         return rows.at[(row_P, *index)].set(values, mode="drop")
 
-    last_PTD = jnp.take_along_axis(x_PTD, (length_P - 1 - begin_P)[:, None, None], axis=1)
-    logits_PV = _logits(weights, last_PTD, config, par)
-
+    logits_PV = full_logits(weights, last_P1D, config, par)
     prompt_rows = jnp.arange(count)[:, None]
-    in_prompt_PS = slots_1S < length_P[:, None]
+    in_prompt_PS = jnp.arange(slots)[None] < length_P[:, None]
     seen_PV = jnp.zeros((count, config.n_vocab), bool)
     seen_PV = seen_PV.at[prompt_rows, tokens_PS.astype(jnp.int32)].max(in_prompt_PS)
     generated_P = jnp.zeros_like(length_P)
@@ -404,8 +325,55 @@ def prefill(
         put(state.count_BV, counted_PV),
         put(history_BS, token_P, length_P % state.slots),
         jax.tree.map(put, state.settings, settings),
+        draft_caches,
     )
     return state, _chosen(logits_PV, token_P, alternatives)
+
+
+def _insert(
+    weights: Weights,
+    caches: tuple[LayerCache, ...],
+    prompts: Prompts,
+    width: int,
+    config: Config,
+    par: Parallel,
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """Compute `width` positions of each prompt, and put their keys and values into the caches.
+
+    Returns:
+      The residual stream of each prompt's last token, [P, 1, D], and the new caches.
+    """
+    tokens_PS, length_P, row_P, begin_P, block_PJ, prompt_PJ, settings, _ = prompts
+    slots, is_paged = tokens_PS.shape[1], block_PJ.shape[1] > 0
+    copied_PJ = jnp.where(block_PJ == prompt_PJ, -1, block_PJ)
+    slots_1S = jnp.arange(slots)[None]
+    if width == slots:
+        begin_P = jnp.zeros_like(begin_P)
+        context = context_of(weights, slots_1S, slots_1S, None, config, par, settings.adapter_B)
+        x_PTD, new_caches = forward(weights, tokens_PS, context, None, config, par)
+
+        def filled(old: LayerCache, new: LayerCache) -> LayerCache:
+            if not is_paged:
+                return write_rows(old, new.like(old), row_P, begin_P)
+            return paged.write_blocks(old, new.like(old), prompt_PJ, copied_PJ)
+
+        caches = tuple(map(filled, caches, new_caches))
+    else:
+        table = None
+        if is_paged:
+            size = slots // block_PJ.shape[1]
+            at_PJ = jnp.arange(block_PJ.shape[1]) - begin_P[:, None] // size
+            is_written_PJ = (at_PJ >= 0) & (at_PJ <= -(-width // size))
+            written_PJ = jnp.where(is_written_PJ, prompt_PJ, -1)
+            table = paged.Table(prompt_PJ, written=(written_PJ, copied_PJ))
+        begin_P = jnp.minimum(begin_P, slots - width)  # so that all positions have a slot
+        positions_PT = begin_P[:, None] + jnp.arange(width)
+        tokens_PT = jnp.take_along_axis(tokens_PS, positions_PT, axis=1)
+        context = context_of(
+            weights, positions_PT, slots_1S, begin_P, config, par, settings.adapter_B, row_P, table
+        )
+        x_PTD, caches = forward(weights, tokens_PT, context, caches, config, par)
+    return jnp.take_along_axis(x_PTD, (length_P - 1 - begin_P)[:, None, None], axis=1), caches
 
 
 def _step(
@@ -415,6 +383,7 @@ def _step(
     allowed_BW: Array | None,
     alternatives: int | None,
     guesses: int,
+    draft: Config | None,
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen, Array]:
@@ -426,46 +395,23 @@ def _step(
       left_B: number of tokens that each row may still generate; rows with 0 stay as they are.
       allowed_BW: see `decode`.
       alternatives: as for `prefill`.
-      guesses: as for `decode`.
+      guesses, draft: as for `decode`.
 
     Returns:
       The new state, the chosen tokens [B, 1 + guesses], and how many of them each row has
       generated; the others are meaningless.
     """
-    active_B, last_B1 = left_B > 0, state.length_B[:, None]
-    slots_1S, next_T = jnp.arange(state.slots)[None], jnp.arange(1 + guesses)
-    guess_BG = guess(state.history_BS, state.length_B, guesses)
+    active_B, next_T = left_B > 0, jnp.arange(1 + guesses)
+    guess_BG, draft_caches = _guess(weights, state, active_B, guesses, draft, par)
     tokens_BT = jnp.concatenate((state.token_B[:, None], guess_BG), axis=1)
-    positions_BT = last_B1 + next_T
-    # The position that each slot holds: the newest one stored in this slot, up to the position of
-    # the last new token.  It is negative if the slot is empty.
-    newest_B1 = last_B1 + guesses
-    key_positions_BS = newest_B1 - (newest_B1 - slots_1S) % state.slots
-    slot_BT = positions_BT % state.slots
     # Idle rows use the settings `IDLE`, so that their old settings do not slow down other rows.
     settings = jax.tree.map(
         lambda x, idle: jnp.where(active_B.reshape(-1, *[1] * idle.ndim), x, idle),
         state.settings,
         IDLE,
     )
-    table = None
-    if state.block_BJ is not None:
-        # The blocks of idle rows may belong to others by now, so nothing is written to them.
-        own_BJ = jnp.where(active_B[:, None], state.block_BJ, -1)
-        used_B = jnp.where(active_B, jnp.minimum(state.length_B + 1 + guesses, state.slots), 1)
-        table = paged.Table(own_BJ, used_B)
-    context = _context(
-        weights,
-        positions_BT,
-        key_positions_BS,
-        slot_BT,
-        config,
-        par,
-        settings.adapter_B,
-        table=table,
-    )
-    x_BTD, caches = _forward(weights, tokens_BT, context, state.caches, config, par)
-    logits_NV = _logits(weights, x_BTD, config, par)  # N: all positions of all rows
+    x_BTD, caches = _append(weights, state, tokens_BT, active_B, config, par)
+    logits_NV = full_logits(weights, x_BTD, config, par)  # N: all positions of all rows
 
     def occurrences() -> tuple[Array, Array]:
         """Return what each position has seen, and how often, if all guesses before it are right."""
@@ -485,7 +431,7 @@ def _step(
         occurrences,
         None if allowed_BW is None else jnp.repeat(allowed_BW, 1 + guesses, axis=0),
     )
-    chosen_BT = chosen_N.reshape(positions_BT.shape)
+    chosen_BT = chosen_N.reshape(tokens_BT.shape)
     added_B = active_B.astype(jnp.int32)
     if guesses:
         right_BG = jnp.cumprod(chosen_BT[:, :-1] == guess_BG, axis=1, dtype=jnp.int32)
@@ -496,7 +442,8 @@ def _step(
     token_B = jnp.take_along_axis(chosen_BT, newest_BT, axis=1)[:, 0]
     rows_B1 = jnp.arange(len(added_B))[:, None]
     # Where nothing is added, the slot is out of range, so that nothing is written.
-    slot_BT = jnp.where(is_added_BT, (positions_BT + 1) % state.slots, state.slots)
+    following_BT = state.length_B[:, None] + 1 + next_T
+    slot_BT = jnp.where(is_added_BT, following_BT % state.slots, state.slots)
     state = DecodeState(
         caches,
         state.block_BJ,
@@ -507,9 +454,75 @@ def _step(
         state.count_BV.at[rows_B1, chosen_BT].add(is_added_BT.astype(jnp.int32)),
         state.history_BS.at[rows_B1, slot_BT].set(chosen_BT, mode="drop"),
         state.settings,
+        draft_caches,
     )
     chosen = _chosen(logits_NV, chosen_BT.reshape(-1), alternatives)
     return state, jax.tree.map(lambda x: x.reshape(*chosen_BT.shape, *x.shape[1:]), chosen), added_B
+
+
+def _append(
+    weights: Weights,
+    state: DecodeState,
+    tokens_BT: Array,
+    active_B: Array,
+    config: Config,
+    par: Parallel,
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """Run the layers on the T tokens that follow those in the cache of each row.
+
+    Args:
+      active_B: whether each row generates; what the others get is meaningless.
+
+    Returns:
+      The residual stream x_BTD, and the caches with the keys and values of these tokens.
+    """
+    positions_BT = state.length_B[:, None] + jnp.arange(tokens_BT.shape[1])
+    # The position that each slot holds: the newest one stored in this slot, up to the position of
+    # the last new token.  It is negative if the slot is empty.
+    newest_B1, slots_1S = positions_BT[:, -1:], jnp.arange(state.slots)[None]
+    key_positions_BS = newest_B1 - (newest_B1 - slots_1S) % state.slots
+    slot_BT = positions_BT % state.slots
+    adapter_B = jnp.where(active_B, state.settings.adapter_B, IDLE.adapter_B)
+    table = None
+    if state.block_BJ is not None:
+        # The blocks of idle rows may belong to others by now, so nothing is written to them.
+        own_BJ = jnp.where(active_B[:, None], state.block_BJ, -1)
+        used_B = jnp.where(active_B, jnp.minimum(newest_B1[:, 0] + 1, state.slots), 1)
+        table = paged.Table(own_BJ, used_B)
+    context = context_of(
+        weights, positions_BT, key_positions_BS, slot_BT, config, par, adapter_B, table=table
+    )
+    return forward(weights, tokens_BT, context, state.caches, config, par)
+
+
+def _guess(
+    weights: Weights,
+    state: DecodeState,
+    active_B: Array,
+    guesses: int,
+    draft: Config | None,
+    par: Parallel,
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """Guess the tokens that follow the pending token of each row: the draft's, or looked up.
+
+    The draft chooses tokens as the model does, with the row's settings and random numbers, so that
+    it often chooses the same ones, also where they are drawn.
+
+    Returns:
+      The guesses [B, guesses], and the draft's caches with the pending token and all guesses.
+    """
+    if draft is None:
+        return guess(state.history_BS, state.length_B, guesses), state.draft_caches
+    own, one_B = weights[DRAFT], active_B.astype(jnp.int32)
+
+    def step(state: DecodeState, _: None) -> tuple[DecodeState, Array]:
+        state, chosen, _ = _step(own, state, one_B, None, None, 0, None, draft, par)
+        return state, chosen.token[:, 0]
+
+    ahead = state._replace(caches=state.draft_caches, draft_caches=())
+    ahead, guess_GB = jax.lax.scan(step, ahead, length=guesses)
+    _, caches = _append(own, ahead, ahead.token_B[:, None], active_B, draft, par)
+    return guess_GB.T, caches
 
 
 def decode(
@@ -521,6 +534,7 @@ def decode(
     alternatives: int | None,
     most: int,
     guesses: int,
+    draft: Config | None,
     config: Config,
     par: Parallel,
 ) -> tuple[DecodeState, Chosen, Array]:
@@ -535,6 +549,8 @@ def decode(
       guesses: number of tokens to guess per step (see `speculation`); a step generates from 1 to
         1 + `guesses` tokens per row.  The state must have at least `config.window` + `guesses`
         slots, or as many as any row has positions.
+      draft: the config of the draft, which guesses the tokens, and whose weights are
+        `weights[DRAFT]`; None to look the guesses up.
 
     Returns:
       The new state, the tokens [B, most * (1 + guesses)], and how many each row has generated,
@@ -543,7 +559,7 @@ def decode(
     width = 1 + guesses
 
     def step(state: DecodeState, left_B: Array) -> tuple[DecodeState, Chosen, Array]:
-        return _step(weights, state, left_B, allowed_BW, alternatives, guesses, config, par)
+        return _step(weights, state, left_B, allowed_BW, alternatives, guesses, draft, config, par)
 
     shapes = jax.eval_shape(step, state, left_B)[1]
     chosen = jax.tree.map(

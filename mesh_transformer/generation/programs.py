@@ -1,4 +1,8 @@
-"""The compiled functions of generation, with the layout of their arguments on the mesh."""
+"""The compiled functions of generation, with the layout of their arguments on the mesh.
+
+Functions that take a batch's state have an argument `draft`: the config of the model that guesses
+tokens in this batch, or None.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -28,7 +32,9 @@ from mesh_transformer.model.attention import LayerCache
 from mesh_transformer.model.lora import Adapter
 
 
-def decode_specs(config: Config, *, pool: bool = False) -> decode.DecodeState:
+def decode_specs(
+    config: Config, *, pool: bool = False, draft: Config | None = None
+) -> decode.DecodeState:
     """Return the PartitionSpecs of a `DecodeState`: rows or blocks split over dp, heads over mp.
 
     Args:
@@ -36,9 +42,17 @@ def decode_specs(config: Config, *, pool: bool = False) -> decode.DecodeState:
     """
     rows, cache = P("dp"), P("dp", "mp")
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
-    one = LayerCache(*(cache,) * (4 if config.int8_cache else 2))
-    caches = (one,) * config.layers
-    return decode.DecodeState(caches, rows if pool else None, *(rows,) * 6, settings=settings)
+
+    def caches(own: Config) -> tuple[LayerCache, ...]:
+        return (LayerCache(*(cache,) * (4 if own.int8_cache else 2)),) * own.layers
+
+    return decode.DecodeState(
+        caches(config),
+        rows if pool else None,
+        *(rows,) * 6,
+        settings=settings,
+        draft_caches=() if draft is None else caches(draft),
+    )
 
 
 def compile_weights(
@@ -76,25 +90,29 @@ def compile_weights(
     return jax.jit(weights, out_shardings=named(mesh, weight_specs(own)))
 
 
-def compile_empty(config: Config, mesh: Mesh, pool: bool) -> Callable[..., decode.DecodeState]:
+def compile_empty(
+    config: Config, mesh: Mesh, pool: bool, draft: Config | None = None
+) -> Callable[..., decode.DecodeState]:
     """Return a jitted function (rows, slots, blocks, block) -> state of a batch without prompts.
 
     `rows` and `blocks` are the numbers of rows and of the pool's blocks on all replicas together;
     `slots` and `block` are the numbers of positions of each (see `decode.empty`).
     """
     return jax.jit(
-        functools.partial(decode.empty, config, mp=mesh.shape["mp"]),
+        functools.partial(decode.empty, config, mp=mesh.shape["mp"], draft=draft),
         static_argnums=(0, 1, 2, 3),
-        out_shardings=named(mesh, decode_specs(config, pool=pool)),
+        out_shardings=named(mesh, decode_specs(config, pool=pool, draft=draft)),
     )
 
 
-def compile_grow(config: Config, mesh: Mesh) -> Callable[..., decode.DecodeState]:
+def compile_grow(
+    config: Config, mesh: Mesh, draft: Config | None = None
+) -> Callable[..., decode.DecodeState]:
     """Return a jitted function (state, slots) -> the same state with a larger KV cache.
 
     `slots` is the new number of positions in each row's KV cache.  The state must have no pool.
     """
-    layout = named(mesh, decode_specs(config))
+    layout = named(mesh, decode_specs(config, draft=draft))
     return jax.jit(decode.grow, static_argnums=1, out_shardings=layout)
 
 
@@ -140,6 +158,7 @@ def compile_prefill(
     width: int,
     pool: bool,
     constrained: bool = False,
+    draft: Config | None = None,
 ) -> Callable[..., Any]:
     """Return `decode.prefill`, compiled as a function (weights, state, prompts) -> (state, chosen).
 
@@ -148,11 +167,13 @@ def compile_prefill(
     Args:
       constrained: whether `prompts.allowed_PW` is given.
     """
-    rows, state = P("dp"), decode_specs(config, pool=pool)
+    rows, state = P("dp"), decode_specs(config, pool=pool, draft=draft)
     allowed = rows if constrained else None
     prompts = decode.Prompts(*(rows,) * 6, settings=state.settings, allowed_PW=allowed)
-    function = functools.partial(decode.prefill, alternatives=alternatives, width=width)
-    specs = (weight_specs(config), state, prompts)
+    function = functools.partial(
+        decode.prefill, alternatives=alternatives, width=width, draft=draft
+    )
+    specs = (weight_specs(config, draft), state, prompts)
     return compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)
 
 
@@ -164,6 +185,7 @@ def compile_decode(
     pool: bool = False,
     guesses: int = 0,
     constrained: bool = False,
+    draft: Config | None = None,
 ) -> Callable[..., Any]:
     """Return `decode.decode`, compiled: (weights, state, left, steps, allowed) -> its results.
 
@@ -172,10 +194,10 @@ def compile_decode(
     Args:
       constrained: whether `allowed` is given; None must be passed otherwise.
     """
-    state = decode_specs(config, pool=pool)
+    state = decode_specs(config, pool=pool, draft=draft)
     function = functools.partial(
-        decode.decode, alternatives=alternatives, most=most, guesses=guesses
+        decode.decode, alternatives=alternatives, most=most, guesses=guesses, draft=draft
     )
     rows = P("dp")
-    specs = (weight_specs(config), state, rows, P(), rows if constrained else None)
+    specs = (weight_specs(config, draft), state, rows, P(), rows if constrained else None)
     return compiled(function, config, mesh, specs, (state, rows, rows), donate_argnums=1)

@@ -1,14 +1,18 @@
 """Speculation: guesses of a row's next tokens, which one decode step then checks together.
 
 A guess is what followed the most recent earlier occurrence of the row's last tokens (prompt lookup,
-Saxena 2023).  `decode.decode` keeps the guessed tokens that it would have chosen itself, so guesses
-change how many tokens a step generates, but not which.
+Saxena 2023), or the tokens that a smaller model, the draft, generates (Leviathan 2022).
+`decode.decode` keeps the guessed tokens that it would have chosen itself, so guesses change how
+many tokens a step generates, but not which.
 
 Array names end in their shape: B rows of the batch, S slots, G guessed tokens.
 """
 
 import jax.numpy as jnp
 from jax import Array
+
+from mesh_transformer.config import Config
+from mesh_transformer.util import InputError
 
 LONGEST = 3  # number of last tokens that an earlier occurrence is compared with
 SHORTEST = 2  # number of them that must be equal
@@ -45,3 +49,43 @@ def guess(history_BS: Array, newest_B: Array, count: int) -> Array:
     distance_B1 = jnp.maximum(newest_B1 - end_B1, 1)
     after_BG = end_B1 + 1 + jnp.arange(count) % distance_B1
     return jnp.take_along_axis(history_BS, after_BG % slots, axis=1)
+
+
+def draft_config(draft: Config, model: Config, where: str) -> Config:
+    """Return the config with which a draft, which guesses tokens, runs on the mesh of a model.
+
+    A draft with a longer window attends to no more tokens than the model.  One with a shorter
+    window attends to the last tokens of a text.
+
+    Args:
+      draft: the draft's own config.
+      model: the config of the model whose tokens are guessed.
+      where: where the draft is stored, for error messages.
+
+    Raises:
+      InputError: if the vocabularies have different sizes, or if the draft cannot be split as the
+        model is.
+    """
+    if draft.n_vocab != model.n_vocab:
+        raise InputError(
+            f"{where}: the draft's vocabulary (n_vocab) has {draft.n_vocab} tokens, expected "
+            f"{model.n_vocab}, as the model's; choose a draft with the same tokenizer"
+        )
+    mp = model.cores_per_replica
+    if draft.norm == "layernorm-desync" and draft.shards != mp:
+        raise InputError(
+            f"{where}: with the draft's norm layernorm-desync, its parameters depend on "
+            f"cores_per_replica, which is {draft.shards}, expected {mp}, as the model's; choose "
+            "another draft"
+        )
+    return draft.replace(
+        cores_per_replica=mp,
+        tpu_size=model.tpu_size,
+        virtual_mesh=None,
+        partitioning=model.partitioning,
+        zero=0,
+        attention=model.attention,
+        attention_window=min(draft.window, model.window),
+        shard_activations=False,
+        int8_matmuls=[],
+    )

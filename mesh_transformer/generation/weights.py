@@ -22,6 +22,7 @@ from mesh_transformer.util import InputError
 
 Weights = dict[str, Any]
 SCALES = "adapter_scales"  # the key of the result of `scales`
+DRAFT = "draft"  # the key of the weights of the model that guesses tokens, if there is one
 
 
 def joined_config(config: Config, adapters: Sequence[Config]) -> Config:
@@ -152,14 +153,16 @@ def check_weights(config: Config, mp: int) -> None:
             matrices.check_groups(declared[part], mp)
 
 
-def weight_specs(config: Config) -> Weights:
+def weight_specs(config: Config, draft: Config | None = None) -> Weights:
     """Return the PartitionSpecs of the arrays that `weights_of` returns.
 
     Args:
       config: as for `weight_declarations`.
+      draft: the config of the draft, whose weights are then added under the key `DRAFT`.
     """
     declared = weight_declarations(config)
     specs = map_declared(lambda d: d.spec, declared)
     for part, bits in quantized_parts(config).items():
         specs[part] = matrices.layout(declared[part], bits)
-    return specs | ({SCALES: P()} if config.lora_rank else {})
+    specs |= {SCALES: P()} if config.lora_rank else {}
+    return specs if draft is None else specs | {DRAFT: weight_specs(draft)}

@@ -278,6 +278,10 @@ class TPUCluster:
         self.call("add_adapters", *[([local_path(path) for path in paths],)] * len(self.hosts))
         self.adapters = len(paths)
 
+    def add_draft(self, path: str) -> None:
+        """Let a smaller model guess tokens; see `CausalTransformer.add_draft`."""
+        self.call("add_draft", *[(local_path(path),)] * len(self.hosts))
+
     def only_generate(self) -> None:
         """Free all state but the weights for generation; see `CausalTransformer.only_generate`."""
         self.call("only_generate")

@@ -74,8 +74,8 @@ def bypass_proxy(address: str) -> None:
 
 # Methods of `CausalTransformer` that `NetworkRunner.forward` calls directly.  The batch rows
 # in their arguments and results are those of this process.
-FORWARDED = {"init", "score", "embed", "generate", "add_adapters", "only_generate"}
-FORWARDED |= {"claim", "own_aux", "save", "wait"}
+FORWARDED = {"init", "score", "embed", "generate", "add_adapters", "add_draft"}
+FORWARDED |= {"only_generate", "claim", "own_aux", "save", "wait"}
 
 
 class NetworkRunner:

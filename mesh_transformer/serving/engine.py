@@ -181,7 +181,8 @@ class Engine:
       steps: maximum number of tokens per row in a decode call.  New requests join the batch only
         between decode calls.
       speculate: number of tokens to guess per decode step (see `Batch.decode`); 0 for none.  While
-        guesses do not save time, most calls make none; with `fixed_shapes`, all calls do.
+        guesses do not save time, most calls make none; with `fixed_shapes`, all calls do.  If the
+        network has a draft, the draft guesses.
       chunk: maximum number of tokens of a prompt per prefill call.
       kept_tokens: number of kept prompt tokens that each replica has room for; None for 4 windows.
       cache_tokens: number of tokens, of rows and kept prompts together, that each replica has room
@@ -221,7 +222,7 @@ class Engine:
         self.pooling = pooling
         self.stall_seconds = stall_seconds
         self._fixed = fixed_shapes
-        self._speculation = Speculation(bool(speculate), always=fixed_shapes)
+        self._speculation = Speculation(speculate, metrics, always=fixed_shapes)
         self._new_prefiller = functools.partial(
             Prefiller,
             network,
@@ -541,9 +542,8 @@ class Engine:
         seconds, made = time.perf_counter() - began, before - batch.left
         self._step_seconds = seconds / steps
         # A row whose answer ends within the call makes fewer tokens, with guesses or without.
-        full = [made[row] for row in self._active if batch.left[row] and row not in allowed]
-        if full:
-            self._speculation.observe(speculate, seconds / steps, sum(full) / len(full) / steps)
+        full = [int(made[row]) for row in self._active if batch.left[row] and row not in allowed]
+        self._speculation.observe(speculate, seconds, steps, full)
         self._metrics.decode(seconds, steps)
         for row, request in list(self._active.items()):
             self._advance(row, request, _tokens(_part(chosen, (row, slice(made[row])))))

@@ -45,6 +45,9 @@ class Metrics:
         cached = "Prompt tokens whose keys and values were kept from earlier prompts"
         self._cached = counter("cached_prompt_tokens", cached)
         self._tokens = counter("generated_tokens", "Generated tokens")
+        guessed = "Guessed tokens, except those of an answer's last call"
+        self._guessed = counter("guessed_tokens", guessed)
+        self._right = counter("right_guesses", "Those of them that became part of an answer")
         self._waiting = gauge("queue_length", "Requests waiting for a batch row")
         self._active = gauge("rows_active", "Batch rows with a request")
         gauge("rows", "Batch rows").set(rows)
@@ -97,6 +100,11 @@ class Metrics:
     def decode(self, seconds: float, steps: int) -> None:
         """Record the duration of a decode call and its number of steps."""
         self._step.observe(seconds / steps)
+
+    def guesses(self, count: int, right: int) -> None:
+        """Record `count` guessed tokens, of which `right` became part of answers."""
+        self._guessed.inc(count)
+        self._right.inc(right)
 
     def generated(self, count: int) -> None:
         """Record `count` generated tokens of a request."""

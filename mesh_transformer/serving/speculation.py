@@ -1,5 +1,9 @@
 """When decode calls guess tokens: as long as it saves time."""
 
+from collections.abc import Sequence
+
+from mesh_transformer.serving.metrics import Metrics
+
 PROBE_CALLS = 16  # while guesses do not save time, one call in this many makes them
 SMOOTHING = 0.2  # weight of the newest call in the averages
 
@@ -10,16 +14,18 @@ class Speculation:
     A step with guesses takes longer, and generates more tokens if they are right.
 
     Args:
-      possible: whether calls may guess at all.
+      guesses: number of tokens that a step may guess; with 0, calls never guess.
+      metrics: records how many guesses are right.
       always: whether all calls guess if they may.
 
     Attributes:
       choices: the values that `next` may return.
     """
 
-    def __init__(self, possible: bool, *, always: bool = False):
+    def __init__(self, guesses: int, metrics: Metrics, *, always: bool = False):
         self.choices = (False, True)
-        if not possible:
+        self._guesses, self._metrics = guesses, metrics
+        if not guesses:
             self.choices = (False,)
         elif always:
             self.choices = (True,)
@@ -39,15 +45,22 @@ class Speculation:
         probe = self._calls % PROBE_CALLS == 0
         return saves != probe
 
-    def observe(self, speculated: bool, seconds: float, tokens: float) -> None:
+    def observe(self, speculated: bool, seconds: float, steps: int, made: Sequence[int]) -> None:
         """Take account of a call.
 
         Args:
           speculated: whether the call guessed tokens.
-          seconds: the time of each step.
-          tokens: number of tokens that each row generated per step, on average.
+          seconds: the time of the call.
+          steps: its number of steps.
+          made: number of tokens that each row generated; only of rows that generated in all steps,
+            and could have generated more.
         """
+        if not made:
+            return
+        seconds /= steps
         old = self._seconds.get(speculated, seconds)
         self._seconds[speculated] = old + SMOOTHING * (seconds - old)
         if speculated:
-            self._tokens += SMOOTHING * (tokens - self._tokens)
+            guessed, right = self._guesses * steps * len(made), sum(made) - steps * len(made)
+            self._metrics.guesses(guessed, right)
+            self._tokens += SMOOTHING * (sum(made) / len(made) / steps - self._tokens)

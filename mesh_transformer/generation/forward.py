@@ -1,0 +1,83 @@
+"""The model's parts as generation runs them: layer by layer, with a cache, up to the logits.
+
+Array names end in their shape: B rows of the batch, T tokens of a text, S slots or keys, D model, H
+heads, V vocabulary.
+"""
+
+from jax import Array
+
+from mesh_transformer.config import Config
+from mesh_transformer.generation.weights import SCALES, Weights
+from mesh_transformer.mesh.parallel import Parallel
+from mesh_transformer.model import matrices, paged, transformer
+from mesh_transformer.model.attention import LayerCache, causal_bias
+from mesh_transformer.model.layers import Context
+
+
+def forward(
+    weights: Weights,
+    tokens_BT: Array,
+    context: Context,
+    caches: tuple[LayerCache, ...] | None,
+    config: Config,
+    par: Parallel,
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """Run the embedding and all layers, without the final norm.
+
+    If `caches` is None, the tokens attend only to each other.  See `layers.TransformerLayer` for
+    the other cases.
+
+    Returns:
+      The residual stream x_BTD, and one cache per layer: the updated cache or, if `caches` is not
+      updated, the keys and values of `tokens_BT`.
+    """
+    parts = transformer.transforms(config, par)
+    x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
+    filled = []
+    for layer, cache in zip(weights["layers"], caches or [None] * config.layers, strict=True):
+        layer = matrices.after(x_BTD, layer)
+        y_BTD, cache = parts["layers"].apply(layer, x_BTD, context, cache)
+        x_BTD += y_BTD
+        filled.append(cache)
+    return x_BTD, tuple(filled)
+
+
+def context_of(
+    weights: Weights,
+    positions_BT: Array,
+    key_positions_BS: Array,
+    slots: Array | None,
+    config: Config,
+    par: Parallel,
+    adapter_B: Array,
+    rows: Array | None = None,
+    table: paged.Table | None = None,
+) -> Context:
+    """Return the `Context` that all layers share: positions, attention bias and cache slots.
+
+    The bias contains the causal mask and any relative position bias.
+
+    Args:
+      adapter_B: the number of each row's adapter, or one for all, [1]; 0 for none.
+    """
+    bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
+    if config.pe == "t5":
+        relative = transformer.transforms(config, par)["relative"]
+        bias_BHTS += relative.apply(weights["relative"], positions_BT, key_positions_BS)
+    scale = weights[SCALES][adapter_B][:, None] if SCALES in weights else None
+    return Context(positions_BT, bias_BHTS, slots, rows, table, lora_scale=scale)
+
+
+def own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
+    """Return the logits for this device's shard of the vocabulary."""
+    projection = matrices.after(x_BTD, transformer.projection_params(weights))
+    return transformer.transforms(config, par)["proj"].apply(projection, x_BTD)
+
+
+def full_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
+    """Return the logits of `x_BTD` as [B T, V]: those of all positions of a row, then the next row.
+
+    Every device gets the logits of the full vocabulary.
+    """
+    logits_BTV = par.gather(own_logits(weights, x_BTD, config, par))[..., : config.n_vocab]
+    return par.shard(logits_BTV.reshape(-1, config.n_vocab), "dp", None)
