@@ -68,7 +68,7 @@ def running_model(
     *,
     only_generate: bool = False,
     adapters: Sequence[str] = (),
-    draft: str | None = None,
+    draft: "Source | None" = None,
 ) -> "Iterator[CausalTransformer | RestartingCluster]":
     """Return a context manager that yields a network for inference, with the weights at `path`.
 
@@ -104,7 +104,6 @@ def running_model(
     network_config = config or Source.of(path).config
     # After a restart, the network has the same steps, even if there are newer ones.
     sources = [Source.of(name) for name in ([] if config else [path]) + [*adapters]]
-    guesser = None if draft is None else Source(draft)
     with machines_of(args, network_config) as hosts:
         from mesh_transformer.pod.restarts import RestartingCluster
 
@@ -117,8 +116,8 @@ def running_model(
                 cluster.load(os.fspath(path) if config else paths.pop(0), only_params=True)
                 if paths:
                     cluster.add_adapters(paths)
-                if guesser is not None:
-                    cluster.add_draft(guesser.existing_path())
+                if draft is not None:
+                    cluster.add_draft(draft.existing_path())
                 if only_generate:
                     cluster.only_generate()
             except BaseException:

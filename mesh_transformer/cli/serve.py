@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from mesh_transformer.cli.arguments import (
     add_host_arguments,
@@ -13,6 +14,9 @@ from mesh_transformer.cli.arguments import (
 from mesh_transformer.cli.machines import running_model
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, exit_now
+
+if TYPE_CHECKING:
+    from mesh_transformer.checkpoint.source import Source
 
 
 def parse_args() -> argparse.Namespace:
@@ -127,10 +131,34 @@ def names_of(args: argparse.Namespace, config: Config) -> list[str]:
     return names
 
 
+def draft_of(args: argparse.Namespace, config: Config) -> "Source | None":
+    """Return the checkpoint of the draft that --draft names; None without the flag.
+
+    Args:
+      config: the config of the model.
+
+    Raises:
+      InputError: if the draft cannot guess the model's tokens.
+    """
+    if args.draft is None:
+        return None
+    if not args.speculate:
+        raise InputError("--draft requires --speculate; give the number of tokens to guess")
+    from mesh_transformer.checkpoint.source import Source
+    from mesh_transformer.generation.speculation import check_vocabulary
+
+    draft = Source(args.draft)
+    if draft.kind == "original":
+        raise InputError(
+            f"--draft {args.draft}: checkpoints of mesh-transformer-jax do not store a config; "
+            "convert it with mesh-transformer convert"
+        )
+    check_vocabulary(draft.config, config, f"--draft {args.draft}")
+    return draft
+
+
 def main() -> None:
     args = parse_args()
-    if args.draft is not None and not args.speculate:
-        raise InputError("--draft requires --speculate; give the number of tokens to guess")
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.source import Source
@@ -147,7 +175,8 @@ def main() -> None:
     keys = Keys(args.api_key_file)
     with listen(args.host, args.port) as socket:
         model = path if config else Source(path)
-        tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
+        own_config = config or Source.of(model).config
+        tokenizer = Tokenizer.of(None, own_config, must_fit=True).loaded
         template = read_template(tokenizer, args.chat_template)
         try:
             if template is None and chat_template(tokenizer) is not None:
@@ -155,10 +184,11 @@ def main() -> None:
         except InputError as error:
             print(f"no chat: {error}; or give --chat-template", file=sys.stderr, flush=True)
         chat = template and template.prompt
-        name, *adapters = names_of(args, config or Source.of(model).config)
+        name, *adapters = names_of(args, own_config)
+        draft = draft_of(args, own_config)
         folders = [folder for _, folder in args.adapter]
         with running_model(
-            args, model, config, only_generate=True, adapters=folders, draft=args.draft
+            args, model, config, only_generate=True, adapters=folders, draft=draft
         ) as network:
             metrics = Metrics(args.rows)
             engine = Engine(

@@ -98,7 +98,11 @@ class Generator:
 
         @functools.cache
         def program(drafts: bool, *args: Any) -> Any:
-            draft = self.draft.config if self.draft is not None and drafts else None
+            draft = None
+            if self.draft is not None and drafts:
+                # The cache does not keep what is out of the model's window.
+                window = min(self.draft.config.window, self.config.window)
+                draft = self.draft.config.replace(attention_window=window)
             return compile_program(self.config, self.mesh, *args, draft=draft)
 
         return lambda *args, drafts=False: program(drafts, *args)

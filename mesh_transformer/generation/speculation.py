@@ -51,11 +51,21 @@ def guess(history_BS: Array, newest_B: Array, count: int) -> Array:
     return jnp.take_along_axis(history_BS, after_BG % slots, axis=1)
 
 
+def check_vocabulary(draft: Config, model: Config, where: str) -> None:
+    """Raise InputError if a draft has another number of tokens than the model.
+
+    Args:
+      draft, model, where: as for `draft_config`.
+    """
+    if draft.n_vocab != model.n_vocab:
+        raise InputError(
+            f"{where}: the draft's vocabulary (n_vocab) has {draft.n_vocab} tokens, expected "
+            f"{model.n_vocab}, as the model's; choose a draft with the same tokenizer"
+        )
+
+
 def draft_config(draft: Config, model: Config, where: str) -> Config:
     """Return the config with which a draft, which guesses tokens, runs on the mesh of a model.
-
-    A draft with a longer window attends to no more tokens than the model.  One with a shorter
-    window attends to the last tokens of a text.
 
     Args:
       draft: the draft's own config.
@@ -66,11 +76,7 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
       InputError: if the vocabularies have different sizes, or if the draft cannot be split as the
         model is.
     """
-    if draft.n_vocab != model.n_vocab:
-        raise InputError(
-            f"{where}: the draft's vocabulary (n_vocab) has {draft.n_vocab} tokens, expected "
-            f"{model.n_vocab}, as the model's; choose a draft with the same tokenizer"
-        )
+    check_vocabulary(draft, model, where)
     mp = model.cores_per_replica
     if draft.norm == "layernorm-desync" and draft.shards != mp:
         raise InputError(
@@ -85,7 +91,6 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
         partitioning=model.partitioning,
         zero=0,
         attention=model.attention,
-        attention_window=min(draft.window, model.window),
         shard_activations=False,
         int8_matmuls=[],
     )

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from mesh_transformer.generation.sampling import sampler_settings
-from mesh_transformer.generation.speculation import guess
+from mesh_transformer.generation.speculation import draft_config, guess
+from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.generation.test_decode import PLACES, network_of, random_prompts
 from tests.model.test_transformer import small_config
@@ -90,6 +91,87 @@ def test_guesses_change_no_token(place, guesses):
     actual, steps = answers(batch, prompts, lengths, settings, True)
     assert actual == expected
     assert steps < plain_steps  # greedy answers of an untrained model soon repeat themselves
+
+
+def initial(config, place=PLACES[0]):
+    """Return a network with the parameters that it is initialised with, the same on every mesh."""
+    partitioning, dp, mp = place
+    keys = {"partitioning": partitioning, "cores_per_replica": mp, "tpu_size": dp * mp}
+    return CausalTransformer(config.replace(**keys), devices=jax.devices()[: dp * mp])
+
+
+def add_draft(network, config, folder):
+    """Give a network a draft with initial parameters."""
+    draft = initial(config)
+    draft.save(folder)
+    draft.close()
+    network.add_draft(folder)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("place", "changes"),
+    [
+        (PLACES[0], {}),  # the model itself
+        (PLACES[3], {}),
+        (PLACES[0], {"layers": 1, "pe": "fixed", "seq": 20}),
+        (PLACES[1], {"layers": 1, "seq": 8, "block": "geglu", "d_model": 32, "int8_cache": True}),
+        (PLACES[2], {"layers": 1, "seq": 2 * WINDOW, "n_heads": 3, "d_model": 48, "pe": "t5"}),
+    ],
+    ids=str,
+)
+def test_a_draft_changes_no_token(place, changes, tmp_path):
+    """Windows shorter and longer than the model's, answers beyond them, heads that mp pads."""
+    config = small_config(seq=WINDOW, n_vocab=24)
+    network, rng, rows, guesses = initial(config, place), np.random.default_rng(3), 8, 3
+    prompts = random_prompts(config, [3, 9, 31, WINDOW, 5, 12, 1, 20])
+    lengths = rng.integers(1, 70, rows)
+    options = {
+        "temp": np.array([0, 0, 0, 0.3, 0.7, 0.2, 1.0, 0.05]),
+        "top_p": np.array([1, 1, 1, 1, 0.9, 0.3, 1.0, 1.0]),
+        "repetition_penalty": np.array([1, 1.2, 1, 1.05, 1, 1.2, 1, 1]),
+        "frequency_penalty": np.array([0, 0, 0.1, 0, 0, 0, 0.5, 0]),
+        "seed": np.arange(rows),
+    }
+    settings = sampler_settings(options, rows)
+    expected, _ = answers(network.batch(rows), prompts, lengths, settings, False)
+    add_draft(network, config.replace(**changes), tmp_path)
+    batch = network.batch(rows, guesses=guesses)
+    assert answers(batch, prompts, lengths, settings, False)[0] == expected
+    # The rows are used again, and calls that do not guess come between those that do.
+    actual, steps = answers(batch, prompts, lengths, settings, True)
+    assert actual == expected
+    if not changes:  # all guesses are right
+        assert steps == 2 * -(-(max(lengths) - 1) // (2 * (1 + guesses)))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[1]])
+def test_calls_that_do_not_guess_leave_the_draft_in_step(place, tmp_path):
+    """The cache grows too."""
+    config = small_config(seq=512, n_vocab=24)
+    network, rows = initial(config, place), 2
+    add_draft(network, config, tmp_path)
+    batch = network.batch(rows, guesses=3)
+    prompts = random_prompts(config, [5, 230])
+    batch.insert(range(rows), prompts, 300, sampler_settings({"temp": 0.5, "seed": 1}, rows))
+    slots = batch._state.slots
+    while batch.left.max() > 16:
+        batch.decode(5)
+        left = batch.left.copy()
+        batch.decode(2, speculate=True)
+        assert (left - batch.left).tolist() == [8, 8]
+    assert batch._state.slots > slots
+
+
+def test_a_draft_that_does_not_fit_is_refused(tmp_path):
+    network = initial(small_config(seq=WINDOW, n_vocab=24))
+    expected = "vocabulary.* has 32 tokens, expected 24.*same tokenizer"
+    with pytest.raises(InputError, match=expected):
+        add_draft(network, small_config(seq=WINDOW, n_vocab=32), tmp_path / "other")
+    desync = network.config.replace(norm="layernorm-desync", cores_per_replica=2, tpu_size=2)
+    with pytest.raises(InputError, match="cores_per_replica, which is 2, expected 1"):
+        draft_config(desync, network.config, "draft")
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Answers random mixes of requests with and without the engine's features, in fixed shapes.
 
+Guesses are looked up, or those of a draft.
+
 `python -m tests.long.serving_mixes --count 200` takes some minutes on 2 cores.  Every answer must
 have the same tokens and logprobs, bit for bit.
 """

@@ -574,21 +574,30 @@ def test_every_request_gets_its_own_answer_by_speculation(network, start, guesse
 
 
 def test_calls_guess_while_it_saves_time():
-    policy = Speculation(True)
+    metrics = Metrics(1)
+    policy = Speculation(4, metrics)
 
     def observe(tokens, seconds, calls):
         """Return the share of calls that guess, if a step with guesses takes `seconds`."""
         made = []
         for _ in range(calls):
             made.append(policy.next())
-            policy.observe(made[-1], *((seconds, tokens) if made[-1] else (1.0, 1.0)))
+            # Two steps of two rows.
+            call = (2 * seconds, 2, [2 * tokens] * 2) if made[-1] else (2.0, 2, [2, 2])
+            policy.observe(made[-1], *call)
         return sum(made[calls // 2 :]) / (calls - calls // 2)
 
+    def value(name):
+        return metrics.registry.get_sample_value(f"mesh_transformer_{name}_total")
+
     assert observe(tokens=3.0, seconds=1.5, calls=320) == 15 / 16
-    assert observe(tokens=1.2, seconds=1.5, calls=3200) == 1 / 16
-    assert observe(tokens=2.0, seconds=1.5, calls=3200) == 15 / 16
-    assert [Speculation(False).next() for _ in range(3)] == [False] * 3
-    assert [Speculation(True, always=True).next() for _ in range(3)] == [True] * 3
+    # A token of each step is not guessed.
+    assert value("right_guesses") * 2 == value("guessed_tokens") > 0
+    assert observe(tokens=1.5, seconds=2.0, calls=3200) == 1 / 16
+    assert observe(tokens=2.5, seconds=2.0, calls=3200) == 15 / 16
+    policy.observe(True, 1.0, 2, [])  # all answers have ended
+    assert [Speculation(0, metrics).next() for _ in range(3)] == [False] * 3
+    assert [Speculation(4, metrics, always=True).next() for _ in range(3)] == [True] * 3
 
 
 @pytest.mark.slow

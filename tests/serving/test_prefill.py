@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.serving.metrics import Metrics
 from tests.conftest import SMALL
 from tests.support.mixes import (
+    CHUNK,
     GUESSES,
+    ROWS,
     Networks,
     answers,
     compare,
@@ -37,11 +40,43 @@ def test_features_change_no_bit_in_fixed_shapes(networks, seed):
 
 
 @pytest.mark.quick(1)
+@pytest.mark.parametrize("guesser", ["draft", "itself"])
+def test_a_draft_changes_no_bit_in_fixed_shapes(networks, guesser):
+    features, different, _ = compare(networks, 11, guesser)
+    assert not different, features
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("networks", [(1, False, 0)], indirect=True, scope="module")
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_all_guesses_of_the_model_as_its_own_draft_are_right(networks, temp):
+    """They are chosen with the same settings and random numbers, also in rows that were reused."""
+    network, rng, metrics = networks.by_guesser["itself"], np.random.default_rng(5), Metrics(ROWS)
+    requests = random_requests(rng, network.config)
+    for request in requests:
+        settings = dataclasses.replace(request["settings"], temp=temp)
+        request |= {"settings": settings, "length": 60, "stop": None, "constraint": None}
+    sizes = random_sizes(rng, len(requests))
+    # All calls guess.
+    options = {"fixed_shapes": True, "speculate": GUESSES, "kept_tokens": 40 * CHUNK}
+    answers(network, requests, sizes, metrics, **options)
+
+    def value(name):
+        return metrics.registry.get_sample_value(f"mesh_transformer_{name}_total")
+
+    # The first token of an answer, and those of its last call, are not guessed or not counted.
+    assert value("guessed_tokens") > 20 * len(requests)
+    assert value("right_guesses") == value("guessed_tokens")
+
+
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("networks", [(1, False, 0), (4, False, 2)], indirect=True, scope="module")
-@pytest.mark.parametrize("seed", range(2))
-def test_otherwise_features_change_tokens_only_where_logits_are_nearly_equal(networks, seed):
+@pytest.mark.parametrize(("seed", "guesser"), [(0, "lookup"), (1, "lookup"), (2, "draft")])
+def test_otherwise_features_change_tokens_only_where_logits_are_nearly_equal(
+    networks, seed, guesser
+):
     """Chunks, kept beginnings and guesses against one request at a time without any of them."""
-    network, rng = networks.network, np.random.default_rng(100 + seed)
+    network, rng = networks.by_guesser[guesser], np.random.default_rng(100 + seed)
     requests = random_requests(rng, network.config, networks.adapters)
     for request in requests:
         plain = {"temp": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0}

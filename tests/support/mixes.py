@@ -16,6 +16,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation import decode
 from mesh_transformer.generation.batch import Generator
 from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.generation.speculation import draft_config
 from mesh_transformer.model.lora import Adapter
 from mesh_transformer.network import Network
 from mesh_transformer.serving.engine import Engine, Progress, Request, Token
@@ -26,6 +27,11 @@ from mesh_transformer.transformer_shard import CausalTransformer
 ROWS = 4
 CHUNK = 16
 GUESSES = 3
+# Where guesses come from: nowhere (all of them are token 0), earlier text, a draft with random
+# weights, or the model itself as its own draft.
+GUESSERS = ("nothing", "lookup", "draft", "itself")
+# The keys of the draft's config that differ from the model's.
+DRAFT = {"layers": 1, "d_model": 32, "n_heads": 4, "block": "geglu", "seed": 7}
 SECONDS = 300  # after which an answer counts as missing
 
 
@@ -35,12 +41,12 @@ class Features(NamedTuple):
     Attributes:
       kept_tokens: see `Engine`.
       windows: room in the cache of each replica, in windows; None for enough.
-      lookup: whether guesses are looked up; otherwise all of them are token 0.
+      guesser: one of `GUESSERS`.
     """
 
     kept_tokens: int
     windows: float | None
-    lookup: bool
+    guesser: str
 
     @staticmethod
     def random(rng: np.random.Generator) -> "Features":
@@ -48,14 +54,14 @@ class Features(NamedTuple):
         kept = int(rng.choice([0, 3 * CHUNK, 40 * CHUNK]))
         # A row has at most the window and one chunk, which holds the guesses.
         windows = None if rng.random() < 0.5 else float(rng.uniform(1.5, 2.5))
-        return Features(kept, windows, bool(rng.random() < 0.5))
+        return Features(kept, windows, str(rng.choice(GUESSERS)))
 
 
-PLAIN = Features(kept_tokens=0, windows=None, lookup=False)
+PLAIN = Features(kept_tokens=0, windows=None, guesser="nothing")
 
 
 class Networks:
-    """Two equal networks, of which only the first one looks guesses up.
+    """Equal networks, each of which guesses in another way.
 
     Args:
       config: their config.
@@ -65,14 +71,25 @@ class Networks:
 
     def __init__(self, config: Config, devices: int, adapters: int):
         self.adapters = adapters
+        drafts = {
+            # A window of its own, shorter than the model's.
+            "draft": config.replace(**DRAFT, attention_window=config.window // 2),
+            "itself": config,
+        }
 
-        def make() -> CausalTransformer:
+        def make(guesser: str) -> CausalTransformer:
             network = CausalTransformer(config, devices=jax.devices()[:devices])
             own = network.config, network.mesh, network._eval_rows
-            network._generator = Generator(*own, random_adapters(config, adapters))
+            draft = None
+            if guesser in drafts:
+                smaller = draft_config(drafts[guesser], config, guesser)
+                guessing = CausalTransformer(smaller, devices=jax.devices()[:devices])
+                guessing.only_generate()
+                draft = guessing._generator
+            network._generator = Generator(*own, random_adapters(config, adapters), draft)
             return network
 
-        self.network, self._without = make(), make()
+        self.by_guesser = {guesser: make(guesser) for guesser in GUESSERS}
 
     @contextlib.contextmanager
     def with_features(self, features: Features) -> Iterator[Network]:
@@ -81,9 +98,9 @@ class Networks:
         The kept tokens and the room in the cache are arguments of the engine.
         """
         with pytest.MonkeyPatch.context() as patch:
-            if not features.lookup:
+            if features.guesser == "nothing":
                 patch.setattr(decode, "guess", lambda history, _, count: 0 * history[:, :count])
-            yield self.network if features.lookup else self._without
+            yield self.by_guesser[features.guesser]
 
 
 class Limits:
@@ -189,15 +206,20 @@ class Answer:
 
 
 def answers(
-    network: Network, requests: Sequence[dict[str, Any]], sizes: Sequence[int], **options: Any
+    network: Network,
+    requests: Sequence[dict[str, Any]],
+    sizes: Sequence[int],
+    metrics: Metrics | None = None,
+    **options: Any,
 ) -> list[list[Token]]:
     """Return an engine's answers to requests that arrive in groups.
 
     Args:
+      metrics: the engine's metrics; None for new ones.
       sizes: number of requests per group; each group arrives when the one before is being answered.
       options: further arguments of `Engine`.
     """
-    engine = Engine(network, Metrics(ROWS), rows=ROWS, chunk=CHUNK, **options)
+    engine = Engine(network, metrics or Metrics(ROWS), rows=ROWS, chunk=CHUNK, **options)
     engine.start()
     every = [Answer() for _ in requests]
     try:
@@ -219,22 +241,27 @@ def random_sizes(rng: np.random.Generator, count: int) -> list[int]:
     return np.diff([0, *ends, count]).tolist()
 
 
-def compare(networks: Networks, seed: int) -> tuple[Features, int, int]:
+def compare(networks: Networks, seed: int, guesser: str | None = None) -> tuple[Features, int, int]:
     """Answer a random mix with random features, and without features one request at a time.
 
     Both engines have fixed shapes.
+
+    Args:
+      guesser: one of `GUESSERS`; None for a random one.
 
     Returns:
       The features, and how many answers differ in any token or logprob, of how many.
     """
     rng = np.random.default_rng(seed)
-    requests = random_requests(rng, networks.network.config, networks.adapters)
+    config = networks.by_guesser["nothing"].config
+    requests = random_requests(rng, config, networks.adapters)
     features, sizes = Features.random(rng), random_sizes(rng, len(requests))
+    features = features._replace(guesser=guesser or features.guesser)
     results = []
     for chosen, groups in ((features, sizes), (PLAIN, [1] * len(requests))):
         options = {"fixed_shapes": True, "speculate": GUESSES, "kept_tokens": chosen.kept_tokens}
         if chosen.windows is not None:
-            options["cache_tokens"] = int(chosen.windows * networks.network.config.window)
+            options["cache_tokens"] = int(chosen.windows * config.window)
         with networks.with_features(chosen) as network:
             results.append(answers(network, requests, groups, **options))
     different = sum(actual != expected for actual, expected in zip(*results, strict=True))
