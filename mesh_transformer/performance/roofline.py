@@ -137,6 +137,17 @@ def link_seconds(sent_bytes: float, hardware: Hardware) -> tuple[float, float]:
     return best, best * hardware.links / min(2, hardware.links)
 
 
+def compute_seconds(config: Config, hardware: Hardware, attention: str) -> float:
+    """Return the time for a training step's FLOPs per token on one device, at its peak FLOP/s.
+
+    Args:
+      attention: attention backend, as `attention_backend` returns it.
+    """
+    in_int8 = flops.int8_flops_per_token(config)
+    others = flops.hardware_flops_per_token(config, attention) - in_int8
+    return (others + in_int8 / hardware.int8) / hardware.peak
+
+
 def estimate(
     config: Config,
     hardware: Hardware,
@@ -158,9 +169,7 @@ def estimate(
       attention: attention backend, as `attention_backend` returns it.
     """
     peak = hardware.peak * devices
-    in_int8 = flops.int8_flops_per_token(config)
-    others = flops.hardware_flops_per_token(config, attention) - in_int8
-    compute = tokens * (others + in_int8 / hardware.int8) / peak
+    compute = tokens / devices * compute_seconds(config, hardware, attention)
     memory = hbm_traffic_bytes / hardware.hbm
     links = link_seconds(link_bytes, hardware)
     known = slice_bytes == 0 or hardware.network is not None

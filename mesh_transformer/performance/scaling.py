@@ -15,7 +15,7 @@ from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.accelerators import Hardware
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
-from mesh_transformer.performance.roofline import bytes_sent, link_seconds
+from mesh_transformer.performance.roofline import bytes_sent, compute_seconds, link_seconds
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.util import InputError
 
@@ -37,7 +37,7 @@ class StepEstimate:
       memory_seconds: time for the step's memory traffic at the full memory bandwidth.
       mp_bytes, dp_bytes: bytes that the device sends in collectives over mp, and in those over dp.
       mp_seconds, dp_seconds: time to send these bytes over the two links that a ring uses.
-      memory_bytes: lower bound of the memory needed.
+      memory_bytes: peak memory; see the function `memory_bytes`.
     """
 
     dp: int
@@ -76,7 +76,7 @@ def estimate_step(config: Config, hardware: Hardware, devices: int) -> StepEstim
     mp_bytes = _mp_bytes(config, tokens, mp)
     dp_bytes = _dp_bytes(part, dp, zero, accumulation)
     attention = attention_on(config, hardware)
-    compute = tokens * flops.hardware_flops_per_token(config, attention) / (hardware.peak * mp)
+    compute = tokens / mp * compute_seconds(config, hardware, attention)
     traffic = _traffic(config, part, tokens, dp if zero else 1, attention)
     return StepEstimate(
         dp=dp,
@@ -203,14 +203,19 @@ def moments_per_parameter(config: Config) -> float:
 
 
 def memory_bytes(config: Config, devices: int, attention: str) -> int:
-    """Return a lower bound of the peak memory of a step in bytes per device.
+    """Estimate the peak memory of a step in bytes per device.
 
-    The peak is either at the end of the forward pass or right before the update, whichever needs
-    more memory.  Both include the parameters and the optimizer state.  The end of the forward pass
-    adds the weights in the compute dtype and everything saved for the backward pass.  The update
-    adds the f32 gradients.  With several microbatches, the gradient sum is in memory during the
-    forward pass too.  With LoRA, the state consists of the frozen weights in the compute dtype;
-    adapters are not counted.
+    The peak is either in the backward pass or right before the update, whichever needs more
+    memory.  Both include the parameters and the optimizer state.
+
+    * The backward pass adds the weights in the compute dtype, everything saved for it, the
+      gradients of all layers (`_gradient_bytes`) and what it has in memory for a short time
+      (`_transient_bytes`).  With several microbatches, it also adds the f32 gradient sum.  With
+      ZeRO 3, weights and sum are split over dp.
+    * The update adds the f32 gradients, and those of the largest parameter in the compute dtype.
+
+    With LoRA, the state consists of the frozen weights in the compute dtype; adapters are not
+    counted.
 
     Args:
       devices: number of devices; mp is the config's `cores_per_replica`.
@@ -220,18 +225,50 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
     dp, part = devices // mp, flops.n_params(config) // mp
     tokens = config.per_replica_batch * config.seq
     activations = config.layers * tokens * saved_activation_bytes(config, attention)
+    activations += _transient_bytes(config, attention)
     if config.lora_rank:
         return _width(config) * part + activations
     moment = BF16 if config.bf16_optimizer else F32
     per_parameter = F32 + moment * moments_per_parameter(config)
     state = int(per_parameter * part) // (dp if zero else 1)
-    is_copied = zero == 1 or (zero == 0 and config.dtype == "bfloat16")
-    weights = _width(config) * part if is_copied else 0
-    sums = F32 * part // (dp if zero == 3 else 1)
-    forward = weights + activations
+    own = part // (dp if zero == 3 else 1)
+    is_copied = zero == 1 or config.dtype == "bfloat16"
+    weights, sums = _width(config) * own if is_copied else 0, F32 * own
+    backward = weights + activations + _gradient_bytes(config, dp)
     if config.gradient_accumulation_steps > 1:
-        return state + sums + forward
-    return state + max(sums, forward)
+        return state + sums + backward
+    largest = config.layers * config.d_model * config.d_ff // mp
+    update = sums + (0 if zero else _width(config) * largest)
+    return state + max(update, backward)
+
+
+def _gradient_bytes(config: Config, dp: int) -> int:
+    """Return the bytes of one microbatch's gradients of all layers on one device.
+
+    They are in the compute dtype, or with ZeRO 3 in f32 and split over the `dp` replicas.
+    """
+    ends = (1 if config.tie_head else 2) * config.n_vocab * config.d_model
+    part = (flops.n_params(config) - ends) // config.cores_per_replica
+    return F32 * part // dp if config.zero == 3 else _width(config) * part
+
+
+def _transient_bytes(config: Config, attention: str) -> int:
+    """Estimate the bytes that the backward pass has in memory only for a short time.
+
+    This is a rule of thumb.  While a layer's gradients are computed, these are per token three
+    vectors of length d_model and five of length d_ff, the latter split over mp, and unless
+    attention uses a kernel, the f32 attention scores.  ZeRO 3 adds the layer's weights
+    and their gradients in the compute dtype.  Afterwards, ZeRO 3 has two f32 gradients and one copy
+    of the embedding in memory before they are split over dp.
+    """
+    mp, width = config.cores_per_replica, _width(config)
+    vectors = width * (3 * config.d_model + 5 * config.d_ff // mp)
+    scores = _scores(config, attention) // mp
+    layer = config.per_replica_batch * config.seq * (vectors + scores)
+    if config.zero != 3:
+        return layer
+    layer += 2 * _gradient_bytes(config.replace(zero=0), 1) // config.layers
+    return max(layer, (2 * F32 + width) * config.n_vocab * config.d_model // mp)
 
 
 def saved_activation_bytes(config: Config, attention: str) -> int:
@@ -395,7 +432,7 @@ def _mp_share(config: Config, generation: str, mp: int) -> float:
     """Return the estimated time of communication over mp, divided by the compute time."""
     hardware = accelerators.hardware(generation)
     seconds = link_seconds(_mp_bytes(config, 1, mp), hardware)[1]
-    return seconds * hardware.peak * mp / _flops_per_token(config, hardware)
+    return seconds * mp / compute_seconds(config, hardware, attention_on(config, hardware))
 
 
 def _break_even(config: Config, generation: str, zero: int) -> float:
@@ -406,12 +443,7 @@ def _break_even(config: Config, generation: str, zero: int) -> float:
     hardware = accelerators.hardware(generation)
     sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)
     seconds = link_seconds(sent_bytes, hardware)[1]
-    return seconds * hardware.peak / _flops_per_token(config, hardware)
-
-
-def _flops_per_token(config: Config, hardware: Hardware) -> int:
-    """Return the FLOPs that a training step executes per token, including recomputation."""
-    return flops.hardware_flops_per_token(config, attention_on(config, hardware))
+    return seconds / compute_seconds(config, hardware, attention_on(config, hardware))
 
 
 def sequences_per_step(config: Config) -> int:

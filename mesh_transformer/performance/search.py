@@ -17,6 +17,7 @@ BATCHES = (1, 2, 4, 8, 16)
 ZERO = (0, 1, 3)
 REMAT = ("full", "dots", "none")  # in order of increasing memory
 MOST_MP = 32
+PAPER_ERROR = 0.04  # by how much a compiled peak may differ from the estimate of `memory_bytes`
 FULL_COMPILES = 3  # number of the fastest settings that are compiled again with full optimisation
 # Config keys in which the candidate settings differ.
 SEARCHED_KEYS = (
@@ -148,8 +149,8 @@ def search(
     Args:
       fixed: config keys and values that all settings must have.
       limit: number of fitting settings after which the search ends.
-      in_full: whether to compile the fastest `FULL_COMPILES` settings again with full optimisation,
-        as in training.
+      in_full: whether to compile the fastest settings again with full optimisation, as in training,
+        until `FULL_COMPILES` of them fit.
 
     Raises:
       InputError: if no setting for the slice has the config's number of sequences per step, or if
@@ -163,14 +164,9 @@ def search(
             "or gradient_accumulation_steps, or fix fewer settings with flags such as --mp"
         )
     hardware = topology.hardware(config.dtype)
-    estimates = [
-        _shard_if_too_large(setting, hardware, topology, fixed or {}) for setting in settings
-    ]
-    promising = [
-        setting
-        for estimate, setting in sorted(estimates, key=lambda pair: pair[0].seconds)
-        if estimate.memory_bytes <= topology.hbm
-    ]
+    possible = [_that_may_fit(setting, hardware, topology, fixed or {}) for setting in settings]
+    ranked = sorted(itertools.chain(*possible), key=lambda pair: pair[0].seconds)
+    promising = [setting for _, setting in ranked]
     outcomes = _compile(promising, topology, limit)
     outcomes.fitting.sort(key=_speed, reverse=True)
     if in_full:
@@ -181,31 +177,36 @@ def search(
         fits=bool(outcomes.fitting),
         plans=[fitting_plan for _, fitting_plan in outcomes.fitting],
         too_large=outcomes.too_large,
-        hopeless=len(settings) - len(promising),
+        hopeless=possible.count([]),
         larger=outcomes.larger,
         refused=len(outcomes.refused),
         left_out=len(promising) - outcomes.count,
     )
 
 
-def _shard_if_too_large(
+def _that_may_fit(
     config: Config, hardware: Hardware, topology: Slice, fixed: dict[str, Any]
-) -> tuple[StepEstimate, Config]:
-    """Shard the activations of a setting that needs too much memory.
+) -> list[tuple[StepEstimate, Config]]:
+    """Return a setting if its memory may suffice, and its variant with sharded activations.
 
-    The setting stays unchanged if it fits, if mp is 1 or does not divide `seq`, or if `fixed`
-    contains the key `shard_activations`.
+    There is no such variant if the setting certainly fits without it, if mp is 1 or does not divide
+    `seq`, or if `fixed` contains the key `shard_activations`.
 
     Returns:
-      The analytic estimate of the resulting setting, and the setting.
+      Each of the two settings that may fit, after its analytic estimate.
     """
-    estimate = estimate_step(config, hardware, topology.devices)
+    variants = [config]
+    estimates = [estimate_step(config, hardware, topology.devices)]
     mp = config.cores_per_replica
-    unchanged = estimate.memory_bytes <= topology.hbm or mp == 1 or config.seq % mp
-    if unchanged or "shard_activations" in fixed:
-        return estimate, config
-    config = config.replace(shard_activations=True)
-    return estimate_step(config, hardware, topology.devices), config
+    may_exceed = estimates[0].memory_bytes * (1 + PAPER_ERROR) > topology.hbm
+    if may_exceed and mp > 1 and not config.seq % mp and "shard_activations" not in fixed:
+        variants.append(config.replace(shard_activations=True))
+        estimates.append(estimate_step(variants[1], hardware, topology.devices))
+    return [
+        pair
+        for pair in zip(estimates, variants, strict=True)
+        if pair[0].memory_bytes * (1 - PAPER_ERROR) <= topology.hbm
+    ]
 
 
 @dataclasses.dataclass
@@ -264,26 +265,30 @@ def _compile(promising: list[Config], topology: Slice, limit: int) -> _Outcomes:
 
 
 def _compile_best_in_full(outcomes: _Outcomes, topology: Slice) -> None:
-    """Recompile the fastest fitting settings with full optimisation, and update `outcomes`.
+    """Recompile the fastest settings in full, until `FULL_COMPILES` fit, and update `outcomes`.
 
     In `outcomes.fitting`, the recompiled settings come first, sorted by their new speed.  Settings
     that no longer fit are moved to `too_large`, and settings that fail to compile to `refused`.
     """
-    best, rest = outcomes.fitting[:FULL_COMPILES], outcomes.fitting[FULL_COMPILES:]
-    if not any(quick_plan.fast for _, quick_plan in best):  # fast options exist only for TPUs
+    if not any(
+        quick_plan.fast for _, quick_plan in outcomes.fitting
+    ):  # only TPUs have fast options
         return
-    in_full = []
-    for config, _ in tqdm(best, desc="in full", unit="setting", dynamic_ncols=True):
-        try:
-            full_plan = plan(config, topology)
-        except InputError as error:
-            outcomes.refused.append(error)
-            continue
-        if full_plan.fits:
-            in_full.append((config, full_plan))
-        else:
-            outcomes.too_large.append(full_plan)
-    outcomes.fitting = sorted(in_full, key=_speed, reverse=True) + rest
+    in_full: list[tuple[Config, Plan]] = []
+    with tqdm(total=FULL_COMPILES, desc="in full", unit="setting", dynamic_ncols=True) as bar:
+        while outcomes.fitting and len(in_full) < FULL_COMPILES:
+            config, _ = outcomes.fitting.pop(0)
+            try:
+                full_plan = plan(config, topology)
+            except InputError as error:
+                outcomes.refused.append(error)
+                continue
+            if full_plan.fits:
+                in_full.append((config, full_plan))
+            else:
+                outcomes.too_large.append(full_plan)
+            bar.update(full_plan.fits)
+    outcomes.fitting = sorted(in_full, key=_speed, reverse=True) + outcomes.fitting
 
 
 def _is_larger(config: Config, other: Plan) -> bool:

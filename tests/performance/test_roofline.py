@@ -323,17 +323,6 @@ def test_the_estimate_for_gpt_j_on_a_v3_8():
     result = estimate_step(config, accelerators.hardware("v3"), 8)
     assert (result.dp, result.mp, result.dp_bytes) == (1, 8, 0)
     assert result.mp_bytes == 58 * 2 * 7 * 2048 * 4096 * 2 // 8
-    # The memory holds f32 parameters and moments, and f32 gradients during the update.  With
-    # several microbatches it also holds a bf16 copy and each layer's residual stream.  With eight
-    # times the batch, this copy and these streams take more memory than the gradients.
-    eighth, stream = flops.n_params(config) // 8, 28 * 2048 * 4096 * 2
-    assert result.memory_bytes == (12 + 4) * eighth
-    accumulated = estimate_step(
-        config.replace(gradient_accumulation_steps=2), accelerators.hardware("v3"), 8
-    )
-    assert accumulated.memory_bytes == (12 + 4 + 2) * eighth + stream
-    large_batch = estimate_step(config.replace(per_replica_batch=8), accelerators.hardware("v3"), 8)
-    assert large_batch.memory_bytes == (12 + 2) * eighth + 8 * stream
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adafactor", "lion", "muon", "sgd"])
@@ -361,10 +350,6 @@ def test_the_estimate_of_dp_bytes_with_zero():
     for zero, width in ((0, 8), (1, 6), (3, 16 * 8)):
         result = estimate_step(config.replace(zero=zero), accelerators.hardware("v3"), 256)
         assert result.dp_bytes == pytest.approx(width * part * 31 / 32, rel=1e-6)
-    assert (
-        estimate_step(config.replace(zero=1), accelerators.hardware("v3"), 256).memory_bytes
-        < 8 * 2**30
-    )
 
 
 @pytest.mark.parametrize("block", ["gptj", "geglu", "gpt2", "neox"])
@@ -420,9 +405,11 @@ def test_estimates_assume_the_attention_backend_of_the_hardware(monkeypatch):
     v3, v4 = (
         scaling.estimate_step(without_remat, accelerators.hardware(name), 8) for name in names
     )
-    # Per head, for two heads: the scores are replaced by a second copy of the output and a sum.
-    saving = 2 * (2048 * 4 - 256 * 2 - 4)
-    assert v3.memory_bytes - v4.memory_bytes == 28 * 2048 * saving
+    # Per head, for two heads: the saved scores are replaced by a second copy of the output and a
+    # sum.  One layer's scores more are in memory for a short time.
+    scores = 2 * 2048 * 4
+    saving = 28 * (scores - 2 * (256 * 2 + 4)) + scores
+    assert v3.memory_bytes - v4.memory_bytes == 2048 * saving
 
 
 def test_all_search_candidates_have_the_same_sequences_per_step():
@@ -544,15 +531,19 @@ def test_a_search_keeps_fixed_settings(monkeypatch, key, value):
     assert result.sequences == 24
 
 
-def test_a_search_keeps_activations_unsharded_if_fixed(monkeypatch):
-    """They stay unsharded even if memory then is too small."""
-    config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(per_replica_batch=16)
-    slice_, hardware = topology("v3-256"), accelerators.hardware("v3")
-    fixed = {"shard_activations": False}
-    assert search._shard_if_too_large(config, hardware, slice_, {})[1].shard_activations
-    paper, fixed_config = search._shard_if_too_large(config, hardware, slice_, fixed)
-    assert not fixed_config.shard_activations
-    assert paper.memory_bytes > slice_.hbm
+def test_a_search_shards_activations_where_memory_is_scarce():
+    """Close to the limit both settings may be the faster one that fits."""
+    config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(cores_per_replica=8)
+    hardware = accelerators.hardware("v3")
+
+    def sharded(batch: int, **fixed: bool) -> list[bool]:
+        setting = config.replace(per_replica_batch=batch)
+        pairs = search._that_may_fit(setting, hardware, topology("v3-256"), fixed)
+        return [variant.shard_activations for _, variant in pairs]
+
+    assert [sharded(batch) for batch in (1, 2, 4, 16)] == [[False], [False, True], [True], []]
+    assert sharded(2, shard_activations=False) == [False]
+    assert sharded(4, shard_activations=False) == []
 
 
 def test_the_best_plans_of_a_search_are_compiled_in_full(monkeypatch):
@@ -560,7 +551,8 @@ def test_the_best_plans_of_a_search_are_compiled_in_full(monkeypatch):
 
     In this test, a plan's speed depends only on mp.
     """
-    speeds = {True: {1: 4, 2: 3, 4: 2, 8: 1}, False: {1: 5, 2: 6, 4: 7}}
+    speeds = {True: {1: 3, 2: 2, 4: 4, 8: 1}, False: {1: 5, 2: 6, 4: 7}}
+    monkeypatch.setattr(search, "FULL_COMPILES", 2)
 
     def compile_one(config: Config, fast: bool) -> Any:
         mp = config.cores_per_replica
@@ -573,7 +565,7 @@ def test_the_best_plans_of_a_search_are_compiled_in_full(monkeypatch):
     rows = result.table().splitlines()[2:]
     assert [row.split("  ")[-1] for row in rows] == ["in full", "in full", "quickly"]
     quick = run_search(monkeypatch, compile_one, fixed, in_full=False)
-    assert [(plan.mp, plan.fast) for plan in quick.plans] == [(mp, True) for mp in (1, 2, 4, 8)]
+    assert [(plan.mp, plan.fast) for plan in quick.plans] == [(mp, True) for mp in (4, 1, 2, 8)]
 
 
 def test_a_search_accounts_for_every_setting(monkeypatch):

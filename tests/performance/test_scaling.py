@@ -1,0 +1,58 @@
+"""Estimates on paper against what the TPU compiler reports."""
+
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.accelerators import GIB
+from mesh_transformer.performance import search
+from mesh_transformer.performance.scaling import estimate_step
+from mesh_transformer.performance.topology import topology
+
+# Peaks in GiB per device of plans compiled in full with libtpu 0.0.42.1, which `plan` reports for
+# these flags: config, --topology, --mp, --zero, --batch, --accumulate, --remat and whether
+# --shard-activations.
+PEAKS = [
+    ("6B_roto_256", "v3-8", 8, 0, 1, 1, "full", False, 11.73),
+    ("6B_roto_256", "v3-8", 8, 0, 1, 4, "dots", False, 14.93),
+    ("6B_roto_256", "v3-8", 4, 1, 2, 1, "full", False, 15.16),
+    ("6B_roto_256", "v3-8", 4, 3, 1, 4, "full", True, 15.81),
+    ("6B_roto_256", "v3-8", 2, 3, 2, 1, "full", False, 14.43),
+    ("6B_roto_256", "v3-256", 2, 3, 4, 1, "dots", False, 9.81),
+    ("6B_roto_256", "v4-8", 4, 0, 4, 4, "full", False, 30.17),
+    ("6B_roto_256", "v4-8", 2, 3, 2, 4, "full", False, 32.30),
+    ("6B_roto_256", "v5e-8", 8, 0, 8, 1, "full", False, 15.07),
+    ("6B_roto_256", "v5e-8", 8, 0, 8, 4, "full", True, 14.89),
+    ("6B_roto_256", "v5e-8", 2, 3, 2, 4, "full", False, 16.67),
+    ("6B_roto_256", "v5e-8", 4, 3, 2, 4, "full", False, 16.51),
+    ("6B_roto_256", "v5e-8", 4, 3, 4, 4, "full", True, 16.37),
+    ("6B_roto_256", "v5p-16", 1, 1, 4, 4, "dots", False, 68.48),
+    ("6B_roto_256", "v5p-16", 1, 1, 8, 4, "dots", False, 83.55),
+    ("6B_roto_256", "v5p-16", 1, 3, 8, 4, "dots", False, 46.50),
+    ("6B_roto_256", "v6e-8", 4, 1, 4, 4, "dots", True, 23.72),
+    ("20B", "v4-256", 8, 1, 4, 24, "full", False, 23.60),
+    ("40B", "v4-256", 8, 1, 4, 1, "full", False, 26.70),
+    ("40B", "v5e-256", 8, 3, 4, 24, "full", False, 8.88),
+    ("40B", "v5p-128", 8, 0, 1, 24, "full", False, 93.23),
+    ("40B", "v5p-128", 8, 3, 4, 24, "full", False, 18.32),
+]
+
+
+@pytest.mark.parametrize("row", PEAKS, ids=lambda row: "-".join(map(str, row[:-1])))
+def test_the_estimated_memory_is_that_of_the_compiler(row):
+    """Estimates may be off by as much as a search allows for.
+
+    One that is too large would hide a setting that fits; one that is too small costs a compilation.
+    """
+    name, slice_name, mp, zero, batch, accumulation, remat, sharded, peak = row
+    slice_ = topology(slice_name)
+    config = Config.load(name).replace(
+        cores_per_replica=mp,
+        tpu_size=slice_.devices,
+        zero=zero,
+        per_replica_batch=batch,
+        gradient_accumulation_steps=accumulation,
+        remat=remat,
+        shard_activations=sharded,
+    )
+    estimate = estimate_step(config, slice_.hardware(config.dtype), slice_.devices)
+    assert estimate.memory_bytes == pytest.approx(peak * GIB, rel=search.PAPER_ERROR)
