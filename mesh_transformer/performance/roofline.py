@@ -38,6 +38,8 @@ class Estimate:
       host_bytes: bytes that the step moves from host memory to the device, and back.
       host_seconds: the times for moving `host_bytes` in both directions at once, and in one after
         the other; None, and left out of the step's time, if the bandwidth is unknown.
+      bound: the part that takes longest if the step uses two links: "compute", "memory", "links",
+        "network" or "host memory".
       step_seconds, tokens_per_second, mfu, hfu: two values each.  The first assumes that compute,
         memory and links overlap fully; the second assumes no overlap.
       source: where the hardware's figures come from.
@@ -55,6 +57,7 @@ class Estimate:
     slice_seconds: float | None
     host_bytes: tuple[int, int]
     host_seconds: tuple[float, float] | None
+    bound: str
     step_seconds: tuple[float, float]
     tokens_per_second: tuple[float, float]
     mfu: tuple[float, float]
@@ -85,7 +88,7 @@ class Estimate:
             f"  compute {self.compute_seconds:.4g} s, memory {self.hbm_seconds:.4g} s "
             f"({self.hbm_traffic_bytes / 1e9:,.1f} GB per device), links "
             f"{self.link_seconds[0]:.4g} to {self.link_seconds[1]:.4g} s "
-            f"({self.link_bytes / 1e9:,.2f} GB on links per device)",
+            f"({self.link_bytes / 1e9:,.2f} GB on links per device): bound by {self.bound}",
             *between,
             f"  step {least:.4g} to {most:.4g} s, {self.tokens_per_second[1]:,.0f} to "
             f"{self.tokens_per_second[0]:,.0f} tokens/s{'' if self.hardware == 'cpu' else shares}",
@@ -180,6 +183,8 @@ def estimate(
         max(compute, memory, links[0], network, hosts[0]),
         compute + memory + links[1] + network + hosts[1],
     )
+    parts = {"compute": compute, "memory": memory, "links": links[1], "network": network}
+    parts["host memory"] = hosts[0]
     speeds = tokens / steps[0], tokens / steps[1]
     return Estimate(
         hardware=hardware.name,
@@ -194,6 +199,7 @@ def estimate(
         slice_seconds=network if known else None,
         host_bytes=host_bytes,
         host_seconds=hosts if hardware.host or not any(host_bytes) else None,
+        bound=max(parts, key=parts.__getitem__),
         step_seconds=steps,
         tokens_per_second=speeds,
         mfu=(flops.mfu(config, speeds[0], peak), flops.mfu(config, speeds[1], peak)),

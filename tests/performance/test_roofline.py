@@ -132,6 +132,11 @@ def test_the_step_time_is_between_its_longest_part_and_the_sum():
     assert kernel.compute_seconds == pytest.approx(tokens * splash / (8 * 197e12))
     text = "\n".join(result.lines())
     assert "estimate on v5e, peak 197 TFLOP/s" in text
+    assert "per device): bound by compute" in text
+    second = {"hbm_traffic_bytes": 819 * 10**9, "link_bytes": 10**11, "slice_bytes": 3125 * 10**6}
+    for bound, key in zip(("memory", "links", "network"), second, strict=True):
+        options = {"hbm_traffic_bytes": 0, "link_bytes": 0} | {key: second[key]}
+        assert estimate(config, hardware, devices=8, tokens=tokens, **options).bound == bound
     assert "cloud.google.com" in text
 
 
