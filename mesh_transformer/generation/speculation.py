@@ -84,7 +84,7 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
             f"cores_per_replica, which is {draft.shards}, expected {mp}, as the model's; choose "
             "another draft"
         )
-    return draft.replace(
+    return draft.for_inference().replace(
         cores_per_replica=mp,
         tpu_size=model.tpu_size,
         virtual_mesh=None,
@@ -92,5 +92,5 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
         zero=0,
         attention=model.attention,
         shard_activations=False,
-        int8_matmuls=[],
+        offload="none",
     )
