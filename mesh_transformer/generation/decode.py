@@ -516,7 +516,7 @@ def _guess(
     own, one_B = weights[DRAFT], active_B.astype(jnp.int32)
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, Array]:
-        state, chosen, _ = _step(own, state, one_B, None, None, 0, None, draft, par)
+        state, chosen = _step(own, state, one_B, None, None, 0, None, draft, par)[:2]
         return state, chosen.token[:, 0]
 
     ahead = state._replace(caches=state.draft_caches, draft_caches=())

@@ -587,8 +587,10 @@ def test_calls_guess_while_it_saves_time():
             policy.observe(made[-1], *call)
         return sum(made[calls // 2 :]) / (calls - calls // 2)
 
-    def value(name):
-        return metrics.registry.get_sample_value(f"mesh_transformer_{name}_total")
+    def value(name: str) -> float:
+        sample = metrics.registry.get_sample_value(f"mesh_transformer_{name}_total")
+        assert sample is not None
+        return sample
 
     assert observe(tokens=3.0, seconds=1.5, calls=320) == 15 / 16
     # A token of each step is not guessed.

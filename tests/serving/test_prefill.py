@@ -61,8 +61,10 @@ def test_all_guesses_of_the_model_as_its_own_draft_are_right(networks, temp):
     options = {"fixed_shapes": True, "speculate": GUESSES, "kept_tokens": 40 * CHUNK}
     answers(network, requests, sizes, metrics, **options)
 
-    def value(name):
-        return metrics.registry.get_sample_value(f"mesh_transformer_{name}_total")
+    def value(name: str) -> float:
+        sample = metrics.registry.get_sample_value(f"mesh_transformer_{name}_total")
+        assert sample is not None
+        return sample
 
     # The first token of an answer, and those of its last call, are not guessed or not counted.
     assert value("guessed_tokens") > 20 * len(requests)
