@@ -7,6 +7,8 @@
 * guesses: the time of a decode step that checks guesses, compared with one that makes none, and the
   number of tokens that it generates for an answer that quotes the prompt.  Guesses make such an
   answer faster by the quotient of the two.
+* draft: the time of a step whose guesses are those of a draft with `--draft-layers` layers, and how
+  much faster answers are if all guesses are right.
 
 The model has random weights, so the quoting answer is not its own: sentences of README.md stand for
 it, and each step is given the text so far.  Measurements with and without alternate.
@@ -17,6 +19,7 @@ import functools
 import itertools
 import re
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -40,8 +43,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="*",
-        default=["evaluation", "chunks", "guesses"],
-        help="what to measure (default: evaluation chunks guesses)",
+        default=["evaluation", "chunks", "guesses", "draft"],
+        help="what to measure (default: evaluation chunks guesses draft)",
     )
     for name, default, text in (
         ("layers", 12, "layers"),
@@ -53,6 +56,7 @@ def parse_args() -> argparse.Namespace:
         ("questions", 8, "questions, each with 4 answers"),
         ("arrivals", 4, "long prompts that arrive per round"),
         ("guess", 4, "guessed tokens per step"),
+        ("draft-layers", 2, "layers of the draft"),
         ("rounds", 3, "rounds"),
     ):
         parser.add_argument(
@@ -189,24 +193,49 @@ def tokens_per_step(args: argparse.Namespace) -> float:
     return len(answer) / steps
 
 
+def time_of_guesses(
+    args: argparse.Namespace, network: CausalTransformer, rows: int
+) -> tuple[float, float, float]:
+    """Return how many times as long a step with guesses takes: the least, median and most."""
+    batch = network.batch(rows, guesses=args.guess)
+    plain = network.batch(rows)
+    settings = sampler_settings({"temp": 0.0, "top_p": 1.0}, rows)
+    prompts = [np.random.default_rng(n).integers(0, args.vocabulary, 256) for n in range(rows)]
+    for each in (batch, plain):
+        each.insert(range(rows), prompts, 10**6, settings)
+    ratios = []
+    for turn in range(1 + 5 * args.rounds):
+        seconds = timed(functools.partial(plain.decode, 4))
+        ratio = timed(functools.partial(batch.decode, 4, speculate=True)) / seconds
+        ratios += [ratio] if turn else []  # the first turn compiles
+    return min(ratios), statistics.median(ratios), max(ratios)
+
+
+def measure_draft(args: argparse.Namespace, network: CausalTransformer) -> None:
+    """Measure the time of steps with a draft; the random weights of the two seldom agree."""
+    with tempfile.TemporaryDirectory() as folder:
+        draft = CausalTransformer(network.config.replace(layers=args.draft_layers))
+        draft.save(folder)
+        draft.close()
+        network.add_draft(folder)
+    for rows in (1, 4, 16):
+        step = time_of_guesses(args, network, rows)
+        print(
+            f"draft: with {rows} rows, a step that checks {args.guess} guesses of a draft with "
+            f"{args.draft_layers} layers takes {step[1]:.2f} times as long ({step[0]:.2f} to "
+            f"{step[2]:.2f}) as one that makes none; if all are right, it is at most "
+            f"{(1 + args.guess) / step[1]:.2f} times as fast"
+        )
+
+
 def measure_guesses(args: argparse.Namespace, network: CausalTransformer) -> None:
     tokens = tokens_per_step(args)
     for rows in (1, 4, 16):
-        batch = network.batch(rows, guesses=args.guess)
-        settings = sampler_settings({"temp": 0.0, "top_p": 1.0}, rows)
-        prompts = [np.random.default_rng(n).integers(0, args.vocabulary, 256) for n in range(rows)]
-        batch.insert(range(rows), prompts, 10**6, settings)
-        for speculate in (True, False):
-            batch.decode(4, speculate=speculate)  # compiles
-        ratios = []
-        for _ in range(5 * args.rounds):
-            plain = timed(functools.partial(batch.decode, 4))
-            ratios.append(timed(functools.partial(batch.decode, 4, speculate=True)) / plain)
+        least, median, most = time_of_guesses(args, network, rows)
         print(
             f"guesses: with {rows} rows, a step that checks {args.guess} guesses takes "
-            f"{statistics.median(ratios):.2f} times as long ({min(ratios):.2f} to "
-            f"{max(ratios):.2f}) and generates {tokens:.2f} tokens of a quoting answer: "
-            f"{tokens / statistics.median(ratios):.2f} times as fast"
+            f"{median:.2f} times as long ({least:.2f} to {most:.2f}) and generates {tokens:.2f} "
+            f"tokens of a quoting answer: {tokens / median:.2f} times as fast"
         )
 
 
@@ -228,6 +257,7 @@ def main() -> None:
         "evaluation": measure_evaluation,
         "chunks": measure_chunks,
         "guesses": measure_guesses,
+        "draft": measure_draft,
     }
     for what in args.what:
         measures[what](args, network)
