@@ -147,10 +147,10 @@ def load_adapter(source: Source, config: Config, params: Any, mesh: Mesh) -> Ada
     )
     template = {"params": stored_state(own, mesh)["params"]}
     adapters = steps.padded(_read_native(source.step, own, template), own, mesh)["params"]
-    on_device = jax.jit(
-        lambda x: device_copies(x, transformer.declarations(config), config, np.float32)
-    )
-    base = steps.unpadded({"params": on_device(params)}, own.merged(), mesh)["params"]
+    if config.offload == "params":
+        declared = transformer.declarations(config)
+        params = jax.jit(lambda x: device_copies(x, declared, config, np.float32))(params)
+    base = steps.unpadded({"params": params}, own.merged(), mesh)["params"]
     if leaf := source.adapters.difference(Base("", _checksums(base, own, mesh))):
         raise InputError(
             f"{source.path}: its adapters were trained on another model, {source.adapters.path} "

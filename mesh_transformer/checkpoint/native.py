@@ -498,7 +498,7 @@ def _absolute(path: str) -> epath.Path:
 
 
 def _copied_if_in_host(leaf: Any) -> Any:
-    """Return a copy of an array in host memory, of which Orbax may not make one."""
+    """Copy an array in host memory, because Orbax may not; return other arrays unchanged."""
     if not isinstance(leaf, jax.Array) or not is_in_host(leaf):
         return leaf
     return jax.device_put(leaf, leaf.sharding, may_alias=False)

@@ -360,13 +360,13 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 def bytes_on_one_device(tree: Any) -> int:
     """Return the bytes that a tree of abstract, sharded arrays takes on each device.
 
-    Arrays in the memory of the hosts are not counted.
+    Arrays in host memory are not counted.
     """
     return _bytes(leaf for leaf in jax.tree.leaves(tree) if not is_in_host(leaf))
 
 
 def _bytes_in_host(tree: Any) -> int:
-    """Return the bytes in the memory of the hosts that belong to each device."""
+    """Return the bytes in host memory that belong to each device."""
     return _bytes(leaf for leaf in jax.tree.leaves(tree) if is_in_host(leaf))
 
 

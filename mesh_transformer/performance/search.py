@@ -270,9 +270,7 @@ def _compile_best_in_full(outcomes: _Outcomes, topology: Slice) -> None:
     In `outcomes.fitting`, the recompiled settings come first, sorted by their new speed.  Settings
     that no longer fit are moved to `too_large`, and settings that fail to compile to `refused`.
     """
-    if not any(
-        quick_plan.fast for _, quick_plan in outcomes.fitting
-    ):  # only TPUs have fast options
+    if all(not quick_plan.fast for _, quick_plan in outcomes.fitting):  # not TPUs: already in full
         return
     in_full: list[tuple[Config, Plan]] = []
     with tqdm(total=FULL_COMPILES, desc="in full", unit="setting", dynamic_ncols=True) as bar:

@@ -28,7 +28,7 @@ Update = Callable[[Optimizer, Any, OptState, Any], tuple[Any, OptState]]
 def update(
     function: Update, optimizer: Optimizer, grads: Any, state: OptState, params: Any
 ) -> tuple[Any, OptState]:
-    """Update parameters and moments of which some are in host memory, inside `jit`.
+    """Update parameters and moments, some of them in host memory, inside `jit`.
 
     Args:
       function: returns the new parameters and optimizer state.  It is called with one matrix at a
