@@ -23,6 +23,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # over the program stay the same, except that scatters become loops.
 QUICK_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 15_000
 STARTED = "TEST_STARTED"  # when the session started, in seconds, for its workers
 # Compiler options for tests that compile a single program as users do.
 AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 3}
@@ -95,6 +97,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     late = time.time() - float(os.environ[STARTED]) > 60 * minutes
     if late and item.get_closest_marker("slow"):
         pytest.skip(f"the {minutes:g} minutes in which slow tests may begin are over")
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures are gone
+def pytest_runtest_teardown() -> None:
+    """Delete the compiled programs if they have many memory mappings.
+
+    Linux permits 65,530 mappings per process.  A compiled program has several, JAX keeps programs,
+    and XLA aborts the process when it gets no more.
+    """
+    if MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
 from tests.conftest import random_batch
 from tests.generation.test_adapters import random_factors
+from tests.generation.test_speculation import answers
 from tests.long.interruptions import (
     KINDS,
     Interruption,
@@ -247,6 +248,29 @@ def test_adapters_over_hosts_match_a_single_process(cluster, single, tmp_path):
         cluster.score(prompts[:, :17], 3, adapter=3)
     for network in (cluster, single):
         network.add_adapters([])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [CONFIG.layers, 1])
+def test_a_draft_over_hosts_changes_no_token(cluster, single, layers, tmp_path):
+    """The draft is the model itself, or a smaller one."""
+    for network in (cluster, single):
+        network.init()
+    draft = CausalTransformer(CONFIG.replace(layers=layers))
+    draft.save(tmp_path)
+    draft.close()
+    rng, rows, guesses = np.random.default_rng(5), 6, 3
+    prompts = [rng.integers(0, VOCAB, n) for n in (3, 20, 1, 9, 16, 12)]
+    lengths = rng.integers(20, 40, rows)
+    settings = sampler_settings({"seed": np.arange(rows), "temp": np.linspace(0, 1, rows)}, rows)
+    expected, _ = answers(single.batch(rows), prompts, lengths, settings, False)
+    cluster.add_draft(str(tmp_path))
+    batch = cluster.batch(rows, guesses=guesses)
+    assert answers(batch, prompts, lengths, settings, False)[0] == expected
+    actual, steps = answers(batch, prompts, lengths, settings, True)
+    assert actual == expected
+    if layers == CONFIG.layers:  # all guesses are right
+        assert steps == 2 * -(-(max(lengths) - 1) // (2 * (1 + guesses)))
 
 
 @pytest.mark.slow

@@ -5,7 +5,10 @@ import itertools
 import queue
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -602,22 +605,45 @@ def test_calls_guess_while_it_saves_time():
     assert [Speculation(4, metrics, always=True).next() for _ in range(3)] == [True] * 3
 
 
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Yield a list of the events of all compilations, which grows."""
+    events: list[str] = []
+
+    def listen(event: str, _: float, **__: Any) -> None:
+        if "backend_compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
-def test_engine_on_a_real_network_matches_generate(small, partitioning):
+@pytest.mark.parametrize(
+    ("partitioning", "drafts"), [("shard_map", False), ("jit", False), ("shard_map", True)]
+)
+def test_engine_on_a_real_network_matches_generate(
+    small, partitioning, drafts, compilations, tmp_path
+):
     config = small(seq=32, tpu_size=4, cores_per_replica=2, partitioning=partitioning)
     network = CausalTransformer(config)
+    if drafts:
+        draft = CausalTransformer(config.replace(layers=1))
+        draft.save(tmp_path)
+        draft.close()
+        network.add_draft(tmp_path)
     clients = random_clients(20, seed=9, n_vocab=128, logprobs=True)
-    engine = Engine(network, Metrics(8), rows=8)
+    engine = Engine(network, Metrics(8), rows=8, speculate=2 if drafts else 0)
     engine.warm_up()
-    prefills = [network._generator.prefill(ALTERNATIVES, width, True) for width in (16, 32)]
-    compiled = [prefill._cache_size() for prefill in prefills]
+    assert compilations
+    compilations.clear()
     engine.start()
     engine.submit([client.request for client in clients])
     results = [client.finish() for client in clients]
     engine.close()
     # Nothing was compiled again, although a replica gets 4, 3, 2 or 1 of 4 prompts.
-    assert [prefill._cache_size() for prefill in prefills] == compiled
+    assert not compilations
     for client, tokens in zip(clients, results, strict=True):
         request = client.request
         options = request.settings.options()
