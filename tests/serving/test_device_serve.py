@@ -133,11 +133,12 @@ def test_answers_match_the_network_and_sigterm_drains(model, start):
 
 @pytest.mark.slow
 def test_hosts_answer_like_one_process_and_are_restarted(model, start, tmp_path):
+    """With guesses of a draft, the model itself, which new hosts load too."""
     folder, network = model
     config = write_config(tmp_path / "config.json", network.config.as_dict() | {"tpu_size": 2})
     process = start(
         *["--config", config, "--model-path", folder, "--local-hosts", "2"],
-        *["--port", "0", "--rows", "2", "--heartbeat", "60"],
+        *["--port", "0", "--rows", "2", "--heartbeat", "60", "--speculate", "2", "--draft", folder],
     )
     url = url_of(process)
     request, text = request_and_answer(network)
@@ -147,13 +148,19 @@ def test_hosts_answer_like_one_process_and_are_restarted(model, start, tmp_path)
             response = client.post("/v1/completions", json=request | {"ignore_eos": True})
             return response.json()["choices"][0]["text"] if response.is_success else str(response)
 
+        def counted(name: str) -> float:
+            (value,) = re.findall(rf"^\w*{name}_total\S* (\S+)", client.get("/metrics").text, re.M)
+            return float(value)
+
         assert answer() == text
+        assert counted("guessed_tokens") > 0
         (head,) = sessions_of(process.pid)
         hosts = [p for p, title in members(head).items() if title.startswith("ray::NetworkRunner")]
         assert len(hosts) == 2
         os.kill(hosts[1], signal.SIGKILL)
         assert "500" in answer()
         assert answer() == text  # from new hosts
+        assert counted("right_guesses") == counted("guessed_tokens")
         assert client.get("/health").json()["status"] == "ok"
     process.send_signal(signal.SIGTERM)
     assert process.wait(SECONDS) == 0
