@@ -60,6 +60,19 @@ def parse_args() -> argparse.Namespace:
         help="with --decode: a cache in blocks for so many tokens per replica, as of the server",
     )
     parser.add_argument(
+        "--speculate",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="with --decode: guess N tokens per step",
+    )
+    parser.add_argument(
+        "--draft",
+        metavar="CONFIG",
+        help="with --speculate: config of the smaller model that guesses (default: guesses are "
+        "looked up)",
+    )
+    parser.add_argument(
         "--fast", action="store_true", help="compile quickly, for less exact figures"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -116,9 +129,14 @@ def main() -> None:
     args = parse_args()
     if args.cache_tokens and not args.decode:
         raise InputError("--cache-tokens plans a cache for generation; add --decode")
+    if args.speculate and not args.decode:
+        raise InputError("--speculate guesses tokens in generation; add --decode")
+    if args.draft and not args.speculate:
+        raise InputError("--draft guesses tokens; add --speculate N")
     if args.topology != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 
+    from mesh_transformer.config import Config
     from mesh_transformer.performance import scaling
     from mesh_transformer.performance.plan import decode_plan, priced_plan
     from mesh_transformer.performance.search import search
@@ -142,7 +160,12 @@ def main() -> None:
     else:
         make_plan = priced_plan
         if args.decode:
-            make_plan = functools.partial(decode_plan, cache_tokens=args.cache_tokens)
+            make_plan = functools.partial(
+                decode_plan,
+                cache_tokens=args.cache_tokens,
+                guesses=args.speculate,
+                draft=Config.of(args.draft) if args.draft else None,
+            )
         changed = config.replace(**changes, tpu_size=slice_.devices)
         result = make_plan(changed, slice_, fast=args.fast)
     print(json.dumps(dataclasses.asdict(result)) if args.json else result.table())

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
-from mesh_transformer.generation.blocks import Chunks, Pool
+from mesh_transformer.generation.blocks import Chunks, Pool, most_slots
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.prompts import (
     check_adapters,
@@ -36,7 +36,6 @@ SMALLEST_PROMPT = 16
 # The number of cache slots is also rounded up to this times a power of two, because every new
 # number of slots compiles a new program.
 SMALLEST_CACHE = 256
-SLOT_UNIT = 16  # a cache that is larger than the window has a multiple of this number of slots
 # Maximum number of tokens that a replica processes in one prefill call, unless a single prompt has
 # more.  Attention memory grows with this number times the width that the prompts are padded to.
 PREFILL_TOKENS = 4096
@@ -98,11 +97,7 @@ class Generator:
 
         @functools.cache
         def program(drafts: bool, *args: Any) -> Any:
-            draft = None
-            if self.draft is not None and drafts:
-                # The cache does not keep what is out of the model's window.
-                window = min(self.draft.config.window, self.config.window)
-                draft = self.draft.config.replace(attention_window=window)
+            draft = self.draft.config if self.draft is not None and drafts else None
             return compile_program(self.config, self.mesh, *args, draft=draft)
 
         return lambda *args, drafts=False: program(drafts, *args)
@@ -299,12 +294,7 @@ class Batch:
         self._weights = weights
         self._replicas = len(generator.rows.replicas)
         self._pool, self._guesses, self._drafts = pool, guesses, DRAFT in weights
-        # A step writes its guesses over the oldest positions, which must be out of the window.
-        self._most_slots = generator.config.window
-        if pool is not None:
-            self._most_slots = pool.slots(self._most_slots + guesses)
-        elif guesses:
-            self._most_slots = -(-(self._most_slots + guesses) // SLOT_UNIT) * SLOT_UNIT
+        self._most_slots = most_slots(generator.config.window, guesses, pool)
         blocks, block = pool or (0, 1)
         slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
         dp = generator.rows.dp

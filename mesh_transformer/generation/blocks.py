@@ -32,6 +32,19 @@ class Pool(NamedTuple):
         return -(-positions // self.block) * self.block
 
 
+def most_slots(window: int, guesses: int, pool: Pool | None) -> int:
+    """Return the number of slots of a row whose answer goes on beyond the window.
+
+    Args:
+      guesses: number of tokens that a decode step may guess.
+      pool: the size of the batch's pool; None if it has none.
+    """
+    if pool is None and not guesses:
+        return window
+    # A step writes its guesses over the oldest positions, which must be out of the window.
+    return (pool or Pool(0, BLOCK)).slots(window + guesses)
+
+
 def pool_of(tokens: int, positions: int, block: int = BLOCK) -> Pool:
     """Return a pool for this number of tokens.
 

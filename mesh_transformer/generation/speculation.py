@@ -85,6 +85,8 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
             "another draft"
         )
     return draft.for_inference().replace(
+        # The cache does not keep what is out of the model's window.
+        attention_window=min(draft.window, model.window),
         cores_per_replica=mp,
         tpu_size=model.tpu_size,
         virtual_mesh=None,

@@ -29,6 +29,8 @@ from mesh_transformer.util import InputError, to_int8
 
 GROUP = 64  # most inputs of a matrix in 4 bits that share a scale
 SMALLEST_GROUP = 16  # with fewer inputs per scale, 4 bits would save little memory
+DIGITS = 3  # 8-bit integers that write an f32 number (see `_in_digits`)
+MOST_ROWS_IN_DIGITS = 64
 ROUNDED = "rounded"  # checkpoint_name of the products of `rounded_matmul`
 
 
@@ -167,19 +169,25 @@ def after(x: Array, weights: Any) -> Any:
     """Return a tree of weights whose quantized matrices depend on the array `x`.
 
     Otherwise the compiler for CPUs would convert the matrices of all layers to floats before the
-    loop over tokens, and keep these in memory.  The compiler for TPUs does not, and would copy some
-    of the matrices that depend on `x`; there, the matrices are returned unchanged.
+    loop over tokens, and keep these in memory.  Matrices in 8 bits that few rows are multiplied
+    with are not converted (see `_int8_dot`), and returned unchanged.  So are all matrices on TPUs,
+    whose compiler does not do this, and would copy some of the matrices that depend on `x`.
 
     Args:
-      x: the input of the layer that uses the weights.
+      x: the input of the layer that uses the weights, [B, T, D].
     """
     zero = (0 * x.ravel()[0]).astype(jnp.int8)
     zero = jax.lax.platform_dependent(zero, tpu=jnp.zeros_like, default=lambda zero: zero)
+    int8_zero = zero
+    if x.shape[0] * x.shape[1] <= MOST_ROWS_IN_DIGITS:
+        int8_zero = jax.lax.platform_dependent(zero, cpu=jnp.zeros_like, default=lambda zero: zero)
 
     def dependent(w: Array | Quantized) -> Array | Quantized:
-        if not isinstance(w, Quantized):
-            return w
-        return w._replace(value=w.value + zero.astype(w.value.dtype))
+        if isinstance(w, Int8):
+            return w._replace(value=w.value + int8_zero)
+        if isinstance(w, Int4):
+            return w._replace(value=w.value + zero.astype(w.value.dtype))
+        return w
 
     return jax.tree.map(dependent, weights, is_leaf=is_quantized)
 
@@ -250,18 +258,20 @@ def project_in(
         y_BTN = rounded_matmul(x_GBTD[0], w.reshape(len(w), -1), frozenset(rounded))
         y_BTN = checkpoint_name(y_BTN, ROUNDED)
         return y_BTN.reshape(*y_BTN.shape[:-1], *w.shape[1:])
-    value, columns = _float(w, x_GBTD.dtype), w.shape[1:]
+    value, columns = _operand(w, x_GBTD.dtype), w.shape[1:]
     exact = jnp.float32 if isinstance(w, Quantized) else dtype
     groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
     if groups == 1:  # a matmul without batch dimensions, which the remat policy "dots" saves
         x_BTD = x_GBTD[0]
         inputs = value.shape[: value.ndim - len(columns)]
         x = _grouped(x_BTD.reshape(-1, width), w, inputs)
-        y = jnp.tensordot(x, value, len(inputs), preferred_element_type=exact)
-        y = y.reshape(*x_BTD.shape[:2], *columns)
+        y = _dot(x, value, len(inputs), exact).reshape(*x_BTD.shape[:2], *columns)
     else:
         w_DGN = value.reshape(width, groups, -1)
-        y = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN, preferred_element_type=exact)
+        if isinstance(w, Int8):
+            y = jax.vmap(lambda x, w: _int8_dot(x, w, 1), (0, 1), 2)(x_GBTD, w_DGN)
+        else:
+            y = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN, preferred_element_type=exact)
         y = y.reshape(*y.shape[:2], *columns)
     return _scaled(y, w, dtype or x_GBTD.dtype)
 
@@ -302,28 +312,76 @@ def project_out(x: Array, w: Array | Quantized, rounded: Collection[str] = ()) -
         y_BTD = rounded_matmul(x_BTN, w.reshape(-1, w.shape[-1]), frozenset(rounded))
         return checkpoint_name(y_BTD, ROUNDED)
     exact = jnp.float32 if isinstance(w, Quantized) else None
-    value = _float(w, x.dtype)
+    value = _operand(w, x.dtype)
     x_in = _grouped(x, w, (x.shape[1], *value.shape[:-1]))
-    y_BTD = jnp.tensordot(x_in, value, value.ndim - 1, preferred_element_type=exact)
+    y_BTD = _dot(x_in, value, value.ndim - 1, exact)
     return _scaled(y_BTD, w, x.dtype)
 
 
-def _float(w: Array | Quantized, dtype: DTypeLike) -> Array:
+def _dot(x: Array, w: Array, axes: int, dtype: DTypeLike | None) -> Array:
+    """Return the product over the last `axes` axes of x and the first of w, which may be int8."""
+    if w.dtype == jnp.int8:
+        return _int8_dot(x, w, axes)
+    return jnp.tensordot(x, w, axes, preferred_element_type=dtype)
+
+
+def _int8_dot(x: Array, w: Array, axes: int) -> Array:
+    """Return the f32 product over the last `axes` axes of x and the first of w, 8-bit integers.
+
+    The integers are exact in bfloat16.  XLA on CPUs takes several times as long to convert a matrix
+    to floats as to multiply it with a few rows; there, the rows are written as integers instead.
+    """
+
+    def in_floats(x: Array, w: Array) -> Array:
+        return jnp.tensordot(x, w.astype(x.dtype), axes, preferred_element_type=jnp.float32)
+
+    if math.prod(x.shape[: x.ndim - axes]) > MOST_ROWS_IN_DIGITS:
+        return in_floats(x, w)
+    in_digits = functools.partial(_in_digits, axes=axes)
+    return jax.lax.platform_dependent(x, w, cpu=in_digits, default=in_floats)
+
+
+def _in_digits(x: Array, w: Array, axes: int) -> Array:
+    """Return the same as `_int8_dot`, by exact products and sums of 8-bit integers.
+
+    Each row of x is written as scale (d0 + d1 / 254 + d2 / 254^2), where the digits d are integers
+    from -127 to 127.  The error is at most 2^-24 times the largest magnitude in the row, that of
+    rounding it to f32.
+    """
+    columns = w.ndim - axes
+    rows = tuple(range(x.ndim - axes, x.ndim))
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), rows, keepdims=True) / 127
+    scale += jnp.sum(0 * x, rows, keepdims=True)  # NaN in a row, which the maximum may ignore
+    rest, digits = x / jnp.where(scale == 0, 1, scale), []
+    for _ in range(DIGITS):
+        digits.append(jnp.round(rest))
+        rest = 254 * (rest - digits[-1])
+    sums = jnp.tensordot(
+        jnp.stack(digits).astype(jnp.int8), w, axes, preferred_element_type=jnp.int32
+    )
+    y = jnp.zeros(sums.shape[1:], jnp.float32)
+    for part in sums[::-1]:
+        y = y / 254 + part.astype(jnp.float32)
+    return y * scale.reshape(*x.shape[: x.ndim - axes], *(1,) * columns)
+
+
+def _operand(w: Array | Quantized, dtype: DTypeLike) -> Array:
     """Return the operand of a matrix's matmul.
 
-    Of a matrix in 8 bits, these are the integers, which are exact in bfloat16.  A matrix in 4 bits
-    is multiplied by its scales, and keeps its groups as an axis of their own: the compiler for TPUs
-    then reads the integers in the matmul, and would otherwise write the matrix to memory first.
+    Of a matrix in 8 bits, these are the integers.  A matrix in 4 bits is multiplied by its scales,
+    and keeps its groups as an axis of their own: the compiler for TPUs then reads the integers in
+    the matmul, and would otherwise write the matrix to memory first.
     """
     if isinstance(w, Int8):
-        return w.value.astype(dtype)
+        return w.value
     if isinstance(w, Int4):
         return w.value.astype(dtype) * w.scale.astype(dtype)
     return w
 
 
 def _grouped(x: Array, w: Array | Quantized, shape: tuple[int, ...]) -> Array:
-    """Return x reshaped to [len(x), *shape], for the product with the result of `_float`.
+    """Return x reshaped to [len(x), *shape], for the product with the result of `_operand`.
 
     The compiler must not move the reshape to the matmul that computes x: the columns of that one
     would be in groups, too, which the compiler for TPUs makes a slow convolution.

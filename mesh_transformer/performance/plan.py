@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
-from mesh_transformer.generation.blocks import Pool, pool_of
-from mesh_transformer.generation.weights import Weights, weight_specs
+from mesh_transformer.generation.blocks import Pool, most_slots, pool_of
+from mesh_transformer.generation.speculation import draft_config
+from mesh_transformer.generation.weights import DRAFT, Weights, weight_specs
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.device_order import Distances
 from mesh_transformer.mesh.devices import abstract, named
@@ -388,22 +389,24 @@ STEPS = 64  # decode steps per call of the compiled function; affects only the s
 class DecodePlan:
     """Predicted memory, collectives and speed of generation on a TPU slice or other devices.
 
-    One decode step generates one token in every row.  Bytes are per device.
+    One decode step generates one token in every row, and right guesses.  Bytes are per device.
 
     Attributes:
       dp, mp: number of data-parallel replicas, and of devices per replica.
+      guesses: number of tokens that a step guesses; it then generates up to so many more per row.
       rows: batch rows of all replicas together.
       cache_length: number of positions in the KV cache of each row; if the cache is in blocks, on
         average.
       cache_tokens: number of positions in the blocks of each replica; None for rows of their own.
+      weights_bytes, cache_bytes: those of the model and of the draft, if there is one.
       state_bytes: weights and cache.
       read_bytes: bytes that every step must read: the cache in use, and the weights except the
-        embedding.
+        embedding; those of the draft once per guess, and once more.
       bytes_per_step: bytes that one compiled step reads and writes (see `hlo.Program`); None if the
         compiler rejected the program because it needs too much memory.
       tokens_per_second: two estimates for all rows together, which assume that memory bandwidth is
-        the only limit.  The first counts `read_bytes` per step and is an upper bound.  The second
-        counts `bytes_per_step`, and is None if `bytes_per_step` is None.
+        the only limit, and that no guess is right.  The first counts `read_bytes` per step and
+        is an upper bound.  The second counts `bytes_per_step`, and is None if that is None.
       source: where the hardware's figures come from.
     """
 
@@ -412,6 +415,7 @@ class DecodePlan:
     dp: int
     mp: int
     rows: int
+    guesses: int
     cache_length: int
     cache_tokens: int | None
     weight_bits: int | None
@@ -439,7 +443,8 @@ class DecodePlan:
         lines = [
             f"{self.topology}: {self.devices} devices, dp {self.dp} x mp {self.mp}, generation of "
             f"{self.rows} rows with {self.cache_length} positions each"
-            + (f", in blocks for {self.cache_tokens} per replica" if self.cache_tokens else ""),
+            + (f", in blocks for {self.cache_tokens} per replica" if self.cache_tokens else "")
+            + (f", {self.guesses} guesses per step" if self.guesses else ""),
             f"{weights} {self.weights_bytes / 1e9:.2f} GB and {cache} "
             f"{self.cache_bytes / 1e9:.2f} GB per device, "
             f"{self.flops_per_token / 1e9:.2f} GFLOP per token",
@@ -452,11 +457,19 @@ class DecodePlan:
                 f"{likely:,.0f} tokens/s with the {self.bytes_per_step / 1e9:.2f} GB per step "
                 f"that the compiled program moves, at most {most:,.0f} with weights and cache only"
             )
+            if self.guesses:
+                lines.append(f"{1 + self.guesses} times as many if all guesses are right")
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s"])
 
 
 def decode_plan(
-    config: Config, topology: Slice, *, cache_tokens: int | None = None, fast: bool = False
+    config: Config,
+    topology: Slice,
+    *,
+    cache_tokens: int | None = None,
+    guesses: int = 0,
+    draft: Config | None = None,
+    fast: bool = False,
 ) -> DecodePlan:
     """Compile a decode step for a slice, and predict its memory, collectives and speed.
 
@@ -467,20 +480,29 @@ def decode_plan(
         (number of devices) / mp replicas.
       topology: the devices to compile for.
       cache_tokens: number of positions in the blocks of each replica, as of a server; these are
-        divided evenly among the rows.  None gives each row a cache of `seq` positions of its own.
+        divided evenly among the rows.  None gives each row a cache for the window of its own.
+      guesses: number of tokens that a step guesses.
+      draft: the config of the model that guesses; None: guesses are looked up.
       fast: whether to compile with reduced optimisation, which takes a fraction of the time and
         makes the figures less exact.
 
     Raises:
       InputError: if mp does not divide the number of devices, if `cache_tokens` is too small for
-        one row, if libtpu is missing, or if compilation fails.  A step that needs too much memory
-        raises no error; `fits` is then False.
+        one row, if the draft does not fit the model, if libtpu is missing, or if compilation
+        fails.  A step that needs too much memory raises no error; `fits` is then False.
     """
     mesh, config = mesh_of(config, topology), config.for_inference()
+    if draft is not None:
+        draft = draft_config(draft, config, "draft")
     rows = config.per_replica_batch * mesh.shape["dp"]
-    pool = None if cache_tokens is None else pool_of(cache_tokens, config.window)
-    weights, state = _abstract_weights(config, mesh), _abstract_rows(config, mesh, rows, pool)
-    length, turns, used = config.seq, 1, 1.0
+    pool = None if cache_tokens is None else pool_of(cache_tokens, config.window + guesses)
+    weights = _abstract_weights(config, mesh)
+    state = _abstract_rows(config, mesh, rows, pool, guesses, draft)
+    models = [(1, weights, state.caches)]  # and how often a step reads each
+    if draft is not None:
+        weights = weights | {DRAFT: _abstract_weights(draft, mesh)}
+        models.append((1 + guesses, weights[DRAFT], state.draft_caches))
+    length, turns, used = config.window, 1, 1.0
     if pool is not None:
         room = pool.blocks * pool.block
         length = min(room // config.per_replica_batch, config.window)
@@ -489,15 +511,19 @@ def decode_plan(
         used = length * config.per_replica_batch / room
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    function = programs.compile_decode(config, mesh, None, STEPS, pool is not None)
+    paged = pool is not None
+    function = programs.compile_decode(config, mesh, None, STEPS, paged, guesses, draft=draft)
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     memory = compiled(topology.name, function, weights, state, left, count, None, fast=fast)
-    sizes = bytes_on_one_device(weights), bytes_on_one_device(state.caches)
-    read = sizes[0] + int(sizes[1] * used) - bytes_on_one_device(weights["embed"])
+    weights_bytes = cache_bytes = read = 0
+    for times, own, caches in models:
+        sizes = bytes_on_one_device(own), bytes_on_one_device(caches)
+        weights_bytes, cache_bytes = weights_bytes + sizes[0], cache_bytes + sizes[1]
+        read += times * (sizes[0] + int(sizes[1] * used) - bytes_on_one_device(own["embed"]))
     traffic = moved = likely = None
     if memory.text is not None:
-        traffic = decode_traffic(memory.text, config, mesh)
+        traffic = decode_traffic(memory.text, config, mesh, 1 + guesses)
         moved = Program(memory.text).bytes_moved_per_iteration(turns)
         likely = rows * hardware.hbm / moved
     return DecodePlan(
@@ -506,13 +532,14 @@ def decode_plan(
         dp=mesh.shape["dp"],
         mp=mesh.shape["mp"],
         rows=rows,
+        guesses=guesses,
         cache_length=length,
         cache_tokens=cache_tokens,
         weight_bits=config.weight_bits,
         int8_cache=config.int8_cache,
-        weights_bytes=sizes[0],
-        cache_bytes=sizes[1],
-        state_bytes=sum(sizes),
+        weights_bytes=weights_bytes,
+        cache_bytes=cache_bytes,
+        state_bytes=weights_bytes + cache_bytes,
         read_bytes=read,
         peak_bytes=memory.peak,
         hbm_bytes=limit,
@@ -534,15 +561,19 @@ def _abstract_weights(config: Config, mesh: Mesh) -> Weights:
     return abstract(shapes, named(mesh, weight_specs(config.merged())))
 
 
-def _abstract_rows(config: Config, mesh: Mesh, rows: int, pool: Pool | None) -> decode.DecodeState:
-    """Return the shapes and shardings of a decode batch.
+def _abstract_rows(
+    config: Config, mesh: Mesh, rows: int, pool: Pool | None, guesses: int, draft: Config | None
+) -> decode.DecodeState:
+    """Return the shapes and shardings of a decode batch whose answers go on beyond the window.
 
     Args:
-      rows: number of rows, with `seq` positions each if there is no pool.
       pool: the size of each replica's pool, or None.
+      guesses, draft: as for `decode_plan`.
     """
-    slots = config.seq if pool is None else pool.slots(config.window)
+    slots = most_slots(config.window, guesses, pool)
     blocks, block = pool or (0, 1)
     blocks *= mesh.shape["dp"]
-    shapes = jax.eval_shape(lambda: decode.empty(config, rows, slots, blocks, block))
-    return abstract(shapes, named(mesh, programs.decode_specs(config, pool=pool is not None)))
+    mp = mesh.shape["mp"]
+    shapes = jax.eval_shape(lambda: decode.empty(config, rows, slots, blocks, block, mp, draft))
+    specs = programs.decode_specs(config, pool=pool is not None, draft=draft)
+    return abstract(shapes, named(mesh, specs))

@@ -310,15 +310,18 @@ def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
     return Traffic(forward, backward, _by_kind(exchanges), exchanges)
 
 
-def decode_traffic(text: str, config: Config, mesh: Mesh) -> Traffic:
+def decode_traffic(text: str, config: Config, mesh: Mesh, width: int = 1) -> Traffic:
     """Return the collectives of a compiled decode step, given its HLO text.
+
+    Args:
+      width: number of tokens of each row that the step computes.
 
     The layers are unrolled, so the number of activation all-reduces per layer is computed as the
     number in the whole program divided by the number of layers.
     """
     program = hlo.parse(text)
     exchanges = _exchanges(program, config, mesh)
-    size = config.per_replica_batch * config.d_model
+    size = config.per_replica_batch * width * config.d_model
     count = sum(_all_reduced(collective, size, mesh) for collective, _ in program.runs()) // size
     return Traffic(count // config.layers, 0, _by_kind(exchanges), exchanges)
 

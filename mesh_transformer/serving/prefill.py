@@ -21,6 +21,7 @@ from mesh_transformer.generation.blocks import (
     NoBlockError,
     Pool,
     Row,
+    most_slots,
     of_adapter,
     pool_of,
 )
@@ -97,7 +98,7 @@ class Prefiller:
         kept = KEPT_WINDOWS * window if kept_tokens is None else kept_tokens
         self._rows, self._rows_per_replica = rows, rows // network.dp
         block = self._longest if fixed_shapes else BLOCK
-        slots = Pool(0, block).slots(window + guesses)
+        slots = most_slots(window, guesses, Pool(0, block))
         tokens = cache_tokens or self._rows_per_replica * slots + kept
         pool = pool_of(tokens, window + guesses, block)
         self._blocks = [Blocks(pool, slots, keep=kept > 0) for _ in range(network.dp)]

@@ -78,6 +78,30 @@ def test_a_matmul_of_a_quantized_matrix_is_that_of_its_values():
         assert matrices.project_out(x.astype(jnp.bfloat16), w).dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize(
+    "rows", [1, matrices.MOST_ROWS_IN_DIGITS, matrices.MOST_ROWS_IN_DIGITS + 1]
+)
+def test_a_matmul_with_8_bits_is_as_exact_as_f32(rows):
+    """Rows of many magnitudes, of zeros, and with numbers that are not finite."""
+    rng = np.random.default_rng(rows)
+    w = rng.integers(-127, 128, (3000, 7)).astype(np.int8)
+    x = (rng.standard_cauchy((rows, 3000)) * 10.0 ** rng.integers(-9, 9, (rows, 1))).astype(
+        np.float32
+    )
+    x[1:3] = 0
+    exact = x.astype(np.float64) @ w
+    product = jax.jit(functools.partial(matrices._int8_dot, axes=1))
+    # An f32 number is rounded by 2^-24, and so is each of a few sums.
+    scale = np.abs(x).max(1, keepdims=True) * np.abs(w.astype(np.float64)).sum(0)
+    assert np.all(np.abs(product(x, w) - exact) <= 2**-22 * scale)
+    assert np.all(np.asarray(product(x, w))[1:3] == 0)
+    x[-1, 5] = np.nan
+    x[:-1][-1:, 6] = np.inf
+    actual = np.asarray(product(x, w))
+    np.testing.assert_array_equal(np.isfinite(actual).all(1), np.isfinite(x).all(1))
+    np.testing.assert_array_equal(np.isfinite(actual).any(1), np.isfinite(x).all(1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["f32/mp4_ga1", "f32/t5_mp4"])
 def test_logits_of_the_original_models_change_little(variant):
@@ -177,8 +201,9 @@ def test_int8_weights_take_a_quarter_of_the_memory_even_during_decoding():
     small, temporary = memory(int8_weights=True)
     # Biases and norms stay in f32; at this width they are an eightieth of the parameters.
     assert small < 0.27 * exact
-    # During execution, only one or two of the six layers are dequantized at a time.
-    assert temporary < exact / 2
+    print(exact, small, temporary)
+    # No matrix is converted to floats.
+    assert temporary < exact / 6 / 4
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -1,6 +1,7 @@
 """Plans: names and grids of TPU slices, memory, collectives, search and compiler errors."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -243,6 +244,41 @@ def test_a_plan_for_generation_with_a_cache_in_blocks():
     assert larger.read_bytes < larger.weights_bytes + 2 * 1024 * position
     with pytest.raises(InputError, match="room for 1000 tokens, expected at least 1024"):
         plan.decode_plan(config, slice_named("cpu-2"), cache_tokens=1000)
+
+
+@pytest.mark.parametrize("cache_tokens", [None, 4096])
+def test_a_plan_for_generation_with_guesses(cache_tokens):
+    """Looked up, and from a draft with its own heads, whose cache is as long as the model's."""
+    config = small(cores_per_replica=2, per_replica_batch=3, seq=1024, attention_window=128)
+    draft = config.replace(layers=1, n_heads=2, d_model=32, seq=512, attention_window=512)
+    make = functools.partial(plan.decode_plan, config, slice_named("cpu-4"))
+    plain = make(cache_tokens=cache_tokens)
+    looked_up = make(cache_tokens=cache_tokens, guesses=3)
+    drafted = make(cache_tokens=cache_tokens, guesses=3, draft=draft)
+    alone = plan.decode_plan(draft.replace(attention_window=128), slice_named("cpu-4"))
+    slots = cache_tokens or 3 * 144  # a multiple of 16 that holds the window and the guesses
+    position = 2 * config.layers * (config.n_heads // 2) * config.d_head * 4
+    assert looked_up.cache_bytes == slots * position
+    assert drafted.cache_bytes == slots * (position + 2 * 1 * 16 * 4)
+    assert plain.weights_bytes == looked_up.weights_bytes
+    assert drafted.weights_bytes == plain.weights_bytes + alone.weights_bytes
+    assert drafted.peak_bytes > looked_up.peak_bytes
+    reads = drafted.read_bytes - looked_up.read_bytes
+    assert reads >= 4 * (alone.read_bytes - alone.cache_bytes)
+    for result in (plain, looked_up, drafted):
+        assert result.collectives is not None
+        assert result.bytes_per_step is not None
+        assert result.collectives.layer_forward == 1
+        assert result.bytes_per_step >= result.read_bytes
+    assert "3 guesses per step" in drafted.table()
+    assert "4 times as many if all guesses are right" in drafted.table()
+
+
+def test_a_draft_with_another_vocabulary_has_no_plan():
+    config = small(cores_per_replica=1)
+    draft = config.replace(n_vocab=2 * config.n_vocab)
+    with pytest.raises(InputError, match="same tokenizer"):
+        plan.decode_plan(config, slice_named("cpu-1"), guesses=1, draft=draft)
 
 
 def test_a_search_ranks_the_plans_that_fit():
