@@ -133,7 +133,7 @@ class Plan:
         ]
         if self.host_bytes:
             lines.append(
-                f"memory of the hosts: {self.host_bytes / GIB:.2f} GiB per device, "
+                f"host memory: {self.host_bytes / GIB:.2f} GiB per device, "
                 f"{self.host_bytes * self.devices / GIB:.2f} GiB of all hosts together"
             )
         if self.distances is not None:
