@@ -333,7 +333,7 @@ class CausalTransformer:
     def add_draft(self, path: AnyPath | Source) -> None:
         """Let a smaller model guess tokens in batches that guess (see `batch`).
 
-        The guesses do not change which tokens are generated.  Call this before `only_generate`.
+        The guesses do not change which tokens are generated.
 
         Args:
           path: a checkpoint of a model with the same vocabulary, which is put on the same mesh.
@@ -343,8 +343,7 @@ class CausalTransformer:
         draft = CausalTransformer(config, devices=list(self.mesh.devices.flat), init=False)
         draft.load(source, only_params=True)
         draft.only_generate()
-        adapters, own = self._generator.adapters, draft._generator
-        self._generator = Generator(self.config, self.mesh, self._eval_rows, adapters, own)
+        self._generator = self._generator.with_draft(draft._generator)
 
     def only_generate(self) -> None:
         """Free the state, but not the weights that `generate`, `batch`, `score` and `embed` use.

@@ -25,8 +25,9 @@ from mesh_transformer.generation.prompts import (
     check_texts,
 )
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
+from mesh_transformer.generation.speculation import check_guesses
 from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
-from mesh_transformer.generation.weights import DRAFT, Weights, joined_config
+from mesh_transformer.generation.weights import DRAFT, Weights, generation_config, joined_config
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model.lora import Adapter
 from mesh_transformer.util import InputError, bucket
@@ -65,10 +66,8 @@ class Generator:
         adapters: Sequence[Adapter] = (),
         draft: "Generator | None" = None,
     ):
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        # The weights are split over mp only, even if ZeRO splits the training state over dp.
-        dtype = "float32" if on_cpu else config.dtype
-        config = config.for_inference().replace(zero=0, dtype=dtype)
+        self._own = config
+        config = generation_config(config, mesh)
         self.adapters, self.draft = adapters, draft
         configs = tuple(adapter.config for adapter in adapters)
         self._weights = programs.compile_weights(config, mesh, configs)
@@ -87,6 +86,12 @@ class Generator:
         self.grow = self._cached(programs.compile_grow)
         self.prefill = self._cached(programs.compile_prefill)
         self.decode = self._cached(programs.compile_decode)
+
+    def with_draft(self, draft: "Generator") -> "Generator":
+        """Return the same generator with another draft, and with the weights of this one."""
+        result = Generator(self._own, self.mesh, self.rows, self.adapters, draft)
+        result._made = self._made
+        return result
 
     def _cached(self, compile_program: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that compiles programs for a batch's state, each of them once.
@@ -217,11 +222,7 @@ class Generator:
                 f"{len(self.rows.replicas)}, the number of replicas in this process; add or remove "
                 "rows"
             )
-        if not 0 <= guesses < self.config.window:
-            raise InputError(
-                f"generate: guesses is {guesses}, expected 0 to {self.config.window - 1}, as the "
-                f"window has {self.config.window} tokens"
-            )
+        check_guesses(guesses, self.config.window)
         weights = self.weights(params)
         if guesses and self.draft is not None:
             weights = weights | {DRAFT: self.draft.weights(None)}

@@ -51,6 +51,15 @@ def guess(history_BS: Array, newest_B: Array, count: int) -> Array:
     return jnp.take_along_axis(history_BS, after_BG % slots, axis=1)
 
 
+def check_guesses(guesses: int, window: int) -> None:
+    """Raise InputError unless a decode step can guess so many tokens."""
+    if not 0 <= guesses < window:
+        raise InputError(
+            f"generate: guesses is {guesses}, expected 0 to {window - 1}, as the window has "
+            f"{window} tokens"
+        )
+
+
 def check_vocabulary(draft: Config, model: Config, where: str) -> None:
     """Raise InputError if a draft has another number of tokens than the model.
 
@@ -60,7 +69,8 @@ def check_vocabulary(draft: Config, model: Config, where: str) -> None:
     if draft.n_vocab != model.n_vocab:
         raise InputError(
             f"{where}: the draft's vocabulary (n_vocab) has {draft.n_vocab} tokens, expected "
-            f"{model.n_vocab}, as the model's; choose a draft with the same tokenizer"
+            f"{model.n_vocab}, as the model's, padding included; choose a draft with the same "
+            "tokenizer and padding"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
@@ -151,6 +152,17 @@ def check_weights(config: Config, mp: int) -> None:
     for part, bits in quantized_parts(config).items():
         if bits == 4:
             matrices.check_groups(declared[part], mp)
+
+
+def generation_config(config: Config, mesh: Mesh) -> Config:
+    """Return the config with which a model generates on a mesh.
+
+    The weights are split over mp only, even if ZeRO splits the training state over dp.  CPUs
+    compute in f32, in which their matmuls are faster.
+    """
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    dtype = "float32" if on_cpu else config.dtype
+    return config.for_inference().replace(zero=0, dtype=dtype)
 
 
 def weight_specs(config: Config, draft: Config | None = None) -> Weights:

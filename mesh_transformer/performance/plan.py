@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.blocks import Pool, most_slots, pool_of
-from mesh_transformer.generation.speculation import draft_config
-from mesh_transformer.generation.weights import DRAFT, Weights, weight_specs
+from mesh_transformer.generation.speculation import check_guesses, draft_config
+from mesh_transformer.generation.weights import DRAFT, Weights, generation_config, weight_specs
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.device_order import Distances
 from mesh_transformer.mesh.devices import abstract, named
@@ -399,9 +399,11 @@ class DecodePlan:
         average.
       cache_tokens: number of positions in the blocks of each replica; None for rows of their own.
       weights_bytes, cache_bytes: those of the model and of the draft, if there is one.
+      draft_bytes: weights and cache of the draft.
+      flops_per_token: those of the model.
       state_bytes: weights and cache.
       read_bytes: bytes that every step must read: the cache in use, and the weights except the
-        embedding; those of the draft once per guess, and once more.
+        embedding unless it is the head; those of the draft once per guess, and once more.
       bytes_per_step: bytes that one compiled step reads and writes (see `hlo.Program`); None if the
         compiler rejected the program because it needs too much memory.
       tokens_per_second: two estimates for all rows together, which assume that memory bandwidth is
@@ -422,6 +424,7 @@ class DecodePlan:
     int8_cache: bool
     weights_bytes: int
     cache_bytes: int
+    draft_bytes: int
     state_bytes: int
     read_bytes: int
     peak_bytes: int
@@ -447,7 +450,8 @@ class DecodePlan:
             + (f", {self.guesses} guesses per step" if self.guesses else ""),
             f"{weights} {self.weights_bytes / 1e9:.2f} GB and {cache} "
             f"{self.cache_bytes / 1e9:.2f} GB per device, "
-            f"{self.flops_per_token / 1e9:.2f} GFLOP per token",
+            + (f"{self.draft_bytes / 1e9:.2f} GB of it the draft's, " if self.draft_bytes else "")
+            + f"{self.flops_per_token / 1e9:.2f} GFLOP per token",
             format_memory(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
         ]
         if self.collectives is not None and self.bytes_per_step is not None:
@@ -491,22 +495,24 @@ def decode_plan(
         one row, if the draft does not fit the model, if libtpu is missing, or if compilation
         fails.  A step that needs too much memory raises no error; `fits` is then False.
     """
-    mesh, config = mesh_of(config, topology), config.for_inference()
+    mesh = mesh_of(config, topology)
+    config = generation_config(config, mesh).merged().replace(virtual_mesh=None)
+    check_guesses(guesses, config.window)
     if draft is not None:
-        draft = draft_config(draft, config, "draft")
+        draft = generation_config(draft_config(draft, config, "draft"), mesh).merged()
     rows = config.per_replica_batch * mesh.shape["dp"]
     pool = None if cache_tokens is None else pool_of(cache_tokens, config.window + guesses)
     weights = _abstract_weights(config, mesh)
     state = _abstract_rows(config, mesh, rows, pool, guesses, draft)
-    models = [(1, weights, state.caches)]  # and how often a step reads each
+    models = [(1, config, weights, state.caches)]  # and how often a step reads each
     if draft is not None:
         weights = weights | {DRAFT: _abstract_weights(draft, mesh)}
-        models.append((1 + guesses, weights[DRAFT], state.draft_caches))
+        models.append((1 + guesses, draft, weights[DRAFT], state.draft_caches))
     length, turns, used = config.window, 1, 1.0
     if pool is not None:
         room = pool.blocks * pool.block
         length = min(room // config.per_replica_batch, config.window)
-        # Only attention over blocks has loops whose number of iterations is not in the program.
+        # How often attention over blocks loops is not in the program.
         turns = -(-length // slots_together(config.per_replica_batch, pool.block))
         used = length * config.per_replica_batch / room
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
@@ -517,10 +523,13 @@ def decode_plan(
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     memory = compiled(topology.name, function, weights, state, left, count, None, fast=fast)
     weights_bytes = cache_bytes = read = 0
-    for times, own, caches in models:
-        sizes = bytes_on_one_device(own), bytes_on_one_device(caches)
-        weights_bytes, cache_bytes = weights_bytes + sizes[0], cache_bytes + sizes[1]
-        read += times * (sizes[0] + int(sizes[1] * used) - bytes_on_one_device(own["embed"]))
+    for times, model, own, caches in models:
+        own_bytes, own_cache = bytes_on_one_device(own), bytes_on_one_device(caches)
+        weights_bytes, cache_bytes = weights_bytes + own_bytes, cache_bytes + own_cache
+        is_head = model.tie_head and not model.weight_bits
+        embedding = 0 if is_head else bytes_on_one_device(own["embed"])
+        read += times * (own_bytes + int(own_cache * used) - embedding)
+    draft_bytes = sum(bytes_on_one_device((own, caches)) for _, _, own, caches in models[1:])
     traffic = moved = likely = None
     if memory.text is not None:
         traffic = decode_traffic(memory.text, config, mesh, 1 + guesses)
@@ -539,6 +548,7 @@ def decode_plan(
         int8_cache=config.int8_cache,
         weights_bytes=weights_bytes,
         cache_bytes=cache_bytes,
+        draft_bytes=draft_bytes,
         state_bytes=weights_bytes + cache_bytes,
         read_bytes=read,
         peak_bytes=memory.peak,
@@ -558,7 +568,7 @@ def _abstract_weights(config: Config, mesh: Mesh) -> Weights:
     """Return the shapes and shardings of the weights that generation reads."""
     params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
     shapes = jax.eval_shape(programs.compile_weights(config, mesh), params, [])
-    return abstract(shapes, named(mesh, weight_specs(config.merged())))
+    return abstract(shapes, named(mesh, weight_specs(config)))
 
 
 def _abstract_rows(

@@ -313,11 +313,11 @@ def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
 def decode_traffic(text: str, config: Config, mesh: Mesh, width: int = 1) -> Traffic:
     """Return the collectives of a compiled decode step, given its HLO text.
 
-    Args:
-      width: number of tokens of each row that the step computes.
-
     The layers are unrolled, so the number of activation all-reduces per layer is computed as the
     number in the whole program divided by the number of layers.
+
+    Args:
+      width: number of tokens of each row that the step computes.
     """
     program = hlo.parse(text)
     exchanges = _exchanges(program, config, mesh)

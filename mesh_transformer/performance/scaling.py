@@ -218,8 +218,8 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
       ZeRO 3, weights and sum are split over dp.
     * The update adds the f32 gradients, and those of the largest parameter in the compute dtype.
 
-    With LoRA, the state consists of the frozen weights in the compute dtype; adapters are not
-    counted.
+    What `offload` keeps in host memory is not counted.  With LoRA, the state consists of the frozen
+    weights in the compute dtype; adapters are not counted.
 
     Args:
       devices: number of devices; mp is the config's `cores_per_replica`.
@@ -232,8 +232,12 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
     activations += _transient_bytes(config, attention)
     if config.lora_rank:
         return _width(config) * part + activations
-    moment = BF16 if config.bf16_optimizer else F32
-    per_parameter = F32 + moment * moments_per_parameter(config)
+    per_parameter = 0.0
+    if config.offload != "params":
+        per_parameter += BF16 if config.early_cast else F32
+    if config.offload == "none":
+        moment = BF16 if config.bf16_optimizer else F32
+        per_parameter += moment * moments_per_parameter(config)
     state = int(per_parameter * part) // (dp if zero else 1)
     own = part // (dp if zero == 3 else 1)
     is_copied = zero == 1 or config.dtype == "bfloat16"

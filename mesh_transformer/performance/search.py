@@ -189,17 +189,19 @@ def _that_may_fit(
 ) -> list[tuple[StepEstimate, Config]]:
     """Return a setting if its memory may suffice, and its variant with sharded activations.
 
-    There is no such variant if the setting certainly fits without it, if mp is 1 or does not divide
-    `seq`, or if `fixed` contains the key `shard_activations`.
+    If `fixed` contains the key `shard_activations`, all settings have its value.  Otherwise the
+    variant is left out if the setting certainly fits without it, or if mp is 1 or does not divide
+    `seq`.
 
     Returns:
       Each of the two settings that may fit, after its analytic estimate.
     """
-    variants = [config]
-    estimates = [estimate_step(config, hardware, topology.devices)]
+    is_fixed = "shard_activations" in fixed
+    variants = [config if is_fixed else config.replace(shard_activations=False)]
+    estimates = [estimate_step(variants[0], hardware, topology.devices)]
     mp = config.cores_per_replica
     may_exceed = estimates[0].memory_bytes * (1 + PAPER_ERROR) > topology.hbm
-    if may_exceed and mp > 1 and not config.seq % mp and "shard_activations" not in fixed:
+    if may_exceed and mp > 1 and not config.seq % mp and not is_fixed:
         variants.append(config.replace(shard_activations=True))
         estimates.append(estimate_step(variants[1], hardware, topology.devices))
     return [

@@ -148,9 +148,10 @@ def test_a_draft_changes_no_token(place, changes, tmp_path):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[1]])
 def test_calls_that_do_not_guess_leave_the_draft_in_step(place, tmp_path):
-    """The cache grows too."""
+    """The cache grows too, and the draft is added when only the weights are left."""
     config = small_config(seq=512, n_vocab=24)
     network, rows = initial(config, place), 2
+    network.only_generate()
     add_draft(network, config, tmp_path)
     batch = network.batch(rows, guesses=3)
     prompts = random_prompts(config, [5, 230])

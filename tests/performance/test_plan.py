@@ -262,9 +262,13 @@ def test_a_plan_for_generation_with_guesses(cache_tokens):
     assert drafted.cache_bytes == slots * (position + 2 * 1 * 16 * 4)
     assert plain.weights_bytes == looked_up.weights_bytes
     assert drafted.weights_bytes == plain.weights_bytes + alone.weights_bytes
-    assert drafted.peak_bytes > looked_up.peak_bytes
+    cache = drafted.cache_bytes - looked_up.cache_bytes
+    assert drafted.draft_bytes == alone.weights_bytes + cache
+    assert drafted.peak_bytes >= looked_up.peak_bytes + drafted.draft_bytes
+    # 3 rows of 128 positions, of those that there are.
+    used = cache * 3 * 128 // cache_tokens if cache_tokens else cache
     reads = drafted.read_bytes - looked_up.read_bytes
-    assert reads >= 4 * (alone.read_bytes - alone.cache_bytes)
+    assert reads == 4 * (alone.read_bytes - alone.cache_bytes + used)
     for result in (plain, looked_up, drafted):
         assert result.collectives is not None
         assert result.bytes_per_step is not None
@@ -274,11 +278,28 @@ def test_a_plan_for_generation_with_guesses(cache_tokens):
     assert "4 times as many if all guesses are right" in drafted.table()
 
 
-def test_a_draft_with_another_vocabulary_has_no_plan():
+def test_what_cannot_guess_has_no_plan():
     config = small(cores_per_replica=1)
     draft = config.replace(n_vocab=2 * config.n_vocab)
     with pytest.raises(InputError, match="same tokenizer"):
         plan.decode_plan(config, slice_named("cpu-1"), guesses=1, draft=draft)
+    with pytest.raises(InputError, match=f"guesses is {config.seq}, expected 0 to"):
+        plan.decode_plan(config, slice_named("cpu-1"), guesses=config.seq)
+
+
+def test_a_plan_for_generation_is_of_the_config_that_generates():
+    """With LoRA, a tied head that each step reads, and the dtype of CPUs."""
+    config = small(cores_per_replica=1)
+    expected = plan.decode_plan(config, slice_named("cpu-1"))
+    lora = config.replace(lora_rank=2, dtype="bfloat16", zero=1)
+    result = plan.decode_plan(lora, slice_named("cpu-1"))
+    assert (result.weights_bytes, result.cache_bytes, result.peak_bytes) == (
+        expected.weights_bytes,
+        expected.cache_bytes,
+        expected.peak_bytes,
+    )
+    tied = plan.decode_plan(config.replace(tie_head=True), slice_named("cpu-1"))
+    assert tied.read_bytes == tied.state_bytes
 
 
 def test_a_search_ranks_the_plans_that_fit():
