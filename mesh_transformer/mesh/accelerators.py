@@ -89,7 +89,7 @@ HARDWARE = (
     Hardware("v5e", "TPU v5e", 197e12, 819e9, 200e9, 4, f"{_DOCS}/v5e", 2.0, 3.125e9, host=_PCIE),
     Hardware("v5p", "TPU v5", 459e12, 2765e9, 600e9, 6, f"{_DOCS}/v5p", 2.0, 6.25e9, host=_PCIE),
     Hardware("v6e", "TPU v6", 918e12, 1638e9, 400e9, 4, f"{_DOCS}/v6e", 2.0, host=_PCIE),
-    Hardware("7x", "TPU7x", 1153.5e12, 3690e9, 300e9, 6, f"{_DOCS}/tpu7x", host=_PCIE / 2),
+    Hardware("tpu7x", "TPU7x", 1153.5e12, 3690e9, 300e9, 6, f"{_DOCS}/tpu7x", host=_PCIE / 2),
     Hardware("h100-pcie", "H100 PCIe", 756e12, 2000e9, 300e9, 2, _NVIDIA, 2.0, host=64e9),
     Hardware("h100-nvl", "H100 NVL", 835e12, 3900e9, 300e9, 2, _NVIDIA, 2.0, host=64e9),
     Hardware("h100", "H100", 989e12, 3350e9, 450e9, 2, _NVIDIA, 2.0, host=64e9),
@@ -216,7 +216,8 @@ class Generation:
     Attributes:
       cloud_name: first part of Google Cloud's accelerator types, such as "v5litepod" in
         "v5litepod-8".
-      runtime_version: the TPU software version to use with JAX.
+      runtime_version: the TPU software version to use with JAX; empty if Google's TPU API has no
+        TPUs of this generation, so that there can only be plans for them.
       units: the number at the end of an accelerator type, divided by the number of JAX devices.  It
         is 2 on v4 and v5p, where that number counts cores and a JAX device has two cores.
       dimensions: number of dimensions of the grid of chips in a slice: 2 or 3.
@@ -268,8 +269,9 @@ GENERATIONS = {
     "v5e": Generation("v5litepod", "v2-alpha-tpuv5-lite", 1, 2, 1, int(15.75 * GIB), 16),
     "v5p": Generation("v5p", "v2-alpha-tpuv5", 2, 3, 1, int(95.74 * GIB), 4),
     "v6e": Generation("v6e", "v2-alpha-tpuv6e", 1, 2, 1, int(31.25 * GIB), 16),
+    "tpu7x": Generation("tpu7x", "", 1, 3, 2, int(94.75 * GIB), 4),
 }
-CLOUD_GENERATIONS = {generation.cloud_name: generation for generation in GENERATIONS.values()}
+CLOUD_GENERATIONS = {row.cloud_name: row for row in GENERATIONS.values() if row.runtime_version}
 
 
 def accelerator_type(generation: str, devices: int) -> str:

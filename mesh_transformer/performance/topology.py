@@ -32,6 +32,11 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    # Without a TPU, libtpu 0.0.42 aborts where it would let TPU7x's SparseCores do a collective.
+    "LIBTPU_INIT_ARGS": " ".join(
+        f"--xla_tpu_enable_sparse_core_collective_offload_{kind}=false"
+        for kind in ("all_gather", "all_reduce", "reduce_scatter")
+    ),
 }
 
 

@@ -186,6 +186,7 @@ class Device:
         ("TPU v5p", "tpu", 459),
         ("TPU v6 lite", "tpu", 918),
         ("TPU v6e", "tpu", 918),
+        ("TPU7x", "tpu", 1153.5),
         ("NVIDIA A100-SXM4-80GB", "gpu", 312),
         ("NVIDIA H100 80GB HBM3", "gpu", 989),
         ("NVIDIA H100 PCIe", "gpu", 756),

@@ -46,6 +46,7 @@ needs_libtpu = pytest.mark.skipif(
         ("v5p-128", "v5p", (4, 4, 4), 64),
         ("v5p:16x16x24", "v5p", (16, 16, 24), 6144),
         ("v6e-64", "v6e", (8, 8), 64),
+        ("tpu7x-8", "tpu7x", (2, 2, 1), 8),
     ],
 )
 def test_the_name_of_a_slice_gives_its_grid_and_devices(name, generation, grid, devices):

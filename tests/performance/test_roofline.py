@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,6 +199,25 @@ def test_memory_traffic_of_a_program_with_a_loop():
     program = Program(PROGRAM)
     assert program.moved() == 24 * 400 + 8 * iteration
     assert program.bytes_moved_per_iteration() == iteration
+
+
+TILED = """%copy_fusion.1 (input: f32[8,100]) -> f32[8,100] {
+  %input = f32[8,100]{1,0} parameter(0)
+  ROOT %copied = f32[8,100]{1,0:T(8,128)} copy(%input)
+}
+
+%updated"""
+IN_PLACE = """  %tiled = f32[8,100]{1,0:T(8,128)} fusion(%param_0.2), kind=kLoop, \
+output_to_operand_aliasing={{}: (0, {})}, calls=%copy_fusion.1
+  ROOT %put = f32[8,100]{1,0} dynamic-update-slice(%tiled, %param_1.2, %param_2.2, %none)"""
+
+
+def test_a_copy_in_place_within_a_fusion_moves_nothing():
+    """The compiler for TPU7x changes an array's tiles so before it updates a row."""
+    update = re.search(r"  ROOT %put = .*", PROGRAM)
+    assert update
+    text = PROGRAM.replace("%updated", TILED, 1).replace(update[0], IN_PLACE)
+    assert Program(text).moved() == Program(PROGRAM).moved()
 
 
 STARTED = """
