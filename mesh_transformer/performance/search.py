@@ -100,6 +100,9 @@ def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None
 
     Args:
       fixed: config keys and values that all variants must have.
+
+    Raises:
+      InputError: if a search does not try the number of devices per replica in `fixed`.
     """
     fixed = fixed or {}
     sequences = sequences_per_step(config)
@@ -110,6 +113,11 @@ def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None
     # With more devices than heads, mp only adds padding.
     most_mp = min(MOST_MP, devices, config.n_heads)
     sizes = [mp for mp in range(1, most_mp + 1) if devices % mp == 0]
+    if fixed.get("cores_per_replica", 1) not in sizes:
+        raise InputError(
+            f"search: cores_per_replica is {fixed['cores_per_replica']}, expected one of "
+            f"{', '.join(map(str, sizes))} for {devices} devices; change --mp"
+        )
     batches = (fixed["per_replica_batch"],) if "per_replica_batch" in fixed else BATCHES
     for mp, batch, zero, remat in itertools.product(sizes, batches, ZERO, REMAT):
         dp = devices // mp
@@ -153,8 +161,9 @@ def search(
         until `FULL_COMPILES` of them fit.
 
     Raises:
-      InputError: if no setting for the slice has the config's number of sequences per step, or if
-        no setting compiles.
+      InputError: if a search does not try the number of devices per replica in `fixed`, if no
+        setting for the slice has the config's number of sequences per step, or if no setting
+        compiles.
     """
     settings = candidates(config, topology.devices, fixed)
     if not settings:

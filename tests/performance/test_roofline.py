@@ -450,6 +450,8 @@ def test_all_search_candidates_have_the_same_sequences_per_step():
         for candidate in search.candidates(config, 8)
         if candidate.tpu_size == candidate.cores_per_replica
     )
+    with pytest.raises(InputError, match="cores_per_replica is 32, expected one of 1, 2, 4, 8, 16"):
+        search.candidates(config, 256, {"cores_per_replica": 32})
 
 
 def test_scaling_tables():
