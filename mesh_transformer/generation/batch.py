@@ -25,7 +25,7 @@ from mesh_transformer.generation.prompts import (
     check_texts,
 )
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
-from mesh_transformer.generation.speculation import check_guesses
+from mesh_transformer.generation.speculation import check_guesses, within_window
 from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
 from mesh_transformer.generation.weights import DRAFT, Weights, generation_config, joined_config
 from mesh_transformer.mesh.placement import Rows
@@ -102,7 +102,9 @@ class Generator:
 
         @functools.cache
         def program(drafts: bool, *args: Any) -> Any:
-            draft = self.draft.config if self.draft is not None and drafts else None
+            draft = None
+            if self.draft is not None and drafts:
+                draft = within_window(self.draft.config, self.config)
             return compile_program(self.config, self.mesh, *args, draft=draft)
 
         return lambda *args, drafts=False: program(drafts, *args)

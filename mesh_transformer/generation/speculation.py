@@ -74,6 +74,14 @@ def check_vocabulary(draft: Config, model: Config, where: str) -> None:
         )
 
 
+def within_window(draft: Config, model: Config) -> Config:
+    """Return a draft's config with the model's window, if that is shorter.
+
+    The cache does not keep what is out of the model's window.
+    """
+    return draft.replace(attention_window=min(draft.window, model.window))
+
+
 def draft_config(draft: Config, model: Config, where: str) -> Config:
     """Return the config with which a draft, which guesses tokens, runs on the mesh of a model.
 
@@ -95,8 +103,6 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
             "another draft"
         )
     return draft.for_inference().replace(
-        # The cache does not keep what is out of the model's window.
-        attention_window=min(draft.window, model.window),
         cores_per_replica=mp,
         tpu_size=model.tpu_size,
         virtual_mesh=None,

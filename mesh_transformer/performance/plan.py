@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.blocks import Pool, most_slots, pool_of
-from mesh_transformer.generation.speculation import check_guesses, draft_config
+from mesh_transformer.generation.speculation import check_guesses, draft_config, within_window
 from mesh_transformer.generation.weights import DRAFT, Weights, generation_config, weight_specs
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.device_order import Distances
@@ -499,7 +499,8 @@ def decode_plan(
     config = generation_config(config, mesh).merged().replace(virtual_mesh=None)
     check_guesses(guesses, config.window)
     if draft is not None:
-        draft = generation_config(draft_config(draft, config, "draft"), mesh).merged()
+        draft = within_window(draft_config(draft, config, "draft"), config)
+        draft = generation_config(draft, mesh).merged()
     rows = config.per_replica_batch * mesh.shape["dp"]
     pool = None if cache_tokens is None else pool_of(cache_tokens, config.window + guesses)
     weights = _abstract_weights(config, mesh)

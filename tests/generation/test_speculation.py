@@ -173,6 +173,7 @@ def test_a_draft_that_does_not_fit_is_refused(tmp_path):
     desync = network.config.replace(norm="layernorm-desync", cores_per_replica=2, tpu_size=2)
     with pytest.raises(InputError, match="cores_per_replica, which is 2, expected 1"):
         draft_config(desync, network.config, "draft")
+    add_draft(network, small_config(seq=2 * WINDOW, n_vocab=24), tmp_path / "longer")  # fits
 
 
 @pytest.mark.slow
