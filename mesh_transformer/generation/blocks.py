@@ -33,7 +33,7 @@ class Pool(NamedTuple):
 
 
 def most_slots(window: int, guesses: int, pool: Pool | None) -> int:
-    """Return the number of slots of a row whose answer goes on beyond the window.
+    """Return the largest number of slots that a row needs, however long its answer is.
 
     Args:
       guesses: number of tokens that a decode step may guess.

@@ -357,7 +357,7 @@ def _operation(line: str) -> Operation | None:
     root, name, result, kind, rest = match.groups()
     called = re.search(r"(?:calls|to_apply)=%([^\s,)]+)", rest)
     if kind == "fusion" and "output_to_operand_aliasing" in rest and "calls=%copy_fusion" in rest:
-        kind, called = "copy", None  # of which TPU7x's compiler makes a fusion inside another one
+        kind, called = "copy", None  # TPU7x's compiler puts each copy in place into a fusion
     operands = tuple(re.findall(r"%([^\s,()]+)", rest.partition(")")[0]))
     in_device_memory, total = _sizes(result)
     return Operation(

@@ -575,7 +575,7 @@ def _abstract_weights(config: Config, mesh: Mesh) -> Weights:
 def _abstract_rows(
     config: Config, mesh: Mesh, rows: int, pool: Pool | None, guesses: int, draft: Config | None
 ) -> decode.DecodeState:
-    """Return the shapes and shardings of a decode batch whose answers go on beyond the window.
+    """Return the shapes and shardings of a decode batch for answers of any length.
 
     Args:
       pool: the size of each replica's pool, or None.

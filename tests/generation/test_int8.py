@@ -201,7 +201,6 @@ def test_int8_weights_take_a_quarter_of_the_memory_even_during_decoding():
     small, temporary = memory(int8_weights=True)
     # Biases and norms stay in f32; at this width they are an eightieth of the parameters.
     assert small < 0.27 * exact
-    print(exact, small, temporary)
     # No matrix is converted to floats.
     assert temporary < exact / 6 / 4
 
