@@ -38,7 +38,8 @@ from mesh_transformer.serving.speculation import Speculation
 from mesh_transformer.util import bucket
 
 STOPPING = "the server is stopping"
-# While requests run, chunks take at most this share of a decode call's time, as far as possible.
+# While requests run, chunks take at most this share of a decode call's time, as far as possible,
+# and the decode calls between them make half as many steps.
 CHUNK_SHARE = 0.75
 STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as stalled
 
@@ -461,8 +462,8 @@ class Engine:
 
     def _embed(self, request: Request) -> None:
         """Deliver the prompt's vector."""
-        vector = self._vector(request.prompt, request.settings.adapter)
         self._metrics.prompt_tokens(len(request.prompt))
+        vector = self._vector(request.prompt, request.settings.adapter)
         self._finished.append(time.perf_counter())
         self._deliver(request, Progress(vector=vector, ended=True))
 
@@ -528,12 +529,12 @@ class Engine:
         """Make one decode call, and deliver the new tokens of all active rows."""
         began, batch = time.perf_counter(), self._prefiller.batch
         left = [request.length - request.generated for request in self._active.values()]
-        # If requests are waiting, decode only until the first row is free for one of them.
-        steps = min(self.steps, min(left) if self._waiting else max(left))
         # All calls have this argument, so that one program suffices.
         allowed = allowed_in(self._active, [r.constraint for r in self._active.values()])
-        if allowed:
-            steps = 1  # of these rows, each generates one token per call
+        # If requests are waiting, decode only until the first row is free for one of them.
+        most = (self.steps + 1) // 2 if self._filling else self.steps
+        # Rows with constraints generate one token per call.
+        steps = 1 if allowed else min(most, min(left) if self._waiting else max(left))
         logprobs = self._fixed or any(request.logprobs for request in self._active.values())
         speculate, before = self._speculation.next(), batch.left.copy()
         chosen = batch.decode(
@@ -592,9 +593,8 @@ def _tokens(chosen: Any) -> list[Token]:
     if chosen.logprob is None:
         return [Token(number) for number in chosen.token.tolist()]
     tops = zip(chosen.top_token.tolist(), chosen.top_logprob.tolist(), strict=True)
+    numbers, logprobs = chosen.token.tolist(), chosen.logprob.tolist()
     return [
         Token(number, logprob, tuple(zip(*top, strict=True)))
-        for number, logprob, top in zip(
-            chosen.token.tolist(), chosen.logprob.tolist(), tops, strict=True
-        )
+        for number, logprob, top in zip(numbers, logprobs, tops, strict=True)
     ]

@@ -391,6 +391,10 @@ def test_long_prompts_take_turns_with_decoding_and_short_prompts(start):
     kinds = [call[0] for call in network.calls if call[0] != "batch"]
     runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
     assert all(length == 1 for kind, length in runs if kind != "decode")
+    begin, *_, end = (at for at, call in enumerate(network.calls) if call[0] == "chunk")
+    between = [call[1] for call in network.calls[begin:end] if call[0] == "decode"]
+    assert max(between) == 2  # half of the usual 4 steps, so that deliveries are not late
+    assert network.calls[-1][:2] == ("decode", 4)
     chunks = calls_of(network, "chunk")
     assert all(count == 1 and width <= 64 for _, count, width in chunks)
     assert len(chunks) >= 1500 // 64
