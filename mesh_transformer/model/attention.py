@@ -256,13 +256,21 @@ def _write_one(cache: LayerCache, new: LayerCache, row_B: Array, slot_B: Array) 
     """Return the cache with some positions replaced, in the rows `row_B` and slots `slot_B`."""
     if cache.k_scale_BHS1 is not None:
         return _write_in_turn(cache, new, row_B, slot_B)
+    # For the scatter, the compiler for TPU7x copies the whole cache for each row and head, and that
+    # for v5e some caches once.
+    return jax.lax.platform_dependent(
+        cache, new, row_B, slot_B, tpu=_write_in_turn, default=_scatter_one
+    )
+
+
+def _scatter_one(cache: LayerCache, new: LayerCache, row_B: Array, slot_B: Array) -> LayerCache:
+    """Do as `_write_one`, all rows at once."""
     if len(slot_B) == 1:
         # On a device with one head, writing one row is a single update.  XLA on CPUs turns it into
         # an operation that copies the whole cache.  Writing the row twice avoids that.
         new, row_B, slot_B = jax.tree.map(lambda x: jnp.concatenate((x, x)), (new, row_B, slot_B))
-    # Each head is a separate update.  If all heads of a row were one update, the caches would be
-    # copied to another layout on TPUs.  H is a batching dimension.  If it were indexed, the
-    # compiler's partitioning (`Auto`) would all-gather the new entries over mp.
+    # H is a batching dimension.  If it were indexed, the compiler's partitioning (`Auto`) would
+    # all-gather the new entries over mp.
     index_BI = jnp.stack((row_B, slot_B), axis=-1)
     index_BHI = jnp.broadcast_to(index_BI[:, None], (*new.k_BHSK.shape[:2], 2))
 
@@ -276,7 +284,7 @@ def _write_one(cache: LayerCache, new: LayerCache, row_B: Array, slot_B: Array) 
 def _write_in_turn(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) -> LayerCache:
     """Do as `write_rows`, one row after the other.
 
-    For a scatter of int8, or a loop that also reads the cache, the compiler for TPUs copies the
+    For a scatter of int8, or a loop that also reads the cache, the compilers for TPUs copy the
     whole cache in every iteration.
     """
     is_row_P = row_P < len(cache.k_BHSK)
@@ -286,7 +294,7 @@ def _write_in_turn(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Arr
         at = order_P[turn]
 
         def put(cache_BHSK: Array, new_PHTK: Array) -> Array:
-            new_1HTK = jax.lax.dynamic_slice_in_dim(new_PHTK, at, 1)
+            new_1HTK = jax.lax.dynamic_slice_in_dim(new_PHTK, at, 1).astype(cache_BHSK.dtype)
             return jax.lax.dynamic_update_slice(cache_BHSK, new_1HTK, (row_P[at], 0, slot_P[at], 0))
 
         return jax.tree.map(put, cache, new)

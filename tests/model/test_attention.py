@@ -186,3 +186,24 @@ def test_unsupported_lengths_and_packed_texts_fall_back_unless_requested():
     assert attend_function(GPTJ, Auto(), 2056, long) is None
     with pytest.raises(InputError, match="'cudnn', which does not support packed records"):
         attend_function(GPTJ.replace(attention="cudnn"), cudnn, 100, text)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_positions_written_in_turn_or_at_once_are_the_same(rows):
+    """TPUs do the one, all else the other; rows that do not exist are left out."""
+    rng = np.random.default_rng(rows)
+
+    def random(*shape: int) -> attention_module.LayerCache:
+        k, v = rng.normal(size=(2, *shape))
+        return attention_module.LayerCache(jax.numpy.array(k), jax.numpy.array(v))
+
+    cache, new = random(5, 3, 6, 4), random(rows, 3, 1, 4)
+    row_B, slot_B = rng.permutation(8)[:rows], rng.integers(0, 6, rows)
+    at_once = attention_module._scatter_one(cache, new, row_B, slot_B)
+    in_turn = jax.jit(attention_module._write_in_turn)(cache, new, row_B, slot_B)
+    jax.tree.map(np.testing.assert_array_equal, at_once, in_turn)
+    expected = np.array(cache.k_BHSK)
+    for row, slot, k_HTK in zip(row_B, slot_B, new.k_BHSK, strict=True):
+        if row < 5:
+            expected[row, :, slot] = k_HTK[:, 0]
+    np.testing.assert_array_equal(in_turn.k_BHSK, expected)
