@@ -206,9 +206,10 @@ def read(step: epath.Path) -> Integrity | None:
 def _warn(step: str) -> None:
     """Warn that a step has no checksums, at most once per step in this process."""
     _log.warning(
-        "checkpoint %s has no checksums, because an earlier version saved it; damage cannot be "
-        "detected",
+        "checkpoint %s has no checksums (an earlier version saved it, or its file %s is missing); "
+        "damage cannot be detected",
         step,
+        NAME,
     )
 
 

@@ -34,7 +34,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--dp", type=int, help="replicas (default: devices divided by mp)")
     parser.add_argument(
-        "--mp", type=int, help="devices per replica (default: the config's cores_per_replica)"
+        "--mp",
+        type=int,
+        help="devices per replica (default: the config's cores_per_replica, at most all devices)",
     )
     keys = add_key_arguments(parser)
     keys.add_argument(

@@ -22,6 +22,8 @@ def parse_args() -> argparse.Namespace:
 def read_rows(path: str) -> list[dict[str, Any]]:
     """Return the rows of a file metrics.jsonl, each a dict from metric names to values.
 
+    An incomplete last line, which a run is writing or was killed while writing, is left out.
+
     Args:
       path: the file, or the model folder that contains it.
 
@@ -30,17 +32,21 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     """
     if files.is_folder(path):
         path = os.path.join(path, NAME)
+    rows, line = [], b""
     try:
         with files.open_file(path) as file:
-            rows = [json.loads(line) for line in file]
+            for line in file:
+                rows.append(json.loads(line))
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror}); give a model folder, or its metrics.jsonl"
         ) from None
     except ValueError as error:  # not UTF-8, or not JSON
-        raise InputError(
-            f"{path}: not a metrics.jsonl ({error}); give a model folder, or its metrics.jsonl"
-        ) from None
+        if not rows or line.endswith(b"\n"):
+            raise InputError(
+                f"{path}: not a metrics.jsonl (line {len(rows) + 1}: {error}); give a model "
+                "folder, or its metrics.jsonl"
+            ) from None
     if not rows:
         raise InputError(f"{path} has no rows yet; train the model first")
     return rows

@@ -435,8 +435,8 @@ class Tokenizer(NamedTuple):
         fits = len(loaded) <= config.n_vocab
         if not fits and (chosen or must_fit):
             raise InputError(
-                f"tokenizer {source} has {len(loaded)} tokens, more than n_vocab "
-                f"{config.n_vocab}; give the model's own tokenizer"
+                f"tokenizer {source} has {len(loaded)} tokens, more than n_vocab {config.n_vocab}; "
+                "name the model's own with --tokenizer or the config key tokenizer"
             )
         return cls(source, loaded, fits)
 

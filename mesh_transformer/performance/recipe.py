@@ -228,6 +228,12 @@ def recipe(
     else:
         chosen, reason = _choose_size(request)
         model, lr = chosen.architecture | request.fixed, chosen.lr
+        changed = [
+            f"{key} {model[key]} instead of {value}"
+            for key, value in chosen.architecture.items()
+            if model[key] != value
+        ]
+        reason += f"; as set: {', '.join(changed)}" if changed else ""
     return _schedule(request, model, lr, reason)
 
 
@@ -304,8 +310,12 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
         limit = f", limited to {request.minutes:g} minutes on {device.name} (--minutes)"
     sequences = _sequences_per_step(corpus, tokens, is_base=request.base is not None)
     mesh, memory = _fit(model, sequences, device)
+    own = {key: value for key, value in request.changes.items() if key in mesh}
+    if own:
+        mesh |= own
+        memory = _memory(model.replace(**mesh), device)
     mp = mesh["cores_per_replica"]
-    dp = device.count // mp
+    dp = max(1, device.count // mp)
     sequences = mesh["per_replica_batch"] * mesh["gradient_accumulation_steps"] * dp
     if corpus.sequences < sequences:
         raise InputError(
@@ -313,6 +323,8 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
             f"{sequences}; add text, or recreate the records with a lower --seq"
         )
     steps = max(1, round(tokens / corpus.seq / sequences))
+    if request.changes.get("total_steps"):
+        steps, limit = model.total_steps, ", as set"
     warmup = min(WARMUP, steps // 10)
     epoch = corpus.sequences / sequences
     schedule = {

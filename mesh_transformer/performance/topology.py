@@ -260,7 +260,8 @@ def topology(name: str) -> Topology:
     if match is None or generation not in GENERATIONS:
         examples = ", ".join(f"{known}-8" for known in GENERATIONS)
         raise InputError(
-            f"topology is {name!r}, expected a name such as {examples} or v5p:16x16x24"
+            f"topology is {name!r}, expected a name such as {examples}, v5p:16x16x24 or 2xv5e-256, "
+            "or this machine's cpu, cpu-8 or gpu"
         )
     layout = GENERATIONS[generation]
     chips, rest = divmod(int(match[2]), layout.units * layout.devices)

@@ -51,7 +51,9 @@ def listen(host: str, port: int) -> socket.socket:
             close_on_error.pop_all()
     except OSError as error:
         busy = error.errno == errno.EADDRINUSE
-        reason = "the port is in use; give another --port" if busy else str(error)
+        reason = "the port is in use; give another --port"
+        if not busy:
+            reason = f"{error.strerror}; give an address of this machine, or 0.0.0.0 for all"
         raise InputError(f"--host {host} --port {port}: {reason}") from None
     return listening
 

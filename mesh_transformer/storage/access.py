@@ -378,6 +378,8 @@ def unwritable_error(folder: AnyPath, error: Exception) -> InputError:
 def no_checkpoint_error(folder: epath.Path) -> InputError:
     """Return the error to raise if a folder has no finished checkpoint or does not exist."""
     problem = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
+    if folder.is_file():
+        problem = "is a file"
     models = [] if is_uri(os.fspath(folder)) else _model_folders(os.fspath(folder))
     found = f" such as {models[0]}" if models else ""
     return InputError(

@@ -91,6 +91,19 @@ def test_a_laptop_finishes_in_time():
     assert "limited to 10 minutes on cpu (--minutes)" in results[0].reasons[-1]
 
 
+def test_the_lines_describe_the_keys_that_were_set():
+    """The rest of the schedule also follows them."""
+    changes = {"layers": 3, "total_steps": 50, "per_replica_batch": 2}
+    result = recipe(corpus(1e7), None, LAPTOP, size="tiny", changes=changes)
+    config = Config.from_dict(result.values)
+    assert result.values | changes == result.values
+    assert config.warmup_steps + config.anneal_steps == 50
+    _, model, batch, steps = result.reasons
+    assert model.endswith("as you chose; as set: layers 3 instead of 4")
+    assert batch.startswith(f"batch: {sequences_per_step(config)} sequences per step")
+    assert steps.startswith("steps: 50, as set; an epoch is ")
+
+
 def test_gpt_j_on_a_v3_8_is_the_shipped_config():
     result = recipe(corpus(4e6, 2048), corpus(2e5, 2048), tpu("v3-8"), base=GPT_J)
     shipped = Config.load("6B_finetune_v3-8")

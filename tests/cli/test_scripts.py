@@ -553,6 +553,8 @@ def test_plot_loss_draws_the_losses(tmp_path):
     assert finish(start("", *command)) == (0, "", [])
     picture = (tmp_path / "loss.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "trai')  # a killed run did not complete this line
     assert finish(start("", command[0], tmp_path, tmp_path / "loss.png")) == (0, "", [])
     assert (tmp_path / "loss.png").read_bytes() == picture
     status, out, messages = finish(
