@@ -256,11 +256,13 @@ def _write_one(cache: LayerCache, new: LayerCache, row_B: Array, slot_B: Array) 
     """Return the cache with some positions replaced, in the rows `row_B` and slots `slot_B`."""
     if cache.k_scale_BHS1 is not None:
         return _write_in_turn(cache, new, row_B, slot_B)
-    # For the scatter, the compiler for TPU7x copies the whole cache for each row and head, and that
-    # for v5e some caches once.
-    return jax.lax.platform_dependent(
-        cache, new, row_B, slot_B, tpu=_write_in_turn, default=_scatter_one
-    )
+    if len(slot_B) > 1:
+        # For the scatter, the compiler for TPU7x copies the whole cache for each row and head, and
+        # that for v5e some caches once.  For the loop over a single row, that for v3 copies it.
+        return jax.lax.platform_dependent(
+            cache, new, row_B, slot_B, tpu=_write_in_turn, default=_scatter_one
+        )
+    return _scatter_one(cache, new, row_B, slot_B)
 
 
 def _scatter_one(cache: LayerCache, new: LayerCache, row_B: Array, slot_B: Array) -> LayerCache:
@@ -269,8 +271,9 @@ def _scatter_one(cache: LayerCache, new: LayerCache, row_B: Array, slot_B: Array
         # On a device with one head, writing one row is a single update.  XLA on CPUs turns it into
         # an operation that copies the whole cache.  Writing the row twice avoids that.
         new, row_B, slot_B = jax.tree.map(lambda x: jnp.concatenate((x, x)), (new, row_B, slot_B))
-    # H is a batching dimension.  If it were indexed, the compiler's partitioning (`Auto`) would
-    # all-gather the new entries over mp.
+    # Each head is a separate update.  If all heads of a row were one update, the caches would be
+    # copied to another layout on TPUs.  H is a batching dimension.  If it were indexed, the
+    # compiler's partitioning (`Auto`) would all-gather the new entries over mp.
     index_BI = jnp.stack((row_B, slot_B), axis=-1)
     index_BHI = jnp.broadcast_to(index_BI[:, None], (*new.k_BHSK.shape[:2], 2))
 

@@ -494,7 +494,7 @@ print(json.dumps([getattr(result, name) for name in names]))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("slice_", "rows", "partitioning"),
-    [("v3-8", 1, "shard_map"), ("v3-8", 32, "jit"), ("tpu7x-8", 8, "shard_map")],
+    [("v3-8", 1, "shard_map"), ("v3-8", 32, "jit"), ("tpu7x-8", 32, "shard_map")],
 )
 def test_tpus_store_each_cache_only_once(slice_, rows, partitioning):
     """Writing in a different layout would require a second copy of the cache.
