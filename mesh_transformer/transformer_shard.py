@@ -36,7 +36,7 @@ from mesh_transformer.util import InputError
 
 
 class CausalTransformer:
-    """A GPT-J model with its optimizer, sharded over a (dp, mp) mesh of JAX devices.
+    """A GPT-J (or related) model with its optimizer, sharded over a (dp, mp) mesh of JAX devices.
 
     If the devices belong to several processes, all processes must make the same calls.  Each
     process passes in only the batch rows of its own `replicas`, and gets back the results of these
@@ -46,7 +46,8 @@ class CausalTransformer:
     JAX's devices are already initialised.
 
     Args:
-      config: a Config, a dict of config keys and values, or the path of a JSON or YAML file.
+      config: a Config, a dict of config keys and values, the path of a JSON or YAML file, or the
+        name of a shipped config or preset, such as "6B_v3-8" or "gpt2".
       devices: the JAX devices to use, in this order (default: all, in the order of their links).
       init: whether to initialise parameters and optimizer state.  Pass False if you call `load` or
         `restore` next.
