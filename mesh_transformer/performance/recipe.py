@@ -323,7 +323,7 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
             f"{sequences}; add text, or recreate the records with a lower --seq"
         )
     steps = max(1, round(tokens / corpus.seq / sequences))
-    if request.changes.get("total_steps"):
+    if "total_steps" in request.changes and model.total_steps:
         steps, limit = model.total_steps, ", as set"
     warmup = min(WARMUP, steps // 10)
     epoch = corpus.sequences / sequences
