@@ -34,6 +34,7 @@ if not CONFIGS.is_dir():
     CONFIGS = Path(__file__).parent.parent / "configs"
 
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
+LISTED = "`mesh-transformer keys` lists the keys"  # the end of errors about unknown keys
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,15 @@ class Config:
     n_heads: int  # attention heads per layer
     n_vocab: int  # rows of the embedding: the tokenizer's vocabulary, possibly padded
     seq: int = 2048  # tokens per sequence
-    norm: Norm = "layernorm"  # norm of each layer's input; see `Norm`
+    norm: Norm = "layernorm"  # of each layer's input
     # Position embedding: rotary, learned ("fixed") or T5's bias.  None: fixed in block gpt2, else
     # rotary.
     pe: Literal["rotary", "fixed", "t5"] | None = None
-    pe_rotary_dims: int | None = None  # None: head_size
+    pe_rotary_dims: int | None = None  # rotated entries of a head.  None: head_size
     # The entries of a head that are rotated together: neighbours, or one of each half of the
     # rotated part.  None: halves in block neox, else neighbours.
     rotary_pairs: Literal["neighbours", "halves"] | None = None
-    head_size: int | None = None  # None: d_model / n_heads
+    head_size: int | None = None  # entries of a head.  None: d_model / n_heads
     # The kind of layer; see `families.BLOCKS`.  None: gptj in version 1, geglu in version 2.
     block: Literal["gptj", "geglu", "gpt2", "neox"] | None = None
     # GELU exactly, or with its tanh approximation.  None: gelu in block neox, else gelu_tanh.
@@ -73,11 +74,11 @@ class Config:
     tie_head: bool | None = None  # the output head is the embedding.  None: true in block gpt2
     # Hugging Face's model type to export as.  None: the block's; codegen is a gptj, too.
     hf_type: Literal["gptj", "codegen", "gpt2", "gpt_neox"] | None = None
-    attention_window: int | None = None  # None: seq; earlier positions are masked
+    attention_window: int | None = None  # positions that a token attends to.  None: seq
 
     # Partitioning over devices.
     version: Literal[1, 2] = 1  # which of the original's two models; sets defaults of other keys
-    # None: shard_map in version 1, jit in version 2
+    # Who inserts the collectives: the library, or XLA.  None: shard_map in version 1, else jit
     partitioning: Literal["shard_map", "jit"] | None = None
     # Devices of a run: as many virtual CPU devices are created, and `load` uses no more devices.
     tpu_size: int | None = None  # None: cores_per_replica
@@ -98,10 +99,10 @@ class Config:
     # The TPU that `train.py --tpu` creates (see `TpuSpec.of`); flags override these keys.
     tpu_zone: str | None = None  # Google Cloud zone
     tpu_generation: Literal["v2", "v3", "v4", "v5e", "v5p", "v6e"] = "v3"  # TPU generation
-    tpu_runtime_version: str | None = None  # None: the generation's default
+    tpu_runtime_version: str | None = None  # image of the hosts.  None: the generation's default
     tpu_tier: Literal["on_demand", "spot", "preemptible"] = "on_demand"  # price tier
-    tpu_network: str | None = None  # None: the project's default network
-    tpu_subnetwork: str | None = None  # None: the network's default
+    tpu_network: str | None = None  # of Google Cloud.  None: the project's default network
+    tpu_subnetwork: str | None = None  # of Google Cloud.  None: the network's default
 
     # Dropout: probabilities with which training sets activations to 0 (`model.dropout`).
     dropout_embedding: float = 0.0  # of the embedding
@@ -114,7 +115,7 @@ class Config:
     # For generation, the bits that the weights are quantized to (docs/generation.md).  None: 8 if
     # int8_weights is true, else they are not quantized.
     weight_bits: Literal[4, 8] | None = None
-    int8_weights: bool = False  # the same as weight_bits 8
+    int8_weights: bool = False  # older name of weight_bits 8
     int8_cache: bool = False  # for generation, quantize keys and values to 8 bits
     # The matmuls of the layers that training computes with 8-bit integers: any of "forward",
     # "input_gradients" and "weight_gradients"; see docs/training.md.
@@ -158,9 +159,10 @@ class Config:
     noise_scale_alpha: float = 0.01  # weight of the newest step in the noise scale's averages
 
     # LoRA: only adapters are trained, on top of an existing model (docs/finetune.md).
-    lora_rank: int = 0  # 0: train the whole model
-    lora_alpha: float | None = None  # None: lora_rank; adapters are scaled by alpha / rank
-    # Names from `families.BLOCKS`.  None: fused_in in block geglu, else q and v.
+    lora_rank: int = 0  # of the adapters; 0: train the whole model
+    lora_alpha: float | None = None  # adapters are scaled by alpha / rank.  None: lora_rank
+    # Matrices with adapters, by their names in `families.BLOCKS`.  None: fused_in in block geglu,
+    # else q and v.
     lora_targets: list[str] | None = field(default=None, hash=False)
 
     # Run.
@@ -188,11 +190,11 @@ class Config:
     early_stop: int | None = None
     # After a failed save, training continues and saves again later, or it stops.
     on_save_failure: Literal["continue", "stop"] = "continue"
-    tokenizer: str = "gpt2"  # see `load_tokenizer`
+    tokenizer: str = "gpt2"  # folder, hub name, gpt2 or bytes
     eval_harness_tasks: list[str] = field(default_factory=list, hash=False)  # lm-eval tasks
     eval_harness_limit: int | None = None  # questions per task; None: all
     name: str = "mesh-transformer"  # of the run on wandb
-    wandb_project: str | None = None  # None: nothing is sent to wandb
+    wandb_project: str | None = None  # to which metrics are sent.  None: to none
     comment: str = ""  # free text, not used
 
     def __post_init__(self) -> None:
@@ -402,7 +404,7 @@ class Config:
         key, separator, value = text.partition("=")
         hints = typing.get_type_hints(cls)
         if not separator or key not in hints:
-            hint = _key_hint(key, "`help(mesh_transformer.Config)` in Python lists the keys")
+            hint = _key_hint(key, LISTED)
             problem = f"unknown key {key!r}; {hint}" if separator else "expected KEY=VALUE"
             raise InputError(f"--set {text}: {problem}")
         try:
@@ -445,7 +447,8 @@ def _check_known(values: dict[str, Any], where: str) -> None:
     known = {f.name for f in dataclasses.fields(Config)}
     for key in values:
         if key not in known:
-            raise InputError(f"{where}: unknown key {key!r}; {_key_hint(key, 'remove it')}")
+            hint = _key_hint(key, f"remove it; {LISTED}")
+            raise InputError(f"{where}: unknown key {key!r}; {hint}")
 
 
 def _key_hint(key: str, otherwise: str) -> str:

@@ -297,7 +297,7 @@ def test_setting_parses_json_and_bare_strings(text, expected):
         ("layer=3", "--set layer=3: unknown key 'layer'; did you mean 'layers'?"),
         (
             "=3",
-            "--set =3: unknown key ''; `help(mesh_transformer.Config)` in Python lists the keys",
+            "--set =3: unknown key ''; `mesh-transformer keys` lists the keys",
         ),
         ("dtype=bf16", "--set dtype=bf16: expected one of 'bfloat16', 'float32'"),
         ("layers=true", "--set layers=true: expected int"),

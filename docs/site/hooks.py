@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 import config_keys
 import names
@@ -81,10 +82,6 @@ def link_names(text: str, public: set[str]) -> str:
     return CODE_OR_LINK.sub(link, text)
 
 
-def _config_keys() -> str:
-    return config_keys.table((ROOT / "mesh_transformer/config.py").read_text("utf-8"))
-
-
 def on_config(config: "MkDocsConfig", **_: Any) -> "MkDocsConfig":
     from pymdownx.slugs import slugify
 
@@ -99,7 +96,7 @@ def on_pre_build(**_: Any) -> None:
     try:
         for line in names.problems():
             get_plugin_logger("site").warning(line)
-        _config_keys()
+        config_keys.table()
     except (LookupError, ValueError) as error:
         raise PluginError(str(error)) from None
 
@@ -121,7 +118,7 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", **_: A
     public = names.public(names.package())
     if KEYS_MARKER in markdown:
         item = names.package()["config.Config"]
-        markdown = markdown.replace(KEYS_MARKER, names.linked(_config_keys(), item, public))
+        markdown = markdown.replace(KEYS_MARKER, names.linked(config_keys.table(), item, public))
     # Comments such as `not run: a TPU` are for the tests.
     markdown = re.sub(r"^<!--.*-->\n", "", markdown, flags=re.MULTILINE)
     return link_names(site_markdown(markdown, source, config.repo_url or "", warn), {*public})

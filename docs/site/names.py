@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import config_keys
 import griffe
 import yaml
+
+from mesh_transformer.cli.keys import field_comments
 
 PAGES = Path(__file__).resolve().parents[1] / "api"
 PACKAGE = "mesh_transformer"
@@ -102,7 +103,7 @@ def _use_comment(field: griffe.Object) -> None:
         return
     if field.name in documented_fields(parent) or not isinstance(field.filepath, Path):
         return
-    comments = config_keys.field_comments(field.filepath.read_text(encoding="utf-8"))
+    comments = field_comments(field.filepath.read_text(encoding="utf-8"))
     if comment := comments.get(field.lineno):
         field.docstring = griffe.Docstring(comment, lineno=field.lineno, parent=field)
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "records": "text_records",
     "completion-records": "completion_records",
     "config": "new_config",
+    "keys": "keys",
     "train": "train",
     "pod": "pod",
     "plot": "plot",

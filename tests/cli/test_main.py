@@ -1,6 +1,8 @@
 """The mesh-transformer command: its list of commands, exit statuses, and flags shared by all."""
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +11,11 @@ import pytest
 
 import mesh_transformer
 from mesh_transformer.__main__ import main
+from mesh_transformer.cli import keys
 from mesh_transformer.cli.arguments import Parser, model_arguments, model_parser, run_parser
 from mesh_transformer.cli.main import COMMANDS
 from mesh_transformer.config import Config
+from mesh_transformer.util import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,3 +98,20 @@ def test_name_finds_the_config_in_configs_first(monkeypatch, tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/tiny.json").write_text(json.dumps(values))
     assert Config.load("tiny").layers == 7
+
+
+def test_keys_lists_every_config_key_with_its_type_default_and_meaning(capsys):
+    keys.main([])
+    out = capsys.readouterr().out
+    found = re.findall(r"^  (\w+): \S.*; (?:required|default .+)\n      \S", out, re.MULTILINE)
+    assert found == [field.name for field in dataclasses.fields(Config)]
+    assert '  norm: "layernorm", ' in out  # the values, not the name of their type
+
+
+def test_keys_finds_words_in_names_and_meanings(capsys):
+    keys.main(["ZeRO", "replicas"])
+    out = capsys.readouterr().out
+    assert re.findall(r"^  (\w+):", out, re.MULTILINE) == ["zero", "early_collect"]
+    assert "      ZeRO stage. null: 0 in version 1; in version 2, 1 if early_collect is\n" in out
+    with pytest.raises(InputError, match=r"^no config key has quux in its name or meaning$"):
+        keys.main(["quux"])
