@@ -13,7 +13,7 @@ from mesh_transformer.performance.scaling import StepEstimate, estimate_step, se
 from mesh_transformer.performance.topology import Slice
 from mesh_transformer.util import InputError
 
-BATCHES = (1, 2, 4, 8, 16)
+BATCHES = (1, 2, 4, 8, 16, 32)
 ZERO = (0, 1, 3)
 REMAT = ("full", "dots", "none")  # in order of increasing memory
 MOST_MP = 32

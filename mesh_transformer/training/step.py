@@ -298,7 +298,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         mesh,
         *specs,
         attention=_attention(config, mesh),
-        split_stream=config.shard_activations,
+        split_stream=config.shard_activations and config.shards > 1,
     )
 
     update = Optimizer.update

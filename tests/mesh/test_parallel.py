@@ -92,7 +92,7 @@ def lowered_step(**changes: Any) -> Any:
     config = Config.from_dict(SMALL | values)
     state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
     batch = random_batch(config, ACCUMULATION, DP * ROWS)
-    train: Any = step.compile_train(config, make_mesh(config, jax.devices()[: DP * MP]))
+    train: Any = step.compile_train(config, make_mesh(config, jax.devices()[: config.tpu_size]))
     return train.lower(state, batch)
 
 
@@ -182,6 +182,13 @@ def test_a_split_stream_is_gathered_and_scattered_once_per_layer_and_pass():
     assert (
         sorted(c.shape for c in microbatch if c.shape == (layers, width)) == [(layers, width)] * 3
     )
+
+
+def test_without_shards_no_stream_is_split():
+    """The compiler for TPUs fails on collectives of one device."""
+    changes = {"cores_per_replica": 1, "tpu_size": DP, "zero": 1}
+    own = lowered_step(**changes, shard_activations=True).as_text()
+    assert own == lowered_step(**changes).as_text()
 
 
 def test_adapters_add_no_all_reduces_of_activations():
