@@ -50,7 +50,7 @@ def test_a_config_trains_as_gpt_j_was_trained(name):
         for field in dataclasses.fields(Config)
         if getattr(own, field.name) != getattr(original, field.name)
     }
-    assert changed <= {*search.SEARCHED_KEYS, "shard_activations", "tpu_size"}
+    assert changed <= {*search.SEARCHED_KEYS, "shard_activations", "loss_chunk", "tpu_size"}
     assert sequences_per_step(own) == sequences_per_step(original)
     assert own.tpu_size == devices_of(name)[1]
 
