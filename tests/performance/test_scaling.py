@@ -36,7 +36,12 @@ PEAKS = [
     ("6B_roto_256", "v6e-8", 2, 3, 8, 16, "dots", True, 30.66),
     ("6B_roto_256", "v6e-256", 4, 1, 8, 1, "dots", False, 16.15),
     ("6B_roto_256", "v6e-8", 4, 1, 4, 4, "dots", True, 23.72),
-    ("20B", "v4-256", 8, 1, 4, 24, "full", False, 23.60),
+    ("6B_roto_256", "v5e-8", 4, 3, 8, 32, "full", True, 17.03),
+    ("6B_roto_256", "v5e-256", 2, 3, 4, 1, "none", True, 12.26),  # loss_chunk 2048, and below
+    ("6B_roto_256", "v5e-256", 4, 1, 8, 1, "none", False, 18.83),
+    ("6B_roto_256", "v6e-256", 2, 1, 4, 1, "none", True, 22.32),
+    ("6B_roto_256", "v6e-256", 2, 3, 4, 1, "none", False, 11.45),
+    ("20B", "v4-256", 8, 1, 4, 24, "full", False, 23.60),  # loss_chunk of the config again
     ("40B", "v4-256", 8, 1, 4, 1, "full", False, 26.70),
     ("40B", "v5e-256", 8, 3, 4, 24, "full", False, 8.88),
     ("40B", "v5p-128", 8, 0, 1, 24, "full", False, 93.23),
