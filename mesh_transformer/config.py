@@ -417,10 +417,14 @@ class Config:
             raise InputError(f"--set {text}: {expected}")
         return key, parsed
 
-    def require_to_train(self) -> None:
-        """Raise InputError if a key that training requires is missing."""
+    def require_to_train(self, max_steps: int | None = None) -> None:
+        """Raise InputError if a key that training requires is missing.
+
+        Args:
+          max_steps: the step to stop at; if it is given, `total_steps` is not required.
+        """
         for key in REQUIRED_TO_TRAIN:
-            if getattr(self, key) is None:
+            if getattr(self, key) is None and (key != "total_steps" or max_steps is None):
                 raise InputError(f"config: training needs the key {key!r}; add it")
 
     def model_folder(self) -> str:

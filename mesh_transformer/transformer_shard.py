@@ -108,6 +108,7 @@ class CausalTransformer:
                 f"config: lora_rank is {self.config.lora_rank}, but adapters are trained on an "
                 "existing model; load one first (--tune-model-path)"
             )
+        self._generator = self._generator.of_next_params()
         key = jax.random.key(self.config.seed)
         self.state = steps.compile_init(self.config, self.mesh)(key)
         self.step = 0
@@ -205,7 +206,7 @@ class CausalTransformer:
 
         Args:
           sample: a dict of token ids `obs` and `target` [B, T] with any B; optionally `segment_ids`
-            [B, T], as for `train`.  The keys `loss_mask` and `ctx_length` are ignored.
+            [B, T], as for `train`.  The keys `loss_mask` and `ctx_length` are not used.
 
         Returns:
           `all_loss` (in nats) and `correct` (whether `target` was the most likely token), both
@@ -471,6 +472,7 @@ class CausalTransformer:
         if (recorded := adapters.saved_base(aux, where)) is not None:
             places = [recorded.path, *([] if base is None else [local_path(base)])]
             frozen, self._base = loading.load_base(where, self.config, self.mesh, places, recorded)
+        self._generator = self._generator.of_next_params()
         self.state = steps.padded(state | {"frozen": frozen}, self.config, self.mesh)
         self.step = step
 
@@ -495,9 +497,7 @@ class CausalTransformer:
           InputError: if the checkpoint cannot be read or does not fit the config, or if its
             optimizer's state is that of another optimizer.
         """
-        if self._generator.adapters:  # they belong to the model that was loaded before
-            draft = self._generator.draft
-            self._generator = Generator(self.config, self.mesh, self._eval_rows, (), draft)
+        self._generator = self._generator.of_next_params()
         optimizer = not fresh_opt and not only_params
         loaded = loading.load(Source.of(path), self.config, self.mesh, optimizer=optimizer)
         state = steps.padded(loaded.state, self.config, self.mesh)

@@ -108,6 +108,12 @@ def test_training_requires_more_keys_than_a_model(key):
         Config.from_dict(values | {key: None}).require_to_train()
 
 
+def test_a_run_may_stop_before_its_schedule_ends():
+    values = SMALL | {"train_set": "a.index", "schedule": "wsd", "warmup_steps": 100}
+    Config.from_dict(values | {"total_steps": 1000}).require_to_train(max_steps=3)
+    Config.from_dict(SMALL | {"train_set": "a.index"}).require_to_train(max_steps=3)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "parts"),
     [

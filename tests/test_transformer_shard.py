@@ -119,3 +119,5 @@ def test_load_provides_the_devices_of_its_changes(tmp_path):
     assert run.stdout.splitlines()[-1] == "{'dp': 4, 'mp': 4}"
     with pytest.raises(InputError, match="tpu_size is 16, but there are 8 devices; lower it"):
         load(str(tmp_path / "model"), changes=wide)
+    with pytest.raises(InputError, match="tpu_size is str '8', expected"):
+        load(str(tmp_path / "model"), changes={"tpu_size": "8"})

@@ -46,7 +46,7 @@ def main() -> None:
     args = parse_args()
     config, folder, options = run_arguments(args)
     if args.mode in TRAIN_MODES:
-        config.replace(total_steps=args.max_steps or config.total_steps).require_to_train()
+        config.require_to_train(args.max_steps)
         restarts.check_records(config, validate=options["validate"])
     if args.mode != "train":
         harness.load_harness(config)  # fails before a TPU is created if tasks are not available

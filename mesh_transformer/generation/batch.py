@@ -93,6 +93,14 @@ class Generator:
         result._made = self._made
         return result
 
+    def of_next_params(self) -> "Generator":
+        """Return the generator for parameters that replace the present ones.
+
+        It has the same draft, but no adapters, which belong to the parameters they were trained on.
+        """
+        self.drop_weights()
+        return Generator(self._own, self.mesh, self.rows, (), self.draft) if self.adapters else self
+
     def _cached(self, compile_program: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that compiles programs for a batch's state, each of them once.
 
@@ -478,7 +486,8 @@ class Batch:
             raise InputError(f"generate: steps is {steps}, expected 1 to {MOST_STEPS}")
         guesses = self._guesses if speculate else 0
         most = steps * (1 + guesses)
-        self.reserve(int((self._length + np.minimum(self.left, most)).max()))
+        # Rows that do not generate get a meaningless position after their last one.
+        self.reserve(int((self._length + np.clip(self.left, 1, most)).max()))
         run = self._generator.decode(
             alternatives,
             MOST_STEPS,

@@ -45,10 +45,12 @@ def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
     saved = saved.replace(attention="auto", offload="none")
     assert saved.tpu_size is not None
     if "tpu_size" in changes:
-        use_virtual_devices(max(changes["tpu_size"], SPARE_DEVICES))
-        if changes["tpu_size"] > jax.device_count():
+        wanted = saved.replace(**changes).tpu_size
+        assert wanted is not None
+        use_virtual_devices(max(wanted, SPARE_DEVICES))
+        if wanted > jax.device_count():
             raise InputError(
-                f"tpu_size is {changes['tpu_size']}, but there are {jax.device_count()} devices; "
+                f"tpu_size is {wanted}, but there are {jax.device_count()} devices; "
                 "lower it, or load this model before others use JAX"
             )
     # Create more devices than this model needs: their number is fixed once JAX has started, and
@@ -74,6 +76,8 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     is_plain = devices is not None
     devices = jax.devices() if devices is None else devices
     mp = config.cores_per_replica
+    if not len(devices):
+        raise InputError("make_mesh: there are no devices in `devices`; give at least one")
     if len(devices) % mp:
         platform = devices[0].platform
         remedy = f"set cores_per_replica to a divisor of {len(devices)}"

@@ -97,7 +97,7 @@ def train(
     config, folder = network.config, local_path(folder)
     base = None if tune_model_path is None else os.fspath(tune_model_path)
     total = config.total_steps if max_steps is None else max_steps
-    config.replace(total_steps=total).require_to_train()
+    config.require_to_train(max_steps)
     assert config.train_set is not None
     assert total is not None
     if total < 1:

@@ -152,9 +152,12 @@ def test_wrong_adapters_are_one_line(checkpoints, tmp_path):
     other = CausalTransformer(config_of(block, MESHES[0], seed=99))
     with pytest.raises(InputError, match="its adapters were trained on another model"):
         other.add_adapters(paths)
-    network.load(base)
-    with pytest.raises(InputError, match=r"adapter is 1, expected 0 for none$"):
-        network.generate(np.ones((1, 3), int), [3], 4, {"adapter": 1})
+    for replace in (lambda: network.load(base), lambda: network.restore(base), network.init):
+        replace()
+        with pytest.raises(InputError, match=r"adapter is 1, expected 0 for none$"):
+            network.generate(np.ones((1, 3), int), [3], 4, {"adapter": 1})
+        if replace != network.init:
+            network.add_adapters(paths)
     wide = config_of(block, MESHES[0])
     with pytest.raises(InputError, match=f"sum to .*, expected at most d_model .{wide.d_model}"):
         network.add_adapters(paths * (1 + wide.d_model // 6))  # their ranks are 2, 3 and 1

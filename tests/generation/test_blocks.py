@@ -1,11 +1,15 @@
 """Prompts inserted in parts, and the pool of blocks that rows take and share."""
 
+from typing import Any
+
+import jax
 import numpy as np
 import pytest
 
-from mesh_transformer.generation.batch import MOST_STEPS
+from mesh_transformer.generation.batch import MOST_STEPS, SMALLEST_CACHE
 from mesh_transformer.generation.blocks import Blocks, Chunks, NoBlockError, Pool
 from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.transformer_shard import CausalTransformer
 from tests.generation.test_decode import (
     EVERYWHERE,
     SAMPLED,
@@ -204,3 +208,29 @@ def test_blocks_are_neither_shared_nor_kept_if_not_wanted():
     assert blocks.find(prompt) == []
     blocks.remove_row(row)
     assert blocks.available == 4
+
+
+def test_other_rows_generate_between_the_parts_of_a_prompt_without_a_pool():
+    """The first part fills the cache, so the idle row has no room for what it writes."""
+    network = CausalTransformer(small_config(seq=1024, layers=1), devices=jax.devices()[:1])
+    prompt, other = random_prompts(network.config, [SMALLEST_CACHE + 20, 5])
+    settings = sampler_settings({"temp": 0.0}, 1)
+    no_blocks = np.full((1, 0), -1)
+
+    def first_token(decodes: bool) -> Any:
+        batch = network.batch(2)
+        batch.insert([0], [other], 50, settings)
+        for begin, end in ((0, SMALLEST_CACHE), (SMALLEST_CACHE, len(prompt))):
+            chosen = batch.insert(
+                [1],
+                [prompt[:end]],
+                1,
+                settings,
+                alternatives=1,
+                chunks=Chunks(np.array([begin]), no_blocks, no_blocks),
+            )
+            if decodes and not begin:
+                batch.decode(STEPS)
+        return chosen.logprob
+
+    np.testing.assert_allclose(first_token(True), first_token(False), atol=1e-6, rtol=0)

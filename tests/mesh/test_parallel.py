@@ -342,6 +342,8 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused():
         make_mesh(config, jax.devices()[:6])
     with pytest.raises(InputError, match=r"there are 2 cpu devices; .*device_count=8$"):
         make_mesh(config.replace(tpu_size=8), jax.devices()[:2])
+    with pytest.raises(InputError, match="there are no devices"):
+        make_mesh(config, [])
 
 
 @pytest.mark.parametrize(
