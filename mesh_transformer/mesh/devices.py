@@ -45,7 +45,9 @@ def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
     saved = saved.replace(attention="auto", offload="none")
     assert saved.tpu_size is not None
     if "tpu_size" in changes:
-        wanted = saved.replace(**changes).tpu_size
+        # mp is chosen below, so it need not divide this number.
+        alone = {"cores_per_replica": 1, "tpu_size": changes["tpu_size"]}
+        wanted = saved.replace(**alone).tpu_size
         assert wanted is not None
         use_virtual_devices(max(wanted, SPARE_DEVICES))
         if wanted > jax.device_count():

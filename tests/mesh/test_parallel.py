@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import Declaration
-from mesh_transformer.mesh.devices import make_mesh
+from mesh_transformer.mesh.devices import fit_to_devices, make_mesh
 from mesh_transformer.mesh.parallel import Manual
 from mesh_transformer.model import transformer
 from mesh_transformer.performance.hlo import Collective, Groups, Loop, groups_of, parse
@@ -334,6 +334,11 @@ def test_a_mesh_has_one_row_per_replica():
     assert dict(make_mesh(config, jax.devices()[:4]).shape) == {"dp": 1, "mp": 4}
     # Neighbouring devices share a replica because their links are the fastest.
     assert list(make_mesh(config).devices[0]) == jax.devices()[:4]
+
+
+def test_a_saved_model_fits_fewer_devices_than_its_shards():
+    saved = Config.from_dict(SMALL | {"cores_per_replica": 4})
+    assert fit_to_devices(saved, {"tpu_size": 2}).cores_per_replica == 1
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused():
