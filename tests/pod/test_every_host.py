@@ -67,6 +67,21 @@ def assert_close_rows(actual: list[dict[str, Any]], expected: list[dict[str, Any
         assert row.keys() == base.keys()
 
 
+def test_lines_of_processes_do_not_include_those_of_gloo(tmp_path):
+    """Gloo's threads print at the same time, in the pieces that jaxlib contains."""
+    rng = random.Random(0)
+    for _ in range(100):
+        message = ["[Gloo] Rank ", "1", " is connected to ", "3", " peer ranks. "]
+        message += ["Expected number of connected peer ranks is : ", "3", "\n"]
+        threads = [list(message) for _ in range(3)]
+        text = ""
+        while remaining := [thread for thread in threads if thread]:
+            text += rng.choice(remaining).pop(0)
+        (tmp_path / "0.log").write_text(f"resuming\n\r10%|#| 3/30{text}3 files were read\n")
+        lines = Processes(tmp_path, tmp_path, []).lines(0)
+        assert lines == ["resuming", "3 files were read"], text
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_a_step_from_which_any_run_resumes(
     tmp_path, monkeypatch

@@ -23,7 +23,12 @@ from tests.support.multihost import PROXIES, ROOT, free_port
 from tests.support.waiting import SECONDS, wait_until
 
 DEVICES = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
-PROGRESS = re.compile(r"\d+%\||.*peer rank|\[Gloo\]")  # what the bar and JAX print
+BAR = re.compile(r"\d+%\|")
+# Gloo prints such lines from several threads, piece by piece: pieces of one line may be within
+# another, so that a number may be left alone on a line.
+GLOO = re.compile(
+    r"(\[Gloo\] Rank|is connected to|peer ranks\.?|Expected number of connected|\d|:|is|\s)*"
+)
 
 
 class Processes:
@@ -41,9 +46,9 @@ class Processes:
         return (self._logs / f"{index}.log").read_text()
 
     def lines(self, index: int) -> list[str]:
-        """Return the lines that a process has printed, without progress bars."""
+        """Return the lines that a process has printed, without progress bars and Gloo's lines."""
         pieces = [piece.strip() for piece in re.split(r"[\r\n]", self.log(index))]
-        return [piece for piece in pieces if piece and not PROGRESS.match(piece)]
+        return [piece for piece in pieces if not BAR.match(piece) and not GLOO.fullmatch(piece)]
 
     def wait_for_step(self, step: int) -> None:
         wait_until(lambda: self.steps() >= step or self.ended(), f"step {step} in {self._logs}")
