@@ -497,13 +497,14 @@ class CausalTransformer:
           InputError: if the checkpoint cannot be read or does not fit the config, or if its
             optimizer's state is that of another optimizer.
         """
-        self._generator = self._generator.of_next_params()
+        self._generator.drop_weights()
         optimizer = not fresh_opt and not only_params
         loaded = loading.load(Source.of(path), self.config, self.mesh, optimizer=optimizer)
         state = steps.padded(loaded.state, self.config, self.mesh)
         if "opt_state" not in state and not only_params:
             state["opt_state"] = self._fresh_moments(state)
         zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
+        self._generator = self._generator.of_next_params()
         self.step, self._base = 0, loaded.base
         self.state = state | {"step": zero} | self._fresh_history()
 

@@ -21,7 +21,9 @@ from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.prompts import (
     check_adapters,
     check_biases,
+    check_number,
     check_prompts,
+    check_rows,
     check_texts,
 )
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
@@ -132,9 +134,8 @@ class Generator:
             return self._made[1]
         arrays = jax.tree.leaves(params)
         if self._made is None or not _identical(self._made[0], arrays):
-            self._made = self._begun = (
-                None  # free the old weights first, so that only one copy is in memory
-            )
+            # Free the old weights first, so that only one copy is in memory.
+            self._made = self._begun = None
             factors = [adapter.params for adapter in self.adapters]
             self._made = (arrays, self._weights(params, factors))
         return self._made[1]
@@ -168,11 +169,7 @@ class Generator:
             raise InputError(
                 f"score: tokens has shape {tokens.shape}, expected at least 2 tokens per row"
             )
-        if not 0 <= alternatives <= self.config.n_vocab:
-            raise InputError(
-                f"score: alternatives is {alternatives}, expected 0 to {self.config.n_vocab}, the "
-                "value of n_vocab"
-            )
+        check_number("score: alternatives", alternatives, 0, self.config.n_vocab)
         check_adapters(adapter, len(self.adapters))
         placed, number = (
             self.rows.place(self.rows.pad(tokens), P("dp")),
@@ -226,7 +223,8 @@ class Generator:
           InputError: if `rows` is not a positive multiple of the number of replicas in this
             process, or if `guesses` is not smaller than the window.
         """
-        if rows < 1 or rows % len(self.rows.replicas):
+        check_number("generate: rows", rows, 1)
+        if rows % len(self.rows.replicas):
             raise InputError(
                 f"generate: the batch has {rows} rows, expected a positive multiple of "
                 f"{len(self.rows.replicas)}, the number of replicas in this process; add or remove "
@@ -272,6 +270,19 @@ def limited(left: np.ndarray, allowed: Mapping[int, np.ndarray] | None) -> np.nd
     left, rows = left.copy(), list(allowed or ())
     left[rows] = np.minimum(left[rows], 1)
     return left
+
+
+def positions_needed(length: np.ndarray, left: np.ndarray, most: int) -> int:
+    """Return how many cache positions each row must have before a decode call.
+
+    Rows that do not generate get a meaningless position after their last one.
+
+    Args:
+      length: number of tokens in each row's cache.
+      left: number of tokens that each row may still generate.
+      most: maximum number of tokens that a row generates in the call.
+    """
+    return int((length + np.clip(left, 1, most)).max())
 
 
 def _identical(one: list[Array] | None, other: list[Array]) -> bool:
@@ -321,7 +332,7 @@ class Batch:
         A single process need not call this, because `insert` and `decode` grow the cache as needed.
         With several processes, the cache must have the same size in all of them.  Before each
         `insert` or `decode`, call `reserve` with the largest number of tokens that any row of any
-        process needs.
+        process needs (for `decode`, see `positions_needed`).
         """
         slots = bucket(positions + self._guesses, SMALLEST_CACHE, self._most_slots)
         if slots > self._state.slots:
@@ -374,12 +385,13 @@ class Batch:
           A `Chosen` with the first token of each answer, as numpy arrays in the order of `prompts`.
 
         Raises:
-          InputError: for an empty prompt, a length below 1, or a token or a biased token outside
-            the vocabulary, or if `pe` is "fixed" and a prompt and its answer together have more
-            than `seq` + 1 tokens.
+          InputError: for an empty prompt, a row that is not in the batch or given twice, a length
+            below 1, or a token or a biased token outside the vocabulary, or if `pe` is "fixed" and
+            a prompt and its answer together have more than `seq` + 1 tokens.
         """
         window = self._generator.config.window
         texts, length, left = check_texts(self._generator.config, prompts, lengths)
+        rows = check_rows(rows, len(texts), self.rows)
         check_biases(self._generator.config, settings)
         check_adapters(settings.adapter_B, len(self._generator.adapters))
         begin = np.zeros(len(texts), np.int32) if chunks is None else chunks.begin_P
@@ -394,7 +406,7 @@ class Batch:
         tokens = np.zeros((len(texts) + 1, slots), np.uint32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
-        local = np.asarray(rows, np.int32) % (self.rows // self._replicas)
+        local = rows % (self.rows // self._replicas)
         block_PJ = prompt_PJ = np.full((len(texts) + 1, 0), -1, np.int32)
         if self._pool is not None:
             if chunks is None:
@@ -415,7 +427,7 @@ class Batch:
         )
         groups = self._groups(rows, width, most)
         results = [self._prefill(group, with_dummy, alternatives, width) for group in groups]
-        self._length[list(rows)], self.left[list(rows)] = length, left - 1
+        self._length[rows], self.left[rows] = length, left - 1
         places = np.concatenate(groups)
         order = np.argsort(places)[np.count_nonzero(places < 0) :]
         return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *results)
@@ -424,7 +436,7 @@ class Batch:
         """Make `rows` idle, so that they generate no more tokens."""
         self.left[np.asarray(rows, np.intp)] = 0
 
-    def _groups(self, rows: Sequence[int], width: int, most: int | None) -> list[np.ndarray]:
+    def _groups(self, rows: np.ndarray, width: int, most: int | None) -> list[np.ndarray]:
         """Divide the prompts among prefill calls.
 
         Args:
@@ -436,7 +448,7 @@ class Batch:
           One array of prompt indices per prefill call.  Each array has the same number of entries
           for every replica, in the order of the replicas.  Unused entries are -1.
         """
-        replica = np.asarray(rows) // (self.rows // self._replicas)
+        replica = rows // (self.rows // self._replicas)
         queues = [np.flatnonzero(replica == r) for r in range(self._replicas)]
         most = most or max(map(len, queues))
         size = bucket(most, 1, max(PREFILL_TOKENS // width, 1))
@@ -482,12 +494,10 @@ class Batch:
           number of tokens that a row may have generated.  Values after a row's last token are
           meaningless.
         """
-        if not 1 <= steps <= MOST_STEPS:
-            raise InputError(f"generate: steps is {steps}, expected 1 to {MOST_STEPS}")
+        check_number("generate: steps", steps, 1, MOST_STEPS)
         guesses = self._guesses if speculate else 0
         most = steps * (1 + guesses)
-        # Rows that do not generate get a meaningless position after their last one.
-        self.reserve(int((self._length + np.clip(self.left, 1, most)).max()))
+        self.reserve(positions_needed(self._length, self.left, most))
         run = self._generator.decode(
             alternatives,
             MOST_STEPS,

@@ -23,16 +23,51 @@ def longest_text(config: Config) -> int | None:
     return config.seq + 1 if config.pe == "fixed" else None
 
 
-def check_length(gen_length: int) -> None:
-    """Raise InputError unless `gen_length` is a whole number of at least 1."""
+def check_number(name: str, value: int, least: int, most: int | None = None) -> None:
+    """Raise InputError unless `value` is a whole number, at least `least` and at most `most`."""
+    expected = f"at least {least}" if most is None else f"{least} to {most}"
     try:
-        operator.index(gen_length)
+        operator.index(value)
     except TypeError:
         raise InputError(
-            f"generate: gen_length is {brief(repr(gen_length))}, expected a whole number"
+            f"{name} is {brief(repr(value))}, expected a whole number, {expected}"
         ) from None
-    if gen_length < 1:
-        raise InputError(f"generate: gen_length is {gen_length}, expected at least 1")
+    if value < least or (most is not None and value > most):
+        raise InputError(f"{name} is {value}, expected {expected}")
+
+
+def check_length(gen_length: int) -> None:
+    """Raise InputError unless `gen_length` is a whole number of at least 1."""
+    check_number("generate: gen_length", gen_length, 1)
+
+
+def check_rows(rows: ArrayLike, prompts: int, size: int) -> np.ndarray:
+    """Return the rows of a batch that prompts are inserted into, int32 [prompts].
+
+    Args:
+      prompts: number of prompts.
+      size: number of rows of the batch.
+
+    Raises:
+      InputError: unless the rows are different whole numbers from 0 to `size` - 1, as many as there
+        are prompts.
+    """
+    values = np.asarray(rows) if prompts else np.zeros(0, np.int32)
+    if values.dtype.kind not in "iu" or values.shape != (prompts,):
+        raise InputError(
+            f"generate: rows is {brief(repr(rows))}, expected {prompts} whole numbers, one for "
+            "each prompt"
+        )
+    wrong = values[(values < 0) | (values >= size)]
+    if len(wrong):
+        raise InputError(f"generate: rows has {wrong[0]}, expected 0 to {size - 1}")
+    numbers, counts = np.unique(values, return_counts=True)
+    if len(numbers) < prompts:
+        raise InputError(
+            f"generate: rows has {numbers[counts > 1][0]} more than once; insert one prompt into "
+            "each row"
+        )
+    return values.astype(np.int32)
 
 
 def check_prompts(ctx: ArrayLike, ctx_length: ArrayLike, gen_length: int) -> list[np.ndarray]:
@@ -139,7 +174,7 @@ def check_texts(
     Raises:
       InputError: in the cases that `Batch.insert` lists.
     """
-    texts = [np.asarray(prompt)[-config.window :] for prompt in prompts]
+    texts = list(map(np.asarray, prompts))
     for row, text in enumerate(texts):
         if not np.issubdtype(text.dtype, np.integer) or text.ndim != 1 or not len(text):
             raise InputError(
@@ -151,6 +186,7 @@ def check_texts(
                 f"generate: prompt {row} has the token id {min(text.min(), 0) or text.max()}, "
                 f"outside the vocabulary (n_vocab is {config.n_vocab})"
             )
+    texts = [text[-config.window :] for text in texts]
     length = np.array([len(text) for text in texts], np.int32)
     given = np.asarray(lengths)
     if not np.issubdtype(given.dtype, np.integer) or given.shape not in ((), length.shape):

@@ -8,11 +8,18 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation.batch import limited
+from mesh_transformer.generation.batch import limited, positions_needed
 from mesh_transformer.generation.blocks import Chunks, Pool
 from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.generation.prompts import check_adapters, check_biases, check_texts
+from mesh_transformer.generation.prompts import (
+    check_adapters,
+    check_biases,
+    check_number,
+    check_rows,
+    check_texts,
+)
 from mesh_transformer.generation.sampling import SamplerSettings
+from mesh_transformer.generation.stream import MOST_STEPS
 from mesh_transformer.mesh.placement import process_rows
 from mesh_transformer.util import HostError, InputError
 
@@ -60,7 +67,8 @@ class ClusterBatch:
     """
 
     def __init__(self, cluster: Cluster, rows: int, pool: Pool | None = None, guesses: int = 0):
-        if rows < 1 or rows % cluster.dp:
+        check_number("generate: rows", rows, 1)
+        if rows % cluster.dp:
             raise InputError(
                 f"generate: the batch has {rows} rows, expected a positive multiple of "
                 f"{cluster.dp}, the number of replicas; add or remove rows"
@@ -93,7 +101,7 @@ class ClusterBatch:
         texts, length, left = check_texts(self._cluster.config, prompts, lengths)
         check_biases(self._cluster.config, settings)
         check_adapters(settings.adapter_B, self._cluster.adapters)
-        row_ids = np.asarray(rows)
+        row_ids = check_rows(rows, len(texts), self.rows)
         most = int(np.bincount(self._replica[row_ids]).max())  # most prompts in any replica
         begin = np.zeros_like(length) if chunks is None else chunks.begin_P
         reach = int(length.max()) if begin.any() else None
@@ -131,9 +139,10 @@ class ClusterBatch:
         allowed: Mapping[int, np.ndarray] | None = None,
     ) -> Chosen:
         """Make decode steps in every row; see `Batch.decode`."""
+        check_number("generate: steps", steps, 1, MOST_STEPS)
         most = steps * (1 + self._guesses * speculate)
         # Each host knows only its own rows, but all hosts must reserve the same size.
-        needed = int((self._length + np.minimum(self.left, most)).max())
+        needed = positions_needed(self._length, self.left, most)
         idle = [np.flatnonzero(self.left[own] == 0) for own in self._host_rows]
         arguments = [
             (steps, alternatives, speculate, _local(allowed, own), needed, rows)

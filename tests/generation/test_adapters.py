@@ -152,6 +152,9 @@ def test_wrong_adapters_are_one_line(checkpoints, tmp_path):
     other = CausalTransformer(config_of(block, MESHES[0], seed=99))
     with pytest.raises(InputError, match="its adapters were trained on another model"):
         other.add_adapters(paths)
+    with pytest.raises(InputError, match="nothing"):
+        network.load(tmp_path / "nothing")
+    network.generate(np.ones((1, 3), int), [3], 4, {"adapter": 1})  # they are still there
     for replace in (lambda: network.load(base), lambda: network.restore(base), network.init):
         replace()
         with pytest.raises(InputError, match=r"adapter is 1, expected 0 for none$"):

@@ -463,11 +463,40 @@ def test_only_generate_frees_the_training_parameters():
         CausalTransformer(network.config, init=False).generate(prompts, [4], 5)
 
 
-@pytest.mark.parametrize("steps", [0, MOST_STEPS + 1])
+@pytest.mark.parametrize("steps", [0, MOST_STEPS + 1, 1.5])
 def test_decode_refuses_an_invalid_number_of_tokens(steps):
     batch = network_of(small_config()).batch(1)
-    with pytest.raises(InputError, match=f"steps is {steps}, expected 1 to {MOST_STEPS}"):
+    with pytest.raises(InputError, match=f"steps is {steps}, expected .*1 to {MOST_STEPS}"):
         batch.decode(steps)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([0, -1], "rows has -1, expected 0 to 2"),
+        ([3, 0], "rows has 3, expected 0 to 2"),
+        ([1, 1], "rows has 1 more than once; insert one prompt into each row"),
+        ([1], r"rows is \[1\], expected 2 whole numbers, one for each prompt"),
+        ([0.0, 1.0], "expected 2 whole numbers"),
+    ],
+)
+def test_insert_refuses_rows_that_a_batch_does_not_have(rows, message):
+    network = network_of(small_config())
+    batch, prompts = network.batch(3), random_prompts(network.config, [4, 5])
+    with pytest.raises(InputError, match=message):
+        batch.insert(rows, prompts, 3, sampler_settings({}, 2))
+    assert batch.left.tolist() == [0, 0, 0]
+
+
+def test_a_prompt_is_an_array_of_tokens():
+    batch = network_of(small_config()).batch(1)
+    with pytest.raises(InputError, match=r"prompt 0 has dtype int64 and shape \(\), expected"):
+        batch.insert([0], [np.int64(5)], 3, sampler_settings({}, 1))
+
+
+def test_a_number_of_rows_is_a_whole_number():
+    with pytest.raises(InputError, match=r"rows is 2\.0, expected a whole number, at least 1"):
+        network_of(small_config()).batch(2.0)
 
 
 @pytest.mark.quick(1)

@@ -41,9 +41,9 @@ WHOLE = "expected 2 whole numbers, one for each prompt"
         (CTX, None, 3, "ctx has shape (2, 4) and ctx_length (), expected [B, T] and [B]"),
         ([[1], [2, 3]], [1, 1], 3, "ctx is [[1], [2, 3]], expected rows of equal length"),
         (None, [1, 1], 3, "ctx has shape () and ctx_length (2,), expected [B, T] and [B]"),
-        (CTX, [1, 4], None, "gen_length is None, expected a whole number"),
-        (CTX, [1, 4], "3", "gen_length is '3', expected a whole number"),
-        (CTX, [1, 4], 3.0, "gen_length is 3.0, expected a whole number"),
+        (CTX, [1, 4], None, "gen_length is None, expected a whole number, at least 1"),
+        (CTX, [1, 4], "3", "gen_length is '3', expected a whole number, at least 1"),
+        (CTX, [1, 4], 3.0, "gen_length is 3.0, expected a whole number, at least 1"),
         (CTX, [1, 4], 0, "gen_length is 0, expected at least 1"),
     ],
 )
