@@ -332,7 +332,7 @@ class Batch:
         A single process need not call this, because `insert` and `decode` grow the cache as needed.
         With several processes, the cache must have the same size in all of them.  Before each
         `insert` or `decode`, call `reserve` with the largest number of tokens that any row of any
-        process needs (for `decode`, see `positions_needed`).
+        process needs.  In `decode`, an idle row needs one more than it holds.
         """
         slots = bucket(positions + self._guesses, SMALLEST_CACHE, self._most_slots)
         if slots > self._state.slots:
@@ -391,7 +391,7 @@ class Batch:
         """
         window = self._generator.config.window
         texts, length, left = check_texts(self._generator.config, prompts, lengths)
-        rows = check_rows(rows, len(texts), self.rows)
+        row_ids = check_rows(rows, len(texts), self.rows)
         check_biases(self._generator.config, settings)
         check_adapters(settings.adapter_B, len(self._generator.adapters))
         begin = np.zeros(len(texts), np.int32) if chunks is None else chunks.begin_P
@@ -406,7 +406,7 @@ class Batch:
         tokens = np.zeros((len(texts) + 1, slots), np.uint32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
-        local = rows % (self.rows // self._replicas)
+        local = row_ids % (self.rows // self._replicas)
         block_PJ = prompt_PJ = np.full((len(texts) + 1, 0), -1, np.int32)
         if self._pool is not None:
             if chunks is None:
@@ -423,11 +423,11 @@ class Batch:
             block_PJ,
             prompt_PJ,
             settings=jax.tree.map(lambda x, idle: np.r_[x, idle[None]], settings, decode.IDLE),
-            allowed_PW=self._bits([*rows, self.rows], allowed),
+            allowed_PW=self._bits([*row_ids, self.rows], allowed),
         )
-        groups = self._groups(rows, width, most)
+        groups = self._groups(row_ids, width, most)
         results = [self._prefill(group, with_dummy, alternatives, width) for group in groups]
-        self._length[rows], self.left[rows] = length, left - 1
+        self._length[row_ids], self.left[row_ids] = length, left - 1
         places = np.concatenate(groups)
         order = np.argsort(places)[np.count_nonzero(places < 0) :]
         return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *results)
