@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
+from tests.generation.test_int4 import restored
 
 # Adapters of different ranks, scales and targets (the last is for the numbers of targets).
 KINDS = [{"lora_rank": 2, "lora_alpha": 6.0}, {"lora_rank": 3}, {"lora_rank": 1, "lora_alpha": 9.0}]
@@ -137,6 +139,27 @@ def test_adapters_are_not_quantized_with_the_model(checkpoints):
         pair = [model.score(prompt, 1, adapter=adapter).logprob for model in (exact, network)]
         error = np.sqrt(np.mean(np.square(pair[0] - pair[1])))
         assert 0 < error < 0.05 * np.std(pair[0])
+    for model in (exact, network):
+        model.close()
+
+
+@ONE
+def test_adapters_are_applied_to_a_model_in_4_bits(checkpoints):
+    """Its answers are those of the rounded matrices with the exact adapters."""
+    network = network_of(checkpoints, MESHES[0], weight_bits=4)
+    exact = network_of(checkpoints, MESHES[0])
+    params = restored(exact.state["params"], exact.config)
+    exact.state["params"] = jax.tree.map(jnp.asarray, params)
+    tokens = np.random.default_rng(2).integers(0, exact.config.n_vocab, (4, 12))
+    for adapter in range(4):
+        actual, expected = (
+            model.score(tokens, 1, adapter=adapter).logprob for model in (network, exact)
+        )
+        # f32 sums in another order, as above.
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
+    options = {"temp": 0.0, "adapter": np.arange(4)}
+    answers = [model.generate(tokens, [12] * 4, 8, options) for model in (network, exact)]
+    np.testing.assert_array_equal(*answers)
     for model in (exact, network):
         model.close()
 
