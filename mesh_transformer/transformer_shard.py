@@ -338,7 +338,7 @@ class CausalTransformer:
         The guesses do not change which tokens are generated.
 
         Args:
-          path: a checkpoint of a model with the same vocabulary, which is put on the same mesh.
+          path: a checkpoint of a model with the same tokenizer, which is put on the same mesh.
         """
         source = Source.of(path)
         config = draft_config(source.config, self.config, source.path)

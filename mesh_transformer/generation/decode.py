@@ -344,6 +344,7 @@ def _insert(
       The residual stream of each prompt's last token, [P, 1, D], and the new caches.
     """
     tokens_PS, length_P, row_P, begin_P, block_PJ, prompt_PJ, settings, _ = prompts
+    tokens_PS = _known(tokens_PS, config)
     slots, is_paged = tokens_PS.shape[1], block_PJ.shape[1] > 0
     copied_PJ = jnp.where(block_PJ == prompt_PJ, -1, block_PJ)
     slots_1S = jnp.arange(slots)[None]
@@ -412,6 +413,9 @@ def _step(
     )
     x_BTD, caches = _append(weights, state, tokens_BT, active_B, config, par)
     logits_NV = full_logits(weights, x_BTD, config, par)  # N: all positions of all rows
+    if config.n_vocab != state.seen_BV.shape[1]:  # a draft's, which has other padding
+        more = state.seen_BV.shape[1] - config.n_vocab
+        logits_NV = jax.lax.pad(logits_NV, -jnp.inf, ((0, 0, 0), (0, more, 0)))
 
     def occurrences() -> tuple[Array, Array]:
         """Return what each position has seen, and how often, if all guesses before it are right."""
@@ -492,7 +496,12 @@ def _append(
     context = context_of(
         weights, positions_BT, key_positions_BS, slot_BT, config, par, adapter_B, table=table
     )
-    return forward(weights, tokens_BT, context, state.caches, config, par)
+    return forward(weights, _known(tokens_BT, config), context, state.caches, config, par)
+
+
+def _known(tokens: Array, config: Config) -> Array:
+    """Replace the tokens that a model's embedding lacks, if it is the draft of a larger one."""
+    return jnp.minimum(tokens, config.n_vocab - 1)
 
 
 def _guess(

@@ -61,16 +61,18 @@ def check_guesses(guesses: int, window: int) -> None:
 
 
 def check_vocabulary(draft: Config, model: Config, where: str) -> None:
-    """Raise InputError if a draft has another number of tokens than the model.
+    """Raise InputError if a draft has another tokenizer than the model.
+
+    With the same tokenizer, the vocabularies may be padded to different sizes (`n_vocab`).
 
     Args:
       draft, model, where: as for `draft_config`.
     """
-    if draft.n_vocab != model.n_vocab:
+    if draft.n_vocab != model.n_vocab and draft.tokenizer != model.tokenizer:
         raise InputError(
-            f"{where}: the draft's vocabulary (n_vocab) has {draft.n_vocab} tokens, expected "
-            f"{model.n_vocab}, as the model's, padding included; choose a draft with the same "
-            "tokenizer and padding"
+            f"{where}: the draft has {draft.n_vocab} tokens of the tokenizer {draft.tokenizer}, "
+            f"and the model {model.n_vocab} of {model.tokenizer}; choose a draft with the model's "
+            "tokenizer"
         )
 
 
@@ -91,8 +93,7 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
       where: where the draft is stored, for error messages.
 
     Raises:
-      InputError: if the vocabularies have different sizes, or if the draft cannot be split as the
-        model is.
+      InputError: if the tokenizers differ, or if the draft cannot be split as the model is.
     """
     check_vocabulary(draft, model, where)
     mp = model.cores_per_replica

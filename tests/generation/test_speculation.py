@@ -117,6 +117,8 @@ def add_draft(network, config, folder):
         (PLACES[0], {"layers": 1, "pe": "fixed", "seq": 20}),
         (PLACES[1], {"layers": 1, "seq": 8, "block": "geglu", "d_model": 32, "int8_cache": True}),
         (PLACES[2], {"layers": 1, "seq": 2 * WINDOW, "n_heads": 3, "d_model": 48, "pe": "t5"}),
+        (PLACES[1], {"layers": 1, "n_vocab": 19}),
+        (PLACES[3], {"layers": 1, "n_vocab": 30, "block": "gpt2"}),
     ],
     ids=str,
 )
@@ -167,9 +169,10 @@ def test_calls_that_do_not_guess_leave_the_draft_in_step(place, tmp_path):
 
 def test_a_draft_that_does_not_fit_is_refused(tmp_path):
     network = initial(small_config(seq=WINDOW, n_vocab=24))
-    expected = "vocabulary.* has 32 tokens, expected 24.*same tokenizer"
+    expected = "draft has 32 tokens of the tokenizer bytes, and the model 24 of gpt2; choose"
+    other = small_config(seq=WINDOW, n_vocab=32, tokenizer="bytes")
     with pytest.raises(InputError, match=expected):
-        add_draft(network, small_config(seq=WINDOW, n_vocab=32), tmp_path / "other")
+        add_draft(network, other, tmp_path / "other")
     desync = network.config.replace(norm="layernorm-desync", cores_per_replica=2, tpu_size=2)
     with pytest.raises(InputError, match="cores_per_replica, which is 2, expected 1"):
         draft_config(desync, network.config, "draft")

@@ -281,8 +281,8 @@ def test_a_plan_for_generation_with_guesses(cache_tokens):
 
 def test_what_cannot_guess_has_no_plan():
     config = small(cores_per_replica=1)
-    draft = config.replace(n_vocab=2 * config.n_vocab)
-    with pytest.raises(InputError, match="same tokenizer"):
+    draft = config.replace(n_vocab=2 * config.n_vocab, tokenizer="bytes")
+    with pytest.raises(InputError, match="choose a draft with the model's tokenizer"):
         plan.decode_plan(config, slice_named("cpu-1"), guesses=1, draft=draft)
     with pytest.raises(InputError, match=f"guesses is {config.seq}, expected 0 to"):
         plan.decode_plan(config, slice_named("cpu-1"), guesses=config.seq)
