@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mesh_transformer import old_names
 from mesh_transformer.config_checks import check
 from mesh_transformer.families import BLOCKS, PRESETS, Block, with_preset
 from mesh_transformer.storage.mappings import read_mapping
@@ -167,7 +168,7 @@ class Config:
 
     # Run.
     total_steps: int | None = None  # updates at which training ends; required to train
-    seed: int = 0  # of the initial weights and the order of the data
+    seed: int = 0  # of the initial weights and adapters, the order of the data, and dropout
     bucket: str | None = None  # Google Cloud Storage bucket, URI or local folder
     model_dir: str | None = None  # folder of the checkpoints and metrics in `bucket`
     # The path of an index or a folder of records, or a mixture: {path: weight}.  A relative path
@@ -384,10 +385,17 @@ class Config:
 
     @classmethod
     def of(cls, source: "Config | dict[str, Any] | str | os.PathLike[str]") -> "Config":
-        """Return `source` as a Config; it may be a Config, a dict of keys or the path of a file."""
+        """Return `source` as a Config; it may be a Config, a dict of keys or the path of a file.
+
+        Raises:
+          InputError: if the config is invalid.  For dict keys that only the original
+            mesh-transformer-jax supported, the message names the replacements.
+        """
         if isinstance(source, Config):
             return source
         if isinstance(source, dict):
+            if line := old_names.keys_line(source):
+                raise InputError(f"config: {line}")
             return cls.from_dict(source)
         return cls.load(os.fspath(source))
 
@@ -417,8 +425,8 @@ class Config:
             raise InputError(f"--set {text}: {expected}")
         return key, parsed
 
-    def require_to_train(self, max_steps: int | None = None) -> None:
-        """Raise InputError if a key that training requires is missing.
+    def require_to_train(self, max_steps: int | None = None) -> int:
+        """Raise InputError if a key that training requires is missing; return the last step.
 
         Args:
           max_steps: the step to stop at; if it is given, `total_steps` is not required.
@@ -426,6 +434,9 @@ class Config:
         for key in REQUIRED_TO_TRAIN:
             if getattr(self, key) is None and (key != "total_steps" or max_steps is None):
                 raise InputError(f"config: training needs the key {key!r}; add it")
+        total = self.total_steps if max_steps is None else max_steps
+        assert total is not None
+        return total
 
     def model_folder(self) -> str:
         """Return `bucket` joined with `model_dir`: a URI such as gs://bucket/dir, or a local path.

@@ -38,6 +38,8 @@ def check(c: Any) -> None:
     for key, value in dataclasses.asdict(c).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"{key} is {value}, expected a finite number")
+    if not -(2**63) <= c.seed < 2**63:
+        raise InputError(f"seed is {c.seed}, expected -2**63 to 2**63 - 1")
     for key in ("clip_norm", "val_batch_multiplier"):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")

@@ -69,7 +69,7 @@ class CausalTransformer:
         devices: Sequence[Any] | None = None,
         init: bool = True,
     ):
-        self.config = _config_of(config)
+        self.config = Config.of(config)
         assert self.config.tpu_size is not None
         use_virtual_devices(self.config.tpu_size)
         self.mesh = make_mesh(self.config, devices)
@@ -80,6 +80,7 @@ class CausalTransformer:
         self._checkpoints: Checkpoints | None = None
         self._folder: str | None = None  # the folder of `_checkpoints`, as the caller passed it
         self.step = 0  # a copy on the host; reading the step in `state` would wait for the device
+        self._replaced = True  # whether `init` or `load` came after the last `save` or `restore`
         self.state: steps.State | None = None
         self._base: adapters.Base | None = None  # the base model that the adapters are trained on
         if init:
@@ -111,7 +112,7 @@ class CausalTransformer:
         self._generator = self._generator.of_next_params()
         key = jax.random.key(self.config.seed)
         self.state = steps.compile_init(self.config, self.mesh)(key)
-        self.step = 0
+        self.step, self._replaced = 0, True
 
     @property
     def dp(self) -> int:
@@ -171,12 +172,12 @@ class CausalTransformer:
 
         Args:
           sample: token ids `obs` and `target` [A, B, T]: A microbatches of B sequences, where B is
-            a multiple of the number of `replicas`.  With `batch_ramp_steps`, A is at most
-            `gradient_accumulation_steps`, and may differ from call to call.  Optionally `loss_mask`
-            [A, B, T], 1 where a target counts in the loss and 0 elsewhere; losses are then means
-            over all targets of the update that count.  Optionally `segment_ids` [A, B, T]: each run
-            of equal numbers marks one text, which is processed as if it were in a sequence of its
-            own.
+            a multiple of the number of `replicas`, and with `shard_activations` T one of mp.  With
+            `batch_ramp_steps`, A is at most `gradient_accumulation_steps`, and may differ from call
+            to call.  Optionally `loss_mask` [A, B, T], 1 where a target counts in the loss and 0
+            elsewhere; losses are then means over all targets of the update that count.  Optionally
+            `segment_ids` [A, B, T]: each run of equal numbers marks one text, which is processed as
+            if it were in a sequence of its own.
 
         Returns:
           Scalars on the devices: `loss` (z-loss included), `last_loss` (the loss at the last
@@ -185,7 +186,8 @@ class CausalTransformer:
           and mean squared norm of the gradients of small batches; see `noise_batches`),
           `learning_rate`, and `skipped` (1 if the update was skipped, else 0).
         """
-        batch = check_batch(self.config, "train", sample, 3)
+        multiple = self.config.shards if self.config.shard_activations else 1
+        batch = check_batch(self.config, "train", sample, 3, multiple=multiple)
         if batch["obs"].shape[1] % self._rows.multiple:
             raise InputError(
                 f"train: the batch has {batch['obs'].shape[1]} sequences, "
@@ -373,14 +375,21 @@ class CausalTransformer:
     def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
         """Start saving the state in the background, to `folder`/step_N, where N is `step`.
 
-        Call `wait` to be sure that the save has succeeded.  If the config sets `lora_rank`, the
-        base model's parameters are not saved, only its path and checksums.
+        Call `wait` to be sure that the save has succeeded.  If `step` is the step that was saved to
+        this folder or restored from it last, and `init` or `load` did not follow, nothing is saved.
+        If the config sets `lora_rank`, the base model's parameters are not saved, only its path and
+        checksums.
 
         Args:
           aux: JSON values to save with the state; `restore` returns them in its dict.  For the
             entry `best`, see `Checkpoints.save`.
+
+        Raises:
+          InputError: as `Checkpoints.save`, for example if another state has this step's number.
         """
-        self._writer(folder).save(self.step, self.saved_state(), self.own_aux() | (aux or {}))
+        aux = self.own_aux() | (aux or {})
+        self._writer(folder).save(self.step, self.saved_state(), aux, replaced=self._replaced)
+        self._replaced = False
 
     def saved_state(self) -> steps.State:
         """Return the part of the state that checkpoints store: all but frozen parameters."""
@@ -474,7 +483,7 @@ class CausalTransformer:
             frozen, self._base = loading.load_base(where, self.config, self.mesh, places, recorded)
         self._generator = self._generator.of_next_params()
         self.state = steps.padded(state | {"frozen": frozen}, self.config, self.mesh)
-        self.step = step
+        self.step, self._replaced = step, False
 
     def load(
         self, path: AnyPath | Source, *, fresh_opt: bool = False, only_params: bool = False
@@ -505,7 +514,7 @@ class CausalTransformer:
             state["opt_state"] = self._fresh_moments(state)
         zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
         self._generator = self._generator.of_next_params()
-        self.step, self._base = 0, loaded.base
+        self.step, self._base, self._replaced = 0, loaded.base, True
         self.state = state | {"step": zero} | self._fresh_history()
 
     def _fresh_history(self) -> steps.State:
@@ -539,18 +548,6 @@ class CausalTransformer:
         return steps.all_params(self._loaded())
 
 
-def _config_of(config: Config | dict[str, Any] | AnyPath) -> Config:
-    """Return `config` as a `Config` object (see `Config.of`).
-
-    Raises:
-      InputError: if the config is invalid.  For dict keys that only the original
-        mesh-transformer-jax supported, the message names the replacements.
-    """
-    if isinstance(config, dict) and (line := old_names.keys_line(config)):
-        raise InputError(f"config: {line}")
-    return Config.of(config)
-
-
 def load(
     path: AnyPath | Source,
     config: Config | dict[str, Any] | AnyPath | None = None,
@@ -575,7 +572,7 @@ def load(
     """
     source = Source.of(path)
     changes = changes or {}
-    fitted = fit_to_devices(source.config, changes) if config is None else _config_of(config)
+    fitted = fit_to_devices(source.config, changes) if config is None else Config.of(config)
     fitted = fitted.replace(**changes)
     assert fitted.tpu_size is not None
     use_virtual_devices(fitted.tpu_size)

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import operator
 import os
 import sys
 import types
@@ -138,6 +139,19 @@ def _literals(annotation: Any) -> list[Any]:
     if typing.get_origin(annotation) is Literal:
         return list(typing.get_args(annotation))
     return [a for option in typing.get_args(annotation) for a in _literals(option)]
+
+
+def check_number(name: str, value: int, least: int, most: int | None = None) -> None:
+    """Raise InputError unless `value` is a whole number, at least `least` and at most `most`."""
+    expected = f"at least {least}" if most is None else f"{least} to {most}"
+    try:
+        operator.index(value)
+    except TypeError:
+        raise InputError(
+            f"{name} is {brief(repr(value))}, expected a whole number, {expected}"
+        ) from None
+    if value < least or (most is not None and value > most):
+        raise InputError(f"{name} is {value}, expected {expected}")
 
 
 def bucket(size: int, smallest: int, largest: int | None = None) -> int:

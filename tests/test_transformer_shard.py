@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.batches import check_batch
 from mesh_transformer.mesh import placement
 from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
@@ -52,6 +53,39 @@ def test_unsuitable_batch_is_refused(network, sample, line):
     with pytest.raises(InputError) as error:
         network.train(sample)
     assert str(error.value) == line
+
+
+def test_a_batch_holds_copies_of_the_arrays():
+    """The caller may change them while the devices still use the batch."""
+    masks = {"loss_mask": np.ones(SHAPE, np.uint8), "segment_ids": np.zeros(SHAPE, np.int32)}
+    sample = batch(**masks)
+    for key, array in check_batch(CONFIG, "train", sample, 3).items():
+        assert not np.shares_memory(array, sample[key]), key
+
+
+@pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
+def test_positions_that_mp_does_not_divide_are_refused_if_they_are_split(partitioning):
+    config = CONFIG.replace(shard_activations=True, partitioning=partitioning)
+    sample = {key: x[..., :15] for key, x in batch().items()}
+    line = "train: the sequences have 15 positions, expected a multiple of 2, the mp of the mesh"
+    with pytest.raises(InputError, match=line):
+        CausalTransformer(config).train(sample)
+
+
+def test_another_state_of_the_same_step_is_not_taken_for_saved(tmp_path):
+    network = CausalTransformer(CONFIG)
+    other = CausalTransformer(CONFIG.replace(seed=1))
+    other.save(tmp_path / "other")
+    other.close()
+    network.save(tmp_path / "own")
+    network.save(tmp_path / "own")  # it is saved already
+    for replace in (network.init, lambda: network.load(tmp_path / "other")):
+        replace()
+        with pytest.raises(InputError, match=r"step.0 already exists"):
+            network.save(tmp_path / "own")
+    network.restore(tmp_path / "own")
+    network.save(tmp_path / "own")
+    network.close()
 
 
 def test_evaluation_checks_the_same_keys(network):

@@ -156,12 +156,13 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear_uncommitted()
 
-    def save(self, step: int, state: Any, aux: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any, aux: dict[str, Any], *, replaced: bool = False) -> None:
         """Start saving a state and a JSON dict as step number `step`.
 
         Waits for the previous save first.  Returns once all jax Arrays have been copied to the
         host, so the caller may donate them.  numpy arrays must not change until `wait` has
-        returned.  If `step` is the step that this object saved or restored last, nothing is saved.
+        returned.  If `step` is the step that this object saved or restored last, nothing is saved,
+        except if the state has been `replaced` since.
 
         Args:
           state: nested dicts of arrays.
@@ -177,7 +178,7 @@ class Checkpoints:
             raise RuntimeError(f"{self.folder} was opened read-only; open it without read_only")
         self.wait()
         self._best = aux["best"] if isinstance(aux, dict) and aux.get("best") else {}
-        if step == self._known:
+        if step == self._known and not replaced:
             with convert_failures(lambda error: unwritable_error(self.folder, error)):
                 self._record_best()
             return

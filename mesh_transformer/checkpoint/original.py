@@ -347,11 +347,11 @@ def write(
             _write_shards(os.path.join(new, f"step_{step}"), leaves, count)
             original_files.write_index(os.path.join(new, "meta.json"), {}, step)
         return path
-    index = original_files.read_index(folder)
+    index = original_files.index_before(path)
     with atomic_folder(path) as new:
         _write_shards(new, leaves, count)
         original_files.write_index(os.path.join(new, "meta.json"), index, step)
-    files.replace(os.path.join(path, "meta.json"), os.path.join(folder, "meta.json"))
+    original_files.finish(path)
     return path
 
 

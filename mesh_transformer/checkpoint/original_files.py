@@ -112,6 +112,29 @@ def write_index(path: str, index: dict[str, Any], step: int) -> None:
         os.fsync(file.fileno())
 
 
+def index_before(path: str) -> dict[str, Any]:
+    """Return the index that a step is going to be added to.
+
+    Args:
+      path: the step's folder, which holds the new index until `finish` has moved it.
+
+    Raises:
+      InputError: if the step was written by a process that was killed before it called `finish`.
+    """
+    if files.is_file(os.path.join(path, "meta.json")):
+        finish(path)
+        raise InputError(
+            f"{path}: this step was written by a process that was killed at the very end; it is "
+            "complete now, so use it, or delete it to write another"
+        )
+    return read_index(os.path.dirname(path))
+
+
+def finish(path: str) -> None:
+    """Move the index that a complete step holds to where it belongs, beside the step."""
+    files.replace(os.path.join(path, "meta.json"), os.path.join(os.path.dirname(path), "meta.json"))
+
+
 def split(leaves: int) -> list[tuple[int, int]]:
     """Divide a shard's leaves among its 16 pieces; return each piece's range as (first, end).
 

@@ -17,6 +17,7 @@ def check_batch(
     rank: int,
     *,
     ignored: str | None = None,
+    multiple: int = 1,
 ) -> dict[str, np.ndarray]:
     """Check the arrays of a batch, and return them with the dtypes that the model requires.
 
@@ -24,6 +25,7 @@ def check_batch(
       method: the name of the calling method, for error messages.
       rank: required number of dimensions of each array.
       ignored: a key that the batch may have and the result leaves out.
+      multiple: the number of positions per sequence is a multiple of this.
 
     Raises:
       InputError: if an array is missing or unknown, or has a wrong shape, dtype or value.
@@ -37,18 +39,23 @@ def check_batch(
                 f"{method}: loss_mask has values other than 0 and 1; give 1 where a target counts, "
                 "else 0"
             )
-        batch["loss_mask"] = mask.astype(np.uint8, copy=False)
+        batch["loss_mask"] = mask.astype(np.uint8)
     if "segment_ids" in sample:
         segments = np.asarray(sample["segment_ids"])
         if not np.issubdtype(segments.dtype, np.integer):
             raise InputError(f"{method}: segment_ids has dtype {segments.dtype}, expected integers")
-        batch["segment_ids"] = segments.astype(np.int32, copy=False)
+        batch["segment_ids"] = segments.astype(np.int32)
     for key, array in batch.items():
         if array.shape != batch["obs"].shape:
             raise InputError(
                 f"obs has shape {batch['obs'].shape}, but {key} has shape {array.shape}; "
                 "expected equal shapes"
             )
+    if (length := batch["obs"].shape[-1]) % multiple:
+        raise InputError(
+            f"{method}: the sequences have {length} positions, expected a multiple of {multiple}, "
+            "the mp of the mesh, because shard_activations is true"
+        )
     return batch
 
 

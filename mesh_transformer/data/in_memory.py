@@ -45,7 +45,7 @@ class InMemoryTrainSet:
     def __init__(
         self, data: Any, length: int, size_of: Callable[[int], tuple[int, int]], seed: int
     ):
-        self._length, self._size_of, self._seed = length, size_of, seed
+        self._length, self._size_of, self._seed = length, size_of, seed % 2**64
         self._is_endless = True  # windows and epochs never end
         self._rows_from = self._reader(data)
         self._next = self._batches = 0  # numbers of sequences and batches that were returned
@@ -251,12 +251,18 @@ def _masked(obs: np.ndarray, target: np.ndarray) -> Row:
 def _hugging_face_row(item: Row) -> Row:
     """Return the sequence of an item with `input_ids` and, optionally, what goes with them."""
     tokens, padding = item["input_ids"], item.get("attention_mask")
-    if padding is not None and padding.shape == tokens.shape and not padding[:1].all():
+    for name in ("attention_mask", "labels"):
+        if name in item and item[name].shape != tokens.shape:
+            raise InputError(
+                f"an item of data has {name} of shape {item[name].shape}, expected "
+                f"{tokens.shape}, that of input_ids"
+            )
+    if padding is not None and not padding[:1].all():
         raise InputError("an item of data is padded at its start; pad at the end")
     if padding is None and "labels" not in item:
         return {"obs": tokens[:-1], "target": tokens[1:]}
     labels = item.get("labels", tokens)
-    if padding is not None and padding.shape == labels.shape:
+    if padding is not None:
         labels = np.where(padding, labels, -1)
     return _masked(tokens[:-1], labels[1:])
 

@@ -21,7 +21,6 @@ from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.prompts import (
     check_adapters,
     check_biases,
-    check_number,
     check_prompts,
     check_rows,
     check_texts,
@@ -32,7 +31,7 @@ from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
 from mesh_transformer.generation.weights import DRAFT, Weights, generation_config, joined_config
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model.lora import Adapter
-from mesh_transformer.util import InputError, bucket
+from mesh_transformer.util import InputError, bucket, check_number
 
 # Prompts are padded to this width times a power of two, so that few programs are compiled.
 SMALLEST_PROMPT = 16

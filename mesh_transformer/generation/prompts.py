@@ -1,6 +1,5 @@
 """Validation of prompts and answer lengths on the host, before generation starts."""
 
-import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +7,7 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.sampling import SamplerSettings
-from mesh_transformer.util import InputError, brief
+from mesh_transformer.util import InputError, brief, check_number
 
 POOLINGS = ("mean", "last")  # see `CausalTransformer.embed`
 
@@ -21,19 +20,6 @@ def longest_text(config: Config) -> int | None:
     input of the model.
     """
     return config.seq + 1 if config.pe == "fixed" else None
-
-
-def check_number(name: str, value: int, least: int, most: int | None = None) -> None:
-    """Raise InputError unless `value` is a whole number, at least `least` and at most `most`."""
-    expected = f"at least {least}" if most is None else f"{least} to {most}"
-    try:
-        operator.index(value)
-    except TypeError:
-        raise InputError(
-            f"{name} is {brief(repr(value))}, expected a whole number, {expected}"
-        ) from None
-    if value < least or (most is not None and value > most):
-        raise InputError(f"{name} is {value}, expected {expected}")
 
 
 def check_length(gen_length: int) -> None:

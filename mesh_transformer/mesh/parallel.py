@@ -1,9 +1,9 @@
 """Collectives and array layouts for model code, with two ways to partition over the mesh.
 
 The mesh has two axes: dp (data parallel) and mp (model parallel).  Model code runs inside
-`shard_map` and accesses the mesh only through a `Parallel`.  Collectives over dp are always
-explicit: f32 reductions, and ZeRO's gathers and scatters.  The two subclasses of `Parallel` differ
-in how they partition over mp:
+`shard_map`, or on a single device without it, and accesses the mesh only through a `Parallel`.
+Collectives over dp are always explicit: f32 reductions, and ZeRO's gathers and scatters.  The two
+subclasses of `Parallel` differ in how they partition over mp:
 
 * `Manual` also makes Megatron's collectives over mp explicit.  Model code sees this device's shard
   of each array.
@@ -65,7 +65,7 @@ def _is_axes(node: Any) -> bool:
 
 
 class Parallel(abc.ABC):
-    """Collectives for code inside a `shard_map` over the mesh axes in `axes`.
+    """Collectives for code inside a `shard_map` over the mesh axes in `axes`, if there are any.
 
     The type of each array lists the mesh axes along which the array varies, that is, differs
     between devices (see `check_vma` of `shard_map`).  The residual stream [B, T, D] is replicated
@@ -380,8 +380,8 @@ class Parallel(abc.ABC):
         mp = map_declared(lambda d: ("mp",) if "mp" in tuple(d.spec) else (), declared)
         return self._total(squares, mp)
 
-    def mean_scalar(self, x: Array) -> Array:
-        """Return the mean over dp of the scalar x, which differs between replicas."""
+    def mean_over_dp(self, x: Array) -> Array:
+        """Return the mean over dp of an array that differs between replicas."""
         return self._sum_over(x, ("dp",)) / self.dp
 
 

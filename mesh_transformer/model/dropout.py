@@ -48,6 +48,14 @@ def _fold(keys: Array, numbers: Array | int) -> Array:
     return jax.vmap(jax.random.fold_in)(*flat).reshape(shape)
 
 
+def drop_entries(x: Array, kept: Array, rate: float) -> Array:
+    """Return x / (1 - rate) where `kept` is true, else 0.
+
+    The factor is in f32, in which it is exact enough; rounded to bf16 it would change the mean.
+    """
+    return jnp.where(kept, (x.astype(jnp.float32) / (1 - rate)).astype(x.dtype), 0)
+
+
 class Dropout(NamedTuple):
     """The random numbers of one microbatch, for the embedding or for one layer.
 
@@ -61,12 +69,12 @@ class Dropout(NamedTuple):
         """Return the random numbers of a layer; call this on those of the microbatch."""
         return Dropout(_fold(self.key_B, number))
 
-    def mask(self, place: int, rate: float, length: int, width: int, dtype: jnp.dtype) -> Array:
-        """Return a factor for each entry of activations, [B, T, D]: 0, or 1 / (1 - rate).
+    def kept(self, place: int, rate: float, length: int, width: int) -> Array:
+        """Return whether each entry of activations is kept, bool [B, T, D].
 
         Args:
           place: the place in the layer, such as `ATTENTION`.
-          rate: the probability of 0.
+          rate: the probability of an entry to be dropped.
           length: T, the number of positions.
           width: D.
         """
@@ -74,7 +82,7 @@ class Dropout(NamedTuple):
         def one(key: Array) -> Array:
             return jax.random.bernoulli(key, 1 - rate, (length, width))
 
-        return jax.vmap(one)(_fold(self.key_B, place)).astype(dtype) / (1 - rate)
+        return jax.vmap(one)(_fold(self.key_B, place))
 
     def drop_probs(self, rate: float, length: int, par: Parallel) -> DropProbs:
         """Return a function that drops attention probabilities.
@@ -94,6 +102,6 @@ class Dropout(NamedTuple):
                 return jax.random.bernoulli(row, 1 - rate, (length,))[key : key + keys]
 
             kept_BHTS = jax.vmap(one)(key_BHT.ravel()).reshape(probs_BHTS.shape)
-            return jnp.where(kept_BHTS, probs_BHTS / (1 - rate), 0)
+            return drop_entries(probs_BHTS, kept_BHTS, rate)
 
         return drop

@@ -1,8 +1,8 @@
 """The model's Haiku modules: embedding, norms, transformer layer and output projection.
 
-The same code runs on every mesh, inside `shard_map`; `Parallel` supplies the collectives.  Arrays
-are either one mp shard (`Manual`) or global over mp (`Auto`).  Axes that are split over mp, such as
-H and V, therefore have either their local or their global size.
+The same code runs on every mesh; `Parallel` supplies the collectives.  Arrays are either one mp
+shard (`Manual`) or global over mp (`Auto`).  Axes that are split over mp, such as H and V,
+therefore have either their local or their global size.
 
 Array names end in their shape: B batch, T query, S cache or key, D model, H heads, K head size,
 R rank of an adapter, F feed-forward, C columns (or rows) of one head in the fused weights of the
@@ -37,7 +37,7 @@ from mesh_transformer.model.attention import (
     write,
     write_rows,
 )
-from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at
+from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at, drop_entries
 from mesh_transformer.model.matrices import add_bias, project_in, project_out
 
 # checkpoint_name of the residual stream between attention and feed-forward, if the latter reads it
@@ -315,8 +315,8 @@ class Embedding(hk.Module):
             table = jnp.asarray(par.gather(table))[:, : c.d_model]  # without padding
             x_BTD += par.own_positions(table[jnp.clip(positions_BT, 0, c.seq - 1)])
         if dropout is not None and c.dropout_embedding:
-            shape = (tokens_BT.shape[1], c.d_model)
-            x_BTD *= par.own_positions(dropout.mask(0, c.dropout_embedding, *shape, x_BTD.dtype))
+            kept_BTD = dropout.kept(0, c.dropout_embedding, tokens_BT.shape[1], c.d_model)
+            x_BTD = drop_entries(x_BTD, par.own_positions(kept_BTD), c.dropout_embedding)
         return x_BTD
 
 
@@ -439,12 +439,12 @@ class TransformerLayer(hk.Module):
         return attended_BTD + self._drop(hidden_BTD, FEED_FORWARD, context)
 
     def _drop(self, x_BTD: Array, place: int, context: Context) -> Array:
-        """Apply dropout to activations of all positions; `place` is as for `Dropout.mask`."""
+        """Apply dropout to activations of all positions; `place` is as for `Dropout.kept`."""
         rate = self.config.dropout_residual
         if context.dropout is None or not rate:
             return x_BTD
         _, length, width = x_BTD.shape
-        return x_BTD * context.dropout.mask(place, rate, length, width, x_BTD.dtype)
+        return drop_entries(x_BTD, context.dropout.kept(place, rate, length, width), rate)
 
     def _gelu(self, x: Array) -> Array:
         return jax.nn.gelu(x, approximate=self.config.activation == "gelu_tanh")

@@ -187,7 +187,7 @@ def loss_weights(mask: Array, par: Parallel, segments: Array | None = None) -> L
     following = jnp.concatenate((nearest[..., 1:], jnp.full_like(nearest[..., :1], length)), -1)
     padded_runs = jnp.concatenate((runs, jnp.full_like(runs[..., :1], -1)), -1)
     last = every * (jnp.take_along_axis(padded_runs, following, axis=-1) != runs)
-    shares = par.mean_scalar(jnp.stack((every.mean(), last.mean())))
+    shares = par.mean_over_dp(jnp.stack((every.mean(), last.mean())))
     scales = 1 / jnp.maximum(shares, jnp.finfo(jnp.float32).tiny)
     return LossWeights(every * scales[0], last * scales[1])
 

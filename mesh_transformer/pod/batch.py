@@ -14,14 +14,13 @@ from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prompts import (
     check_adapters,
     check_biases,
-    check_number,
     check_rows,
     check_texts,
 )
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.generation.stream import MOST_STEPS
 from mesh_transformer.mesh.placement import process_rows
-from mesh_transformer.util import HostError, InputError
+from mesh_transformer.util import HostError, InputError, check_number
 
 
 class Cluster(Protocol):

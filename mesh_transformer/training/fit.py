@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mesh_transformer.config import Config
@@ -12,7 +12,7 @@ from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import loop
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, brief, check_number
 
 Hook = Callable[[dict[str, Any]], None]  # called with the metrics row of each step
 
@@ -58,8 +58,10 @@ def fit(
         raise InputError(
             "config: total_steps is not set, on which the learning rate depends; set it"
         )
-    if steps is not None and steps < 1:
-        raise InputError(f"steps is {steps}, expected at least 1")
+    if steps is not None:
+        check_number("steps", steps, 1)
+    if not isinstance(hooks, Iterable) or not all(map(callable, hooks)):
+        raise InputError(f"hooks is {brief(repr(hooks))}, expected a list of functions")
     if getattr(network, "state", None) is None:
         raise InputError(
             "the network has no weights to train; call its init or load, and not only_generate"

@@ -96,10 +96,7 @@ def train(
     """
     config, folder = network.config, local_path(folder)
     base = None if tune_model_path is None else os.fspath(tune_model_path)
-    total = config.total_steps if max_steps is None else max_steps
-    config.require_to_train(max_steps)
-    assert config.train_set is not None
-    assert total is not None
+    total = config.require_to_train(max_steps)
     if total < 1:
         key = "total_steps" if max_steps is None else "--max-steps"
         raise InputError(f"{key} is {total}, expected at least 1")
@@ -188,11 +185,12 @@ def _train(
             network.save(folder, {"best": best.state()})
         ended = _ended(network.step, total, best)
         if ended and unscored is None and not unsaved:
-            name = "the network" if temporary else folder
-            print(f"{name} is at step {network.step}{ended}")
+            print(f"{'the network' if temporary else folder} is at step {network.step}{ended}")
             return
         if "loader" in aux or network.step:
             loader.restore(aux.get("loader"), network.step)
+        if aux and network.step and "loader" not in aux:
+            print(f"{folder} has no position in the data; records are read from the first one")
         noise = NoiseScale(config.noise_scale_alpha, *network.noise_batches)
         if "noise" in aux:
             noise.restore(aux["noise"])

@@ -236,7 +236,7 @@ def gradients(
         sums, measured = _sum_of_first(microbatch, sums, samples, count, par)
         accumulation = count
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
-    loss, last_loss, norm_micro, square_micro = par.mean_scalar(measured)
+    loss, last_loss, norm_micro, square_micro = par.mean_over_dp(measured)
     return grads, {
         "loss": loss,
         "last_loss": last_loss,
@@ -301,7 +301,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         split_stream=config.shard_activations and config.shards > 1,
     )
 
-    update = Optimizer.update
+    whole = None
     if config.virtual_mesh is not None:  # elementwise rules may round differently in another layout
         layouts = (layout["params"], layout["opt_state"])
         whole = partitioned(
@@ -311,7 +311,6 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
             (layouts[0], layouts[1], layouts[0], P(), P()),
             layouts,
         )
-        update = lambda _, *args: whole(*args)  # noqa: E731
 
     def train_step(state: State, batch: Batch, *count: Array) -> tuple[State, dict[str, Array]]:
         params, moments, step = state["params"], state["opt_state"], state["step"]
@@ -335,7 +334,9 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
             new["norms"] = spikes.with_norm(state["norms"], norm, step)
 
         def change(optimizer: Optimizer, grads: Any, moments: Any, params: Any) -> Any:
-            updated = update(optimizer, grads, moments, params, rate, norm)
+            # With `offload`, which excludes a virtual mesh, the optimizer is that of some matrices.
+            update = optimizer.update if whole is None else whole
+            updated = update(grads, moments, params, rate, norm)
             if not (config.skip_nonfinite or config.skip_spikes):
                 return updated
             before = (params, moments)

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mesh_transformer.checkpoint import original_files
 from mesh_transformer.checkpoint.loading import saved_part
 from mesh_transformer.checkpoint.original import entries, read, write
 from mesh_transformer.checkpoint.original_files import split, step_folder
@@ -682,6 +683,25 @@ def test_writing_a_state_that_does_not_match_the_config_is_refused(small, tmp_pa
     with pytest.raises(InputError, match="opt_state/nu/embed/embedding/w is missing"):
         write(str(folder), state, config)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_write_that_was_killed_at_its_end_is_completed(small, tmp_path, monkeypatch):
+    config, folder = small(), tmp_path / "model"
+    state = random_state(config, full=False)
+    write(str(folder), state | {"step": np.int32(1)}, config)
+    with monkeypatch.context() as patch:
+        patch.setattr(original_files, "finish", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write(str(folder), state | {"step": np.int32(2)}, config)
+    with pytest.raises(InputError, match=r"step_2: .* killed at the very end; it is complete now"):
+        write(str(folder), state | {"step": np.int32(2)}, config)
+    assert json.loads((folder / "meta.json").read_text())["checkpoints"] == [1, 2]
+    assert not (folder / "step_2" / "meta.json").exists()
+    assert read(str(folder), config)["step"] == 2
+
+
+def _interrupt(path: str) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("existing", [False, True])

@@ -199,6 +199,14 @@ def test_validation_reads_every_token_of_an_array_once():
             "padded at its start; pad at the end",
         ),
         (
+            [{"input_ids": np.arange(5), "attention_mask": np.ones(4)}],
+            "an item of data has attention_mask of shape (4,), expected (5,), that of input_ids",
+        ),
+        (
+            [{"input_ids": np.arange(5), "labels": np.arange(4)}],
+            "an item of data has labels of shape (4,), expected (5,), that of input_ids",
+        ),
+        (
             [[1, 2, 3], ([1, 2], [2, 3])],
             "some items of data have loss_mask, obs, target and some obs",
         ),

@@ -188,6 +188,11 @@ def test_what_fit_cannot_use_is_refused_before_it_trains():
         mesh_transformer.fit(network_with(total_steps=None), windows())
     with pytest.raises(InputError, match="steps is 0, expected at least 1"):
         mesh_transformer.fit(network_with(), windows(), steps=0)
+    with pytest.raises(InputError, match=r"steps is 7\.5, expected a whole number"):
+        mesh_transformer.fit(network_with(), windows(), steps=7.5)
+    for hooks in (print, [3]):
+        with pytest.raises(InputError, match=r"hooks is .*, expected a list of functions"):
+            mesh_transformer.fit(network_with(), windows(), hooks=hooks)
     with pytest.raises(InputError, match="val is an iterator, which can be read only once"):
         mesh_transformer.fit(network_with(), windows(), val=iter(windows()))
     with pytest.raises(InputError, match=r"val has 9 tokens, expected more than seq \(16\)"):

@@ -884,6 +884,21 @@ def relative_difference(actual_folder: Path, expected_folder: Path, first: int) 
     )
 
 
+def test_a_checkpoint_without_a_position_in_the_data_says_so(base, tmp_path, capsys):
+    folder, values = base
+    network = CausalTransformer(Config(**values), init=False)
+    network.restore(str(folder / "half"))
+    network.save(str(tmp_path / "model"))  # as in Python, without the loop
+    network.close()
+    seen = train_here(values | {"total_steps": 21}, tmp_path / "model")
+    line = f"{tmp_path / 'model'} has no position in the data; records are read from the first one"
+    assert line in capsys.readouterr().out
+    expected = TFRecordNewInputs(values["train_set"], 8, values["seq"])
+    first = whole_records(expected.get_samples())
+    expected.close()
+    np.testing.assert_array_equal(np.stack(seen)[: len(first)], first)
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("mesh", "changes"),
