@@ -388,14 +388,11 @@ class Config:
         """Return `source` as a Config; it may be a Config, a dict of keys or the path of a file.
 
         Raises:
-          InputError: if the config is invalid.  For dict keys that only the original
-            mesh-transformer-jax supported, the message names the replacements.
+          InputError: if the config is invalid.
         """
         if isinstance(source, Config):
             return source
         if isinstance(source, dict):
-            if line := old_names.keys_line(source):
-                raise InputError(f"config: {line}")
             return cls.from_dict(source)
         return cls.load(os.fspath(source))
 
@@ -458,7 +455,12 @@ class Config:
 
 
 def _check_known(values: dict[str, Any], where: str) -> None:
-    """Raise InputError if a key of `values` is not a config key."""
+    """Raise InputError if a key of `values` is not a config key.
+
+    For keys of the original mesh-transformer-jax, the message says what replaces them.
+    """
+    if line := old_names.keys_line(values):
+        raise InputError(f"{where}: {line}")
     known = {f.name for f in dataclasses.fields(Config)}
     for key in values:
         if key not in known:

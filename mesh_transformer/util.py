@@ -90,7 +90,9 @@ def mismatch(value: Any, annotation: Any) -> str | None:
         close = difflib.get_close_matches(value, options, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
     elif isinstance(value, str) and _matches(0.5, annotation) and _is_number(value):
-        hint = "; in YAML a number with an exponent needs a decimal point: 1.0e-4"
+        hint = (
+            "; remove the quotes; in YAML a number with an exponent needs a decimal point: 1.0e-4"
+        )
     return f"expected {_format_type(annotation)}{hint}"
 
 

@@ -78,6 +78,8 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"lora_targets": []}, ["lora_targets is []", "at least one"]),
         ({"pe_rotary_dims": 0}, ["pe_rotary_dims is 0", "positive even number"]),
         ({"seed": 2**63}, [f"seed is {2**63}", "expected -2**63 to 2**63 - 1"]),
+        ({"d_head": 8}, ['params["d_head"]: use the key head_size']),
+        ({"lr": "5e-5"}, ["lr is str '5e-5'", "remove the quotes"]),
         ({"layers": 0}, ["layers is 0", "expected at least 1"]),
         ({"layers": 10**9}, ["layers is 1000000000", "expected at most 4096"]),
         ({"n_heads": 0}, ["n_heads is 0", "expected at least 1"]),

@@ -8,13 +8,16 @@ The module `step_folders` describes how complete steps are recognised.  A lock e
 folder has only one writer at a time.  A writer may consist of many processes.
 """
 
+import atexit
 import contextlib
 import functools
 import json
 import logging
 import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -75,6 +78,27 @@ _SIGNAL_SECONDS = 0.5  # longest time until a signal is handled while `wait` wai
 _PRUNE_SECONDS = 30  # longest time that `wait` waits for old steps to be deleted
 
 _log = logging.getLogger(__name__)
+_began: "weakref.WeakSet[Checkpoints]" = weakref.WeakSet()  # those that have begun a save
+
+
+def _finish_saves() -> None:
+    """Wait for saves that are still running when the program ends, and report those that fail."""
+    for checkpoints in list(_began):
+        try:
+            checkpoints.wait()
+        except (InputError, StoppedError) as error:
+            print(f"error: {error}", file=sys.stderr)
+
+
+@functools.cache
+def _finish_saves_at_exit() -> None:
+    """Have `_finish_saves` called when the program ends, if it has a single process.
+
+    With several processes, a wait for those that have failed might not end.
+    """
+    if jax.process_count() == 1:
+        # The functions of `atexit` are called too late, when Orbax can no longer start threads.
+        getattr(threading, "_register_atexit", atexit.register)(_finish_saves)
 
 
 class Checkpoints:
@@ -209,6 +233,8 @@ class Checkpoints:
             forced = jax.process_index() != 0
             self._checkpointer.save(self._path(step), args=arguments, force=forced)
         self._pending = step, n_bytes, self._executor.submit(self._commit, step)
+        _began.add(self)
+        _finish_saves_at_exit()
 
     def _check_lock(self) -> None:
         """Check that no other process has taken over the lock of the folder.

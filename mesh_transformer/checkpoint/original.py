@@ -182,7 +182,7 @@ def _check_expressible(config: Config) -> None:
         if key != "hf_type" and getattr(config, key) != expected:
             raise InputError(
                 f"config: {key} is {getattr(config, key)}, but mesh-transformer-jax checkpoints "
-                f"support only {expected}; keep this model in native format"
+                f"support only {expected}; change the config, or keep a model in native format"
             )
     if config.d_head * config.n_heads != config.d_model:
         raise InputError(

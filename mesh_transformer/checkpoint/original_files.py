@@ -52,11 +52,13 @@ def step_folder(path: str) -> str:
     """
     if entry_numbers(path, "shard"):
         return path
+    refuse_version_2(path)
     if not files.is_folder(path):
         raise InputError(f"{path}: no such folder; expected a mesh-transformer-jax checkpoint")
     if files.is_file(os.path.join(path, "meta.json")):
         newest = read_index(path)["checkpoints"][-1]
         step = os.path.join(path, f"step_{newest}")
+        refuse_version_2(step)
         if not entry_numbers(step, "shard"):
             raise InputError(
                 f"{path}/meta.json names step {newest} as the newest, but the folder {step} is "
@@ -110,6 +112,15 @@ def write_index(path: str, index: dict[str, Any], step: int) -> None:
         json.dump(values, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def refuse_version_2(step: str) -> None:
+    """Raise InputError if the folder `step` is a checkpoint of mesh-transformer-jax's version 2."""
+    if files.is_file(os.path.join(step, "params", "shard_0.npz")):
+        raise InputError(
+            f"{step}: this is a checkpoint of mesh-transformer-jax's version 2 (params/shard_<i>"
+            ".npz), which cannot be read; only those of its version 1 can"
+        )
 
 
 def index_before(path: str) -> dict[str, Any]:

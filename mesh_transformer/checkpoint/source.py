@@ -147,8 +147,9 @@ def check_vacant(folder: AnyPath) -> None:
     """Raise InputError if `folder` holds a checkpoint in a format other than native."""
     if kind := other_format(folder, "native"):
         raise InputError(
-            f"{folder} holds a checkpoint in {kind} format, which a run cannot resume from; give "
-            "it as --tune-model-path and choose another folder with --model-dir, or convert it"
+            f"{folder} holds a checkpoint in {kind} format, which a run cannot resume from; "
+            "choose another folder (--model-dir), and give this one as --tune-model-path, or "
+            f"convert it: mesh-transformer convert --from {kind} {folder} --to native NEW"
         )
 
 

@@ -14,7 +14,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.record_set import Position, RecordSet, Row, random
 from mesh_transformer.storage.access import AnyPath
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, brief
 
 BATCHES_AHEAD = 4
 # In a mixture, each random generator chooses the record sets for this many consecutive records.
@@ -312,6 +312,11 @@ class Mixture:
         Raises:
           InputError: if the dict is damaged, or was saved with other indexes or shuffle settings.
         """
+        if not isinstance(state, dict) or "file_idx" in state:
+            raise InputError(
+                f"the data position is {brief(repr(state))}, expected what `state` has returned; "
+                "positions of the original mesh-transformer-jax cannot be continued from"
+            )
         states = state.get("sets", [state])
         drawn = state.get("drawn", 0)
         if len(states) != len(self.sets) or not isinstance(drawn, int) or drawn < 0:

@@ -60,8 +60,9 @@ def tasks_of(names: Sequence[str], include_path: str | None = None) -> Tasks:
     for name, matches in matched.items():
         if not matches:
             raise InputError(
-                f"lm-eval has no task {name!r}; `lm-eval ls tasks` lists its tasks, and "
-                "--include-path adds a folder with your own tasks"
+                f"lm-eval has no task {name!r} (eval_harness_tasks or --tasks); `lm-eval ls "
+                "tasks` lists its tasks, and a task of your own is given by the path of its YAML "
+                "file"
             )
     return _load(manager, matched)
 
@@ -88,7 +89,7 @@ def _load(manager: TaskManager, matched: dict[str, list[str]]) -> Tasks:
         lines = str(error).strip().splitlines() or [""]
         raise InputError(
             f"lm-eval cannot load the tasks {', '.join(names)}: {type(error).__name__}: "
-            f"{lines[0]}; leave out the tasks that cannot be loaded"
+            f"{lines[0]}; leave out those that cannot be loaded (eval_harness_tasks or --tasks)"
         ) from error
 
 

@@ -129,7 +129,7 @@ class Generator:
         """
         if params is None:
             if self._made is None:
-                raise InputError("the model has no weights yet; restore or load a checkpoint first")
+                raise InputError("the model has no weights yet; call init, restore or load")
             return self._made[1]
         arrays = jax.tree.leaves(params)
         if self._made is None or not _identical(self._made[0], arrays):

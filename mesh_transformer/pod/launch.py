@@ -16,6 +16,7 @@ from mesh_transformer.pod.tpu.api import PreemptedError
 from mesh_transformer.pod.tpu.install import ray_token
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
 from mesh_transformer.pod.tpu.vm import Limits, TpuVm
+from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.util import HostError, InputError, StoppedError
 
 if TYPE_CHECKING:
@@ -29,25 +30,31 @@ BATCHES_IN_STORE = 8  # half for training steps in flight, half for validation a
 
 
 def build_model(
-    config: Config, hosts: "list[Host]", *original: object, **options: Any
+    config: Config | dict[str, Any] | AnyPath,
+    hosts: "list[Host] | None" = None,
+    *original: object,
+    **options: Any,
 ) -> "TPUCluster":
     """Return a new `TPUCluster` on `hosts`, which has no parameters yet.
 
     The caller must then call the cluster's `init`, `load` or `restore`.
 
     Args:
+      config: a Config, a dict of config keys and values, or the path of a config file.
+      hosts: as yielded by the functions of `local_machines` and `tpu_machines`.
       original: must be empty.  Any further positional argument, as in calls that were written for
         the original mesh-transformer-jax, raises InputError.
       options: keyword arguments of `TPUCluster`, such as `heartbeat`.
     """
-    if original or hosts is None or isinstance(hosts, str):
+    if original or not hosts or isinstance(hosts, str):
         raise InputError(
             "build_model(params, tpu_name, region, preemptible) is now build_model(config, hosts); "
-            "get hosts from mesh_transformer.pod.launch.tpu_machines, or run train.py --tpu NAME"
+            "get hosts from mesh_transformer.pod.launch.tpu_machines or local_machines, or run "
+            "train.py --tpu NAME"
         )
     from mesh_transformer.pod.cluster import TPUCluster
 
-    return TPUCluster(config, hosts, **options)
+    return TPUCluster(Config.of(config), hosts, **options)
 
 
 def new_copies(config: Config) -> "HostCopies | None":

@@ -1,6 +1,7 @@
 """Validation of HTTP requests (API key, size, arrival time, fields), and error responses."""
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -9,7 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -402,6 +410,14 @@ class ContextRequest(_StrictModel):
     # Default: 512, as in the original mesh-transformer-jax, or the server's maximum if it is lower.
     length: int | None = _field(None, "a whole number of at least 1", ge=1)
     seed: int | None = _field(None, str(RANGES["seed"]), ge=0, lt=2**32)
+
+    @field_validator("top_p", "temp", mode="before")
+    @classmethod
+    def _number_in_text(cls, value: Any) -> Any:
+        """Return a text such as "0.9" as a number, as the original mesh-transformer-jax did."""
+        with contextlib.suppress(ValueError):
+            return float(value) if isinstance(value, str) else value
+        return value
 
 
 def parse(kind: type[Body], body: bytes) -> Body:

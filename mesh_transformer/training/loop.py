@@ -337,7 +337,7 @@ class _Run:
         self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
         self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
         self.saver = Saver(network, self.folder, self._state, self.best, self.ledger, self._report)
-        self.peak = network.peak_flops
+        self.peak, self.first = network.peak_flops, network.step + 1
         self.clock = StepClock()
         self.bar = tqdm(total=self.total, initial=self.logged, unit="step", dynamic_ncols=True)
 
@@ -411,6 +411,8 @@ class _Run:
         length = sample["obs"].shape[-1] if sample else config.seq
         metrics = network.train(sample)
         self.pending.append(_Step(network.step, length, metrics, before, self.loader.state()))
+        if network.step == self.first:
+            float(metrics["loss"])  # wait, so that the time of compilation is this step's alone
         self._log(self._rows(IN_FLIGHT))
         if network.notice and not received:
             self._save_before_end()

@@ -90,6 +90,21 @@ def template_of(mesh, leaves=LEAVES, specs=SPECS):
     return jax.tree.map(make, leaves, specs, is_leaf=is_leaf)
 
 
+def test_a_program_that_ends_waits_for_its_save(tmp_path):
+    code = """
+import sys, numpy as np
+from mesh_transformer.checkpoint.native import Checkpoints
+checkpoints = Checkpoints(sys.argv[1], host=True)
+for step in (1, 2):
+    checkpoints.save(step, {"x": np.zeros((4096, 1024), np.float32)}, {})
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert run.stderr == ""
+    assert Checkpoints(str(tmp_path), read_only=True).steps() == [1, 2]
+
+
 def scalar_template(mesh, shape=(), dtype=jnp.int32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 

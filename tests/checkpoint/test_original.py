@@ -685,6 +685,18 @@ def test_writing_a_state_that_does_not_match_the_config_is_refused(small, tmp_pa
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_checkpoint_of_version_2_is_called_so(small, tmp_path, indexed):
+    step = tmp_path / "step_5"
+    (step / "params").mkdir(parents=True)
+    (step / "params" / "shard_0.npz").touch()
+    if indexed:
+        (tmp_path / "meta.json").write_text('{"step": 5, "checkpoints": [5], "aux": {"5": {}}}')
+    for path in (step, tmp_path) if indexed else (step,):
+        with pytest.raises(InputError, match=r"step_5: this is a checkpoint of .* version 2"):
+            read(str(path), small())
+
+
 def test_a_write_that_was_killed_at_its_end_is_completed(small, tmp_path, monkeypatch):
     config, folder = small(), tmp_path / "model"
     state = random_state(config, full=False)

@@ -297,6 +297,10 @@ def test_fewer_records_than_one_batch_are_refused(index, repeat):
 def test_the_state_of_another_index_is_refused(index):
     state = load(index).state()
     index.write_text("part_0.tfrecords\npart_2.tfrecords\n")
+    for old in ({"used": ["a_9.tfrecords"], "file_idx": 3}, []):
+        assert "positions of the original mesh-transformer-jax cannot" in refusal(
+            index, restore_state=old
+        )
     assert "lists other files than when the checkpoint was saved" in refusal(
         index, restore_state=state
     )

@@ -179,6 +179,8 @@ def test_original_servers_request_format(live):
     # Only the last 64 tokens of a context that is too long are used.
     context = "word " * 5000
     result = live.http.post("/complete", json={"context": context, "length": 8, "seed": 1}).json()
+    as_text = {"context": context, "length": 8, "seed": 1, "top_p": "0.9", "temp": "1"}
+    assert live.http.post("/complete", json=as_text).json()["completion"] == result["completion"]
     assert result["completion"] == live.text([0] * 64, 1, 8)
 
 
