@@ -37,7 +37,7 @@ from mesh_transformer.generation.weights import DRAFT, Weights
 from mesh_transformer.mesh.declaration import padded_size
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import paged, transformer
-from mesh_transformer.model.attention import LayerCache, write_rows
+from mesh_transformer.model.cache import LayerCache, write_rows
 from mesh_transformer.model.loss import cross_entropy
 
 # The settings of idle rows: greedy decoding, which is the fastest, and no penalty or bias.

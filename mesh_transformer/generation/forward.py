@@ -10,7 +10,8 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation.weights import SCALES, Weights
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import matrices, paged, transformer
-from mesh_transformer.model.attention import LayerCache, causal_bias
+from mesh_transformer.model.attention import causal_bias
+from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.layers import Context
 
 

@@ -28,7 +28,7 @@ from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.host_memory import device_copies
 from mesh_transformer.mesh.program import compiled
 from mesh_transformer.model import transformer
-from mesh_transformer.model.attention import LayerCache
+from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.lora import Adapter
 
 

@@ -26,17 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 from mesh_transformer.model import lora, paged
-from mesh_transformer.model.attention import (
-    MASKED,
-    Attend,
-    LayerCache,
-    attend,
-    attend_after,
-    rotate,
-    rows_of,
-    write,
-    write_rows,
-)
+from mesh_transformer.model.attention import MASKED, Attend, attend, attend_after, rotate
+from mesh_transformer.model.cache import LayerCache, rows_of, write, write_rows
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at, drop_entries
 from mesh_transformer.model.matrices import add_bias, project_in, project_out
 

@@ -15,13 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.model.attention import (
-    MASKED,
-    LayerCache,
-    scores_of,
-    write_at,
-    write_rows,
-)
+from mesh_transformer.model.attention import MASKED, scores_of
+from mesh_transformer.model.cache import LayerCache, write_at, write_rows
 
 # Attention reads as many blocks of each row together as hold this number of slots.  A smaller
 # number reads less beyond the end of the longest row, and makes more steps.
@@ -30,7 +25,7 @@ SLOTS_TOGETHER = 256
 SLOTS_OF_ALL_ROWS = 8192
 
 # Dimension numbers for gathering blocks of [L, H, C, K] as [P, H, J, C, K], so that no axes need be
-# exchanged afterwards.  H is a batching dimension, as in `attention.write_at`.
+# exchanged afterwards.  H is a batching dimension, as in `cache.write_at`.
 _BLOCKS = jax.lax.GatherDimensionNumbers(
     offset_dims=(3, 4),
     collapsed_slice_dims=(0,),

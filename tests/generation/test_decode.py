@@ -18,7 +18,7 @@ from mesh_transformer.generation.sampling import choose, penalize, sampler_setti
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
-from mesh_transformer.model.attention import LayerCache, write, write_rows
+from mesh_transformer.model.cache import LayerCache, write, write_rows
 from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError

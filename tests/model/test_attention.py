@@ -12,7 +12,9 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation import programs
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import attention as attention_module
+from mesh_transformer.model import cache as cache_module
 from mesh_transformer.model.attention import _cudnn_disagrees, attend_function, attention_backend
+from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 from tests.conftest import random_batch
@@ -193,14 +195,14 @@ def test_positions_written_in_turn_or_at_once_are_the_same(rows):
     """TPUs do the one, all else the other; rows that do not exist are left out."""
     rng = np.random.default_rng(rows)
 
-    def random(*shape: int) -> attention_module.LayerCache:
+    def random(*shape: int) -> LayerCache:
         k, v = rng.normal(size=(2, *shape))
-        return attention_module.LayerCache(jax.numpy.array(k), jax.numpy.array(v))
+        return LayerCache(jax.numpy.array(k), jax.numpy.array(v))
 
     cache, new = random(5, 3, 6, 4), random(rows, 3, 1, 4)
     row_B, slot_B = rng.permutation(8)[:rows], rng.integers(0, 6, rows)
-    at_once = attention_module._scatter_one(cache, new, row_B, slot_B)
-    in_turn = jax.jit(attention_module._write_in_turn)(cache, new, row_B, slot_B)
+    at_once = cache_module._scatter_one(cache, new, row_B, slot_B)
+    in_turn = jax.jit(cache_module._write_in_turn)(cache, new, row_B, slot_B)
     jax.tree.map(np.testing.assert_array_equal, at_once, in_turn)
     expected = np.array(cache.k_BHSK)
     for row, slot, k_HTK in zip(row_B, slot_B, new.k_BHSK, strict=True):

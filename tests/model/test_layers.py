@@ -10,7 +10,8 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model.attention import MASKED, LayerCache, attend, causal_bias, rotate
+from mesh_transformer.model.attention import MASKED, attend, causal_bias, rotate
+from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.layers import (
     Embedding,
     Norm,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mesh_transformer.model import attention, paged
-from mesh_transformer.model.attention import LayerCache, causal_bias
+from mesh_transformer.model.attention import causal_bias
+from mesh_transformer.model.cache import LayerCache
 
 ROWS, HEADS, WIDTH, SIZE, PLACES = 3, 2, 128, 16, 4
 SLOTS = SIZE * PLACES
