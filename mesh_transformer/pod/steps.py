@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 class StepReport(NamedTuple):
     """One host's report about one training step.
@@ -52,6 +54,12 @@ class PendingMetric:
 
     def __float__(self) -> float:
         return self._read(self._reading)[self._name]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(float(self), dtype)
+
+    def __format__(self, form: str) -> str:
+        return format(float(self), form)
 
     def is_ready(self) -> bool:
         """Return whether the step is known to have finished.

@@ -223,7 +223,7 @@ def _train(
 def _ended(step: int, total: int, best: BestStep) -> str:
     """Say why a run that has reached `step` has ended; return "" if it has not."""
     if step >= total:
-        return f" of {total}: nothing left to train"
+        return f"{' of' if step == total else ', past'} {total}: nothing left to train"
     advice = "to train on, raise early_stop or set it to null"
     return f": {best.reason()}; {advice}" if best.is_over else ""
 

@@ -27,7 +27,7 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.pod import restarts
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.launch import build_model, local_machines
-from mesh_transformer.pod.steps import StepReport
+from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
 from mesh_transformer.serving.engine import ALTERNATIVES, Engine
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.training import loop
@@ -117,6 +117,13 @@ def test_hosts_reserve_equal_caches_for_idle_rows():
     batch.insert([0, 2], prompts, [1, 15], sampler_settings({}, 2))
     batch.decode(4)
     assert reserved == [[SMALLEST_CACHE + 1] * 2]
+
+
+def test_a_pending_metric_can_be_used_as_a_number():
+    pending = PendingMetric(lambda step: {"loss": 2.5}, DispatchedStep(1, []), "loss")
+    assert (float(pending), f"{pending:.2f}") == (2.5, "2.50")
+    assert np.asarray(pending).dtype == np.float64
+    np.testing.assert_array_equal(np.mean([pending, 3.5]), 3.0)
 
 
 def test_cluster_matches_a_single_process(cluster, single, tmp_path):

@@ -715,11 +715,11 @@ def test_a_finished_run_reports_it_and_changes_nothing(counter, tmp_path, capsys
     loop.train(counter(saved), str(tmp_path), max_steps=9)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     capsys.readouterr()
-    for stop in (9, 5):
+    for stop, said in ((9, " of 9"), (5, ", past 5")):
         network = counter(saved)
         loop.train(network, str(tmp_path), max_steps=stop)
         captured = capsys.readouterr()
-        assert captured.out == f"{tmp_path} is at step 9 of {stop}: nothing left to train\n"
+        assert captured.out == f"{tmp_path} is at step 9{said}: nothing left to train\n"
         assert captured.err == ""
         assert network.seen == []
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
