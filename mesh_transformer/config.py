@@ -495,10 +495,13 @@ def _read_mapping(path: str) -> dict[str, Any]:
     try:
         return read_mapping(os.fspath(named or path), f"config {path}")
     except OSError as error:
-        names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
+        names = sorted(file.stem for file in CONFIGS.glob("*.json"))
+        lower = {name.lower(): name for name in (*names, *PRESETS)}
+        close = difflib.get_close_matches(os.path.basename(path).lower(), lower, n=1)
+        hint = f"did you mean {lower[close[0]]}? else " if close else ""
         raise InputError(
-            f"config {path} cannot be read ({error.strerror}); give the path of a JSON or YAML "
-            f"file, one of {names}, or a preset: {', '.join(PRESETS)}"
+            f"config {path} cannot be read ({error.strerror}); {hint}give the path of a JSON or "
+            f"YAML file, one of {', '.join(names)}, or a preset: {', '.join(PRESETS)}"
         ) from None
 
 
