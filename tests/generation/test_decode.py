@@ -181,6 +181,41 @@ def compiled_decode(
     return compiled.as_text(), compiled.memory_analysis()
 
 
+@pytest.mark.parametrize("place", [PLACES[1], PLACES[2]])
+@pytest.mark.parametrize(
+    "changes", [{}, {"weight_bits": 8, "int8_cache": True}, {"weight_bits": 4, "d_model": 256}]
+)
+def test_generation_is_lowered_for_gpus(place, changes):
+    network = network_of(small_config(**changes), place)
+    batch = network.batch(2, guesses=2)
+    generator, texts = batch._generator, []
+
+    def lowered(compile_program: Any) -> Any:
+        """Lower a program for CUDA each time before it is called."""
+
+        def program(*args: Any, **options: Any) -> Any:
+            run = compile_program(*args, **options)
+
+            def call(*inputs: Any) -> Any:
+                traced = run.trace(*inputs)
+                texts.append(traced.lower(lowering_platforms=("cuda",)).as_text())
+                return run(*inputs)
+
+            return call
+
+        return program
+
+    generator.prefill, generator.decode = map(lowered, (generator.prefill, generator.decode))
+    settings = sampler_settings({"seed": 1}, 1)
+    batch.insert([0], random_prompts(network.config, [9]), 5, settings, alternatives=2)
+    batch.decode(2, 2, speculate=True)
+    assert len(texts) == 2
+    for text in texts:
+        assert "custom_call" not in text  # which would be a function of the CPU's compiler
+        assert ("xi8>" in text) == bool(changes)  # the head of a model in 4 bits has 8
+        assert ("xi4>" in text) == (changes.get("weight_bits") == 4)
+
+
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("place", "rows", "guesses"),

@@ -1,6 +1,7 @@
 """Attention backends: their results against plain attention, and their selection per device."""
 
 import re
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,46 @@ def test_a_train_step_for_tpus_contains_the_splash_kernels(
     traced = train.trace(step.abstract_state(config, mesh), random_batch(config, 1, 2))
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert len(re.findall("stablehlo.custom_call @tpu_custom_call", text)) == kernels
+
+
+@pytest.mark.parametrize(
+    ("partitioning", "remat", "forward"), [("shard_map", "full", 2), ("jit", "none", 1)]
+)
+def test_a_train_step_for_gpus_contains_cudnns_kernels(monkeypatch, partitioning, remat, forward):
+    """JAX asks for cuDNN's version when it traces the step; compiling it would need a GPU."""
+    version = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+    monkeypatch.setattr(version, lambda: 9_10_00)
+    monkeypatch.setattr(step, "attention_backend", lambda *_: "cudnn")
+    config = on_mesh(CONFIG.replace(dtype="bfloat16", remat=remat), partitioning, 2, 0)
+    mesh = mesh_of(2, 2)
+    train: Any = step.compile_train(config, mesh)
+    traced = train.trace(step.abstract_state(config, mesh), random_batch(config, 1, 2))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = Counter(re.findall(r"custom_call @__cudnn\$(\w+)", text))
+    assert kernels == {"fmhaSoftmax": forward, "fmhaSoftmaxBackward": 1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"int8_matmuls": ["forward", "input_gradients", "weight_gradients"]},
+        {"offload": "moments"},
+        {"offload": "params", "partitioning": "jit"},
+        {"zero": 3, "shard_activations": True},
+        {"dropout_attention": 0.1, "optimizer": "muon"},
+    ],
+    ids=str,
+)
+def test_every_kind_of_train_step_is_lowered_for_gpus(changes):
+    config = on_mesh(CONFIG.replace(dtype="bfloat16"), "shard_map", 2, 0).replace(**changes)
+    mesh = mesh_of(2, 2)
+    train: Any = step.compile_train(config, mesh)
+    traced = train.trace(step.abstract_state(config, mesh), random_batch(config, 1, 2))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Other custom calls would be functions of the CPU's compiler.
+    calls = set(re.findall(r"custom_call @(\w+)", text))
+    assert calls <= {"annotate_device_placement"}
+    assert bool(calls) == ("offload" in changes)
 
 
 def test_blocks_never_materialise_the_full_score_matrix():
