@@ -95,7 +95,6 @@ def train(
         Also if the network could have a larger mesh.  In the last two cases, the step is saved.
     """
     config, folder = network.config, local_path(folder)
-    base = None if tune_model_path is None else os.fspath(tune_model_path)
     total = config.require_to_train(max_steps)
     if total < 1:
         key = "total_steps" if max_steps is None else "--max-steps"
@@ -110,16 +109,16 @@ def train(
                     network,
                     folder,
                     total,
-                    base,
-                    fresh_opt,
-                    fall_back,
-                    val_sets if validate and config.val_batches else {},
-                    validate,
-                    on_row,
-                    temporary,
-                    ledger or Ledger(),
-                    agreement,
-                    received,
+                    tune_model_path=None if tune_model_path is None else os.fspath(tune_model_path),
+                    fresh_opt=fresh_opt,
+                    fall_back=fall_back,
+                    val_sets=val_sets if validate and config.val_batches else {},
+                    validate=validate,
+                    on_row=on_row,
+                    temporary=temporary,
+                    ledger=ledger or Ledger(),
+                    agreement=agreement,
+                    received=received,
                 )
                 saved = True
         except HostError as error:
@@ -137,6 +136,7 @@ def _train(
     network: TrainableNetwork,
     folder: str,
     total: int,
+    *,
     tune_model_path: str | None,
     fresh_opt: bool,
     fall_back: bool,
@@ -200,20 +200,20 @@ def _train(
         ledger.resume(log.earlier, network.step)
         log.earlier.clear()  # a long run has many
         run = _Run(
-            network,
-            folder,
-            loader,
-            val_sets,
-            eval_tasks,
-            best,
-            log,
-            on_row,
-            noise,
-            ledger,
-            agreement,
-            total,
-            logged,
-            temporary,
+            network=network,
+            folder=folder,
+            loader=loader,
+            val_sets=val_sets,
+            eval_tasks=eval_tasks,
+            best=best,
+            log=log,
+            on_row=on_row,
+            noise=noise,
+            ledger=ledger,
+            agreement=agreement,
+            total=total,
+            logged=logged,
+            temporary=temporary,
         )
         run.skipped = run.skipped | aux.get("skipped", {})
         run.saver.saved = -1 if unsaved else run.saver.saved
@@ -309,7 +309,7 @@ class _Step(NamedTuple):
     after: dict[str, Any]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class _Run:
     """The training loop of one call of `train`, with the state that all steps share.
 
