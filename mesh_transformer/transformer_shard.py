@@ -375,10 +375,11 @@ class CausalTransformer:
     def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
         """Start saving the state in the background, to `folder`/step_N, where N is `step`.
 
-        Call `wait` to be sure that the save has succeeded; a program that ends waits, too.  If
-        `step` is the step that was saved to this folder or restored from it last, and `init` or
-        `load` did not follow, nothing is saved.  If the config sets `lora_rank`, the base model's
-        parameters are not saved, only its path and checksums.
+        Call `wait` to be sure that the save has succeeded.  A single process that ends waits, too,
+        but a failure does not change its exit status.  If `step` was saved to this folder or
+        restored from it in the last call of `save` or `restore`, and `init` or `load` did not
+        follow, nothing is saved.  If the config sets `lora_rank`, the base model's parameters are
+        not saved, only its path and checksums.
 
         Args:
           aux: JSON values to save with the state; `restore` returns them in its dict.  For the

@@ -81,12 +81,16 @@ _log = logging.getLogger(__name__)
 _began: "weakref.WeakSet[Checkpoints]" = weakref.WeakSet()  # those that have begun a save
 
 
-def _finish_saves() -> None:
-    """Wait for saves that are still running when the program ends, and report those that fail."""
-    for checkpoints in list(_began):
+def _finish_saves(process: int) -> None:
+    """Wait for saves that are still running when the program ends, and report those that fail.
+
+    Args:
+      process: the id of the process that saves; others, which it has forked, do nothing.
+    """
+    for checkpoints in list(_began) if os.getpid() == process else ():
         try:
             checkpoints.wait()
-        except (InputError, StoppedError) as error:
+        except Exception as error:  # the others' saves must still be waited for
             print(f"error: {error}", file=sys.stderr)
 
 
@@ -98,7 +102,8 @@ def _finish_saves_at_exit() -> None:
     """
     if jax.process_count() == 1:
         # The functions of `atexit` are called too late, when Orbax can no longer start threads.
-        getattr(threading, "_register_atexit", atexit.register)(_finish_saves)
+        register = getattr(threading, "_register_atexit", atexit.register)
+        register(functools.partial(_finish_saves, os.getpid()))
 
 
 class Checkpoints:
@@ -202,7 +207,9 @@ class Checkpoints:
             raise RuntimeError(f"{self.folder} was opened read-only; open it without read_only")
         self.wait()
         self._best = aux["best"] if isinstance(aux, dict) and aux.get("best") else {}
-        if step == self._known and not replaced:
+        if replaced:
+            self._known = None
+        if step == self._known:
             with convert_failures(lambda error: unwritable_error(self.folder, error)):
                 self._record_best()
             return

@@ -130,15 +130,18 @@ def index_before(path: str) -> dict[str, Any]:
       path: the step's folder, which holds the new index until `finish` has moved it.
 
     Raises:
-      InputError: if the step was written by a process that was killed before it called `finish`.
+      InputError: if the step was written by a process that was killed before it called `finish`,
+        which is then made up for unless another step has been written since.
     """
+    index = read_index(os.path.dirname(path))
     if files.is_file(os.path.join(path, "meta.json")):
-        finish(path)
+        if set(index.get("checkpoints", ())) <= set(read_index(path)["checkpoints"]):
+            finish(path)
         raise InputError(
             f"{path}: this step was written by a process that was killed at the very end; it is "
-            "complete now, so use it, or delete it to write another"
+            "complete, so use it by this path, or delete it to write another"
         )
-    return read_index(os.path.dirname(path))
+    return index
 
 
 def finish(path: str) -> None:

@@ -150,6 +150,7 @@ def check_vacant(folder: AnyPath) -> None:
             f"{folder} holds a checkpoint in {kind} format, which a run cannot resume from; "
             "choose another folder (--model-dir), and give this one as --tune-model-path, or "
             f"convert it: mesh-transformer convert --from {kind} {folder} --to native NEW"
+            + (" --config CONFIG" if kind == "original" else "")
         )
 
 

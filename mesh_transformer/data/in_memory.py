@@ -224,7 +224,7 @@ def _kind(data: Any, length: int, name: str) -> Literal["text", "items", "iterab
 def _row(item: Any) -> Row:
     """Convert an item of the data to the arrays of a sequence."""
     if isinstance(item, dict):
-        row = {key: np.asarray(item[key]) for key in item}
+        row = {key: np.asarray(item[key]) for key in item if item[key] is not None}
         if "input_ids" in row and "obs" not in row:
             row = _hugging_face_row(row)
     elif isinstance(item, tuple) and len(item) == 2:

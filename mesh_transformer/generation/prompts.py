@@ -38,7 +38,7 @@ def check_rows(rows: ArrayLike, prompts: int, size: int) -> np.ndarray:
       InputError: unless the rows are different whole numbers from 0 to `size` - 1, as many as there
         are prompts.
     """
-    values = np.asarray(rows) if prompts else np.zeros(0, np.int32)
+    values = _array("rows", rows) if prompts else np.zeros(0, np.int32)
     if values.dtype.kind not in "iu" or values.shape != (prompts,):
         raise InputError(
             f"generate: rows is {brief(repr(rows))}, expected {prompts} whole numbers, one for "

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mesh_transformer.config import Config
@@ -60,7 +60,7 @@ def fit(
         )
     if steps is not None:
         check_number("steps", steps, 1)
-    if not isinstance(hooks, Iterable) or not all(map(callable, hooks)):
+    if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
         raise InputError(f"hooks is {brief(repr(hooks))}, expected a list of functions")
     if getattr(network, "state", None) is None:
         raise InputError(
@@ -110,6 +110,12 @@ class _Fitted:
 
     def init(self) -> None:
         """Do nothing; the network has weights."""
+
+    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
+        aux = self._network.restore(folder, base)
+        if aux is None or isinstance(self._data, str):
+            return aux
+        return {"loader": None} | aux  # data in memory need no position, only the step's number
 
     def open_train_set(self) -> TrainSet:
         config, rows = self.config, self._network.batch_size

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import random
@@ -15,7 +16,9 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -103,6 +106,41 @@ for step in (1, 2):
     )
     assert run.stderr == ""
     assert Checkpoints(str(tmp_path), read_only=True).steps() == [1, 2]
+
+
+def test_only_the_process_that_saves_waits_at_its_end(monkeypatch, capsys):
+    """A forked process has no threads that could finish a save."""
+    waited = []
+
+    def wait(name: str) -> None:
+        waited.append(name)
+        raise OSError(f"{name} failed")
+
+    fakes = [SimpleNamespace(wait=functools.partial(wait, name)) for name in "ab"]
+    monkeypatch.setattr(native, "_began", fakes)
+    native._finish_saves(os.getpid() + 1)
+    assert waited == []
+    native._finish_saves(os.getpid())
+    assert waited == ["a", "b"]
+    assert capsys.readouterr().err == "error: a failed\nerror: b failed\n"
+
+
+def test_a_replaced_state_is_not_taken_for_saved_after_a_failure(tmp_path, monkeypatch):
+    state = {"x": np.zeros(4, np.float32)}
+    with closing(Checkpoints(str(tmp_path), host=True)) as checkpoints:
+        checkpoints.save(5, state, {})
+        checkpoints.wait()
+        checkpoints.save(5, state, {})  # it is saved already
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "_check_vacant", _fail)
+            with pytest.raises(InputError, match="broken by the test"):
+                checkpoints.save(3, state, {}, replaced=True)
+        with pytest.raises(InputError, match="already exists"):
+            checkpoints.save(5, state, {})
+
+
+def _fail(step: int) -> None:
+    raise InputError("broken by the test")
 
 
 def scalar_template(mesh, shape=(), dtype=jnp.int32):

@@ -705,11 +705,19 @@ def test_a_write_that_was_killed_at_its_end_is_completed(small, tmp_path, monkey
         patch.setattr(original_files, "finish", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             write(str(folder), state | {"step": np.int32(2)}, config)
-    with pytest.raises(InputError, match=r"step_2: .* killed at the very end; it is complete now"):
+    with pytest.raises(InputError, match=r"step_2: .* killed at the very end; it is complete"):
         write(str(folder), state | {"step": np.int32(2)}, config)
     assert json.loads((folder / "meta.json").read_text())["checkpoints"] == [1, 2]
     assert not (folder / "step_2" / "meta.json").exists()
     assert read(str(folder), config)["step"] == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(original_files, "finish", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write(str(folder), state | {"step": np.int32(3)}, config)
+    write(str(folder), state | {"step": np.int32(4)}, config)
+    with pytest.raises(InputError, match=r"step_3: .* killed at the very end; it is complete"):
+        write(str(folder), state | {"step": np.int32(3)}, config)
+    assert json.loads((folder / "meta.json").read_text())["checkpoints"] == [1, 2, 4]
 
 
 def _interrupt(path: str) -> None:

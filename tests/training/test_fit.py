@@ -53,6 +53,20 @@ def test_fit_is_the_train_steps_on_its_batches():
 
 
 @pytest.mark.slow
+def test_data_in_memory_continue_where_a_save_outside_of_fit_was_made(tmp_path, capsys):
+    data = windows()
+    network, whole = network_with(), network_with()
+    expected = mesh_transformer.fit(whole, data)
+    mesh_transformer.fit(network, data, steps=2)
+    network.save(tmp_path)
+    network.close()
+    capsys.readouterr()
+    rows = mesh_transformer.fit(network_with(), data, tmp_path)
+    assert "no position" not in capsys.readouterr().out
+    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in expected[2:]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["epochs", "text"])
 def test_several_calls_are_one_run(capsys, kind):
     data = windows() if kind == "epochs" else windows().ravel()
@@ -190,7 +204,7 @@ def test_what_fit_cannot_use_is_refused_before_it_trains():
         mesh_transformer.fit(network_with(), windows(), steps=0)
     with pytest.raises(InputError, match=r"steps is 7\.5, expected a whole number"):
         mesh_transformer.fit(network_with(), windows(), steps=7.5)
-    for hooks in (print, [3]):
+    for hooks in (print, [3], iter([print])):
         with pytest.raises(InputError, match=r"hooks is .*, expected a list of functions"):
             mesh_transformer.fit(network_with(), windows(), hooks=hooks)
     with pytest.raises(InputError, match="val is an iterator, which can be read only once"):

@@ -149,6 +149,15 @@ def test_losses_are_read_only_after_later_steps_are_dispatched(counter, tmp_path
     assert {step_of_loss for step_of_loss, _ in network.reads} == set(range(1, 31))
 
 
+def test_the_first_step_ends_before_the_second_is_dispatched(counter, tmp_path):
+    network = counter(ckpt_every=1000, val_set=None)
+    loop.train(network, str(tmp_path), max_steps=6)
+    assert network.reads[0] == (1, 1)
+    network = counter({6: network.saved[6]}, ckpt_every=1000, val_set=None)
+    loop.train(network, str(tmp_path), max_steps=12)
+    assert network.reads[0] == (7, 7)
+
+
 @pytest.mark.parametrize("peak", [1e9, None])
 def test_rows_have_the_documented_keys(counter, tmp_path, capsys, peak):
     network = counter(ckpt_every=7)
