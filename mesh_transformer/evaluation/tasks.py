@@ -89,7 +89,7 @@ def _load(manager: TaskManager, matched: dict[str, list[str]]) -> Tasks:
         lines = str(error).strip().splitlines() or [""]
         raise InputError(
             f"lm-eval cannot load the tasks {', '.join(names)}: {type(error).__name__}: "
-            f"{lines[0]}; leave out those that cannot be loaded (eval_harness_tasks or --tasks)"
+            f"{lines[0]}; leave out the tasks that cannot be loaded (eval_harness_tasks, --tasks)"
         ) from error
 
 

@@ -355,7 +355,7 @@ def test_unusable_tasks_are_reported_before_a_model_is_loaded(model, tasks, monk
     monkeypatch.setattr(
         lm_eval_tasks, "_manager", lambda path, shipped: TaskManager(None, path, False)
     )
-    with pytest.raises(InputError, match=r"^lm-eval has no task 'no_such_task'; "):
+    with pytest.raises(InputError, match=r"^lm-eval has no task 'no_such_task' \("):
         Harness(config, ["no_such_task"])
     with pytest.raises(InputError, match="--include-path nowhere: no such f"):
         Harness(config, tasks, include_path="nowhere")
