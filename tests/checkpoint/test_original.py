@@ -1,6 +1,5 @@
 """Checkpoints in the original format: golden files, every shard count and all refusals."""
 
-import filecmp
 import json
 import os
 import pickle
@@ -72,9 +71,16 @@ def assert_same_files(actual, expected):
         for folder in (actual, expected)
     ]
     assert names[0] == names[1]
-    _, different, unreadable = filecmp.cmpfiles(actual, expected, names[0], shallow=False)
-    assert not different
-    assert not unreadable
+    for name in names[0]:
+        assert members(Path(actual, name)) == members(Path(expected, name)), name
+
+
+def members(path):
+    """Return the names and bytes of an archive's files; Pythons differ in what is around them."""
+    if path.suffix != ".npz":
+        return path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        return [(name, archive.read(name)) for name in archive.namelist()]
 
 
 def network_of(state, config, *, devices=None):
