@@ -71,7 +71,7 @@ from mesh_transformer.storage.access import (
     unwritable_error,
 )
 from mesh_transformer.storage.locks import BucketLock, LocalLock, lock_folder
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import InputError, StoppedError, check_number
 
 _CHUNK = 8 << 20  # bytes per read or write of a leaf; up to 128 reads or writes run at once
 _SIGNAL_SECONDS = 0.5  # longest time until a signal is handled while `wait` waits
@@ -136,8 +136,8 @@ class Checkpoints:
           InputError: if `keep_n` or `keep_every` is below 1.
         """
         for name, value in (("keep_n", keep_n), ("keep_every", keep_every)):
-            if value is not None and value < 1:
-                raise InputError(f"{name} is {value}, expected at least 1")
+            if value is not None:
+                check_number(name, value, 1)
         self.folder = _absolute(folder)
         self._keep_n, self._keep_every, self._read_only = keep_n, keep_every, read_only
         self._host = host

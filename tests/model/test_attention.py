@@ -67,6 +67,14 @@ def test_every_backend_trains_like_plain_attention(plain, attention, partitionin
     assert max(differences.values()) < 1e-5, differences  # as tests/training/test_step.py
 
 
+def lowered_step(config: Config, platform: str) -> str:
+    """Return the train step on 2 x 2 devices, lowered for "tpu" or "cuda", as text."""
+    mesh = mesh_of(2, 2)
+    train: Any = step.compile_train(config, mesh)
+    traced = train.trace(step.abstract_state(config, mesh), random_batch(config, 1, 2))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
 @pytest.mark.parametrize(
     ("partitioning", "remat", "kernels"), [("shard_map", "full", 4), ("jit", "none", 3)]
 )
@@ -76,10 +84,7 @@ def test_a_train_step_for_tpus_contains_the_splash_kernels(
     """Count the kernels: one forward, one recomputed under full remat, two for the gradients."""
     monkeypatch.setattr(step, "attention_backend", lambda *_: "splash")
     config = on_mesh(CONFIG.replace(dtype="bfloat16", remat=remat), partitioning, 2, 0)
-    mesh = mesh_of(2, 2)
-    train: Any = step.compile_train(config, mesh)
-    traced = train.trace(step.abstract_state(config, mesh), random_batch(config, 1, 2))
-    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    text = lowered_step(config, "tpu")
     assert len(re.findall("stablehlo.custom_call @tpu_custom_call", text)) == kernels
 
 
@@ -92,10 +97,7 @@ def test_a_train_step_for_gpus_contains_cudnns_kernels(monkeypatch, partitioning
     monkeypatch.setattr(version, lambda: 9_10_00)
     monkeypatch.setattr(step, "attention_backend", lambda *_: "cudnn")
     config = on_mesh(CONFIG.replace(dtype="bfloat16", remat=remat), partitioning, 2, 0)
-    mesh = mesh_of(2, 2)
-    train: Any = step.compile_train(config, mesh)
-    traced = train.trace(step.abstract_state(config, mesh), random_batch(config, 1, 2))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_step(config, "cuda")
     kernels = Counter(re.findall(r"custom_call @__cudnn\$(\w+)", text))
     assert kernels == {"fmhaSoftmax": forward, "fmhaSoftmaxBackward": 1}
 
@@ -113,10 +115,7 @@ def test_a_train_step_for_gpus_contains_cudnns_kernels(monkeypatch, partitioning
 )
 def test_every_kind_of_train_step_is_lowered_for_gpus(changes):
     config = on_mesh(CONFIG.replace(dtype="bfloat16"), "shard_map", 2, 0).replace(**changes)
-    mesh = mesh_of(2, 2)
-    train: Any = step.compile_train(config, mesh)
-    traced = train.trace(step.abstract_state(config, mesh), random_batch(config, 1, 2))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_step(config, "cuda")
     # Other custom calls would be functions of the CPU's compiler.
     calls = set(re.findall(r"custom_call @(\w+)", text))
     assert calls <= {"annotate_device_placement"}
