@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ QUICK_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimizat
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 15_000
+THIRD = "TEST_THIRD"  # a landing's number: of the slow tests, only that third is run
 STARTED = "TEST_STARTED"  # when the session started, in seconds, for its workers
 # Compiler options for tests that compile a single program as users do.
 AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 3}
@@ -77,8 +79,11 @@ SMALL = {
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases of a test after the first n, if it has the mark `quick(n)`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow the cases of a test after the first n, if it has the mark `quick(n)`.
+
+    If `TEST_THIRD` is set, deselect the slow tests of the two other thirds.
+    """
     seen: dict[str, int] = {}
     for item in items:
         if mark := item.get_closest_marker("quick"):
@@ -86,6 +91,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[name] = seen.get(name, 0) + 1
             if seen[name] > mark.args[0]:
                 item.add_marker(pytest.mark.slow)
+    if number := os.environ.get(THIRD):
+        chosen = int(number) % 3
+        others = [
+            item
+            for item in items
+            if item.get_closest_marker("slow") and third_of(item.nodeid) != chosen
+        ]
+        left_out = set(others)
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def third_of(nodeid: str) -> int:
+    """Return in which third a slow test is: 0, 1 or 2, the same on every machine."""
+    return zlib.crc32(f"seed 1 {nodeid}".encode()) % 3
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
