@@ -42,7 +42,9 @@ def main(path: str | None = None) -> float:
 
     prompt = text[:20]
     tokens = tokenizer.encode(prompt)
-    [answer] = network.generate([tokens], [len(tokens)], 400, {"temp": 0.8, "top_p": 0.95})
+    [answer] = network.generate(
+        [tokens], [len(tokens)], 400, {"temp": 0.8, "top_p": 0.95, "seed": 0}
+    )
     print(tokenizer.decode([*tokens, *answer]))
     result = corpus.plot_losses(rows, "characters.png", "character")[-1] / math.log(2)
     print(f"{result:.2f} bits per character of text that was not in the training set")

@@ -41,7 +41,7 @@ def main(path: str | None = None) -> float:
     network = mesh_transformer.CausalTransformer(CONFIG)
     rows = mesh_transformer.fit(network, training, val=held_out)
 
-    [answer] = network.generate([ids[:10]], [10], 120, {"temp": 0.8, "top_p": 0.95})
+    [answer] = network.generate([ids[:10]], [10], 120, {"temp": 0.8, "top_p": 0.95, "seed": 0})
     print(tokenizer.decode([*ids[:10], *answer]))
     losses = corpus.plot_losses(rows, "words.png", "token")
     result = losses[-1] / math.log(2) * len(held_out) / len(str(tokenizer.decode(held_out)))

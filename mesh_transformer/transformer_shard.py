@@ -299,8 +299,9 @@ class CausalTransformer:
             greedy), `min_p` (default 0: off), `typical_p` (default 1: off), `repetition_penalty`
             (default 1: off), `presence_penalty` and `frequency_penalty` (default 0: off),
             `logit_bias` (default None; see `sampler_settings`), `adapter` (default 0: none; see
-            `add_adapters`) and `seed` (default 0).  Each value is one number for all rows, or an
-            array with one number per row.
+            `add_adapters`) and `seed` (default: a random one per row; with several processes, 0).
+            Each value is one number for all rows, or an array with one number per row.  One `seed`
+            s for all rows gives row number n, from 0, the seed s + n.
 
         Returns:
           Token ids [B, gen_length], uint32.

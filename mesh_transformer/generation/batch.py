@@ -254,6 +254,13 @@ class Generator:
             # processes, but the length of the longest prompt may differ.
             longest = np.shape(ctx)[1]
             batch.reserve(longest + gen_length)
+            if np.ndim(options.get("seed", 0)) == 0:
+                # Processes that share a replica must agree on the seeds of its rows.  So rows are
+                # counted over all processes, and the first seed is 0, not a random number.
+                row, most = np.arange(len(prompts)), batch.rows // replicas
+                row = np.array(self.rows.replicas)[row // most] * most + row % most
+                first = settings.seed_B[0] if "seed" in options else 0
+                settings = settings._replace(seed_B=(first + row).astype(np.uint32))
         insert = functools.partial(batch.insert, longest=longest)
         tokens = stream_tokens(batch, prompts, gen_length, settings, insert=insert)
         return np.concatenate(list(tokens), axis=1)

@@ -103,6 +103,7 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
       options: maps the names in `RANGES` to one number or to one number per row.  Settings that are
         missing take their defaults.  As in the original mesh-transformer-jax, a `top_k` of None
         means no limit.  "logit_bias" is a dict {token id: bias}, or one such dict or None per row.
+        Without a "seed", each row gets a random one; a single one gives row n, from 0, "seed" + n.
       rows: number of rows; () returns arrays without that dimension.
 
     Raises:
@@ -120,8 +121,12 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
             f"generate: unknown sampler option {brief(min(map(repr, unknown)))}; "
             f"use {', '.join(NAMES)}"
         )
-    checked = [_checked(name, options, rows) for name in RANGES]
-    return SamplerSettings(*[*checked, *_biases(options.get("logit_bias"), rows)])
+    checked = {name: _checked(name, options, rows) for name in RANGES}
+    if "seed" not in options:
+        checked["seed"] = np.random.default_rng().integers(2**32, size=rows, dtype=np.uint32)
+    elif isinstance(rows, int) and np.ndim(options["seed"]) == 0:
+        checked["seed"] = checked["seed"] + np.arange(rows, dtype=np.uint32)  # modulo 2**32
+    return SamplerSettings(*[*checked.values(), *_biases(options.get("logit_bias"), rows)])
 
 
 def _biases(given: Any, rows: int | tuple[()]) -> tuple[np.ndarray, np.ndarray]:
@@ -192,8 +197,7 @@ class SamplingOptions:
     """The sampling settings of one generated text.
 
     See `RANGES` for their bounds, and `nucleus_sample`, `typical_filter` and `adjusted` for their
-    meaning.  A `top_k` of None means no limit.  If `seed` is None, every text gets a new random
-    seed.
+    meaning.  A `top_k` of None means no limit, and a `seed` of None a random seed for every text.
 
     Raises:
       InputError: at construction, for a value out of range.
@@ -219,12 +223,9 @@ class SamplingOptions:
 
         If `seed` is None, the returned seed is random.
         """
-        options = {name: getattr(self, name) for name in NAMES}
-        if self.seed is None:
-            options["seed"] = secrets.randbits(32)
-        if self.top_k is None:
-            options["top_k"] = RANGES["top_k"].default
-        return options
+        seed = secrets.randbits(32) if self.seed is None else self.seed
+        top_k = RANGES["top_k"].default if self.top_k is None else self.top_k
+        return {name: getattr(self, name) for name in NAMES} | {"seed": seed, "top_k": top_k}
 
     @staticmethod
     def stacked(texts: "Sequence[SamplingOptions]") -> SamplerSettings:
@@ -233,8 +234,7 @@ class SamplingOptions:
         return sampler_settings({name: [row[name] for row in rows] for name in NAMES}, len(rows))
 
 
-# The default settings of each interface.  PYTHON_DEFAULTS is for `generate`, and for the endpoint
-# /complete of the original mesh-transformer-jax.
+# The default settings of each interface.  PYTHON_DEFAULTS is for `generate` and `POST /complete`.
 PYTHON_DEFAULTS = SamplingOptions()
 REPL_DEFAULTS = SamplingOptions(temp=0.8)
 OPENAI_DEFAULTS = SamplingOptions(top_p=1.0)

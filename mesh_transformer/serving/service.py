@@ -192,11 +192,15 @@ class Service:
         if len(prompts) * count > room:
             most = f"at most {room // len(prompts)}, as the server has room for {room} answers"
             raise invalid("n", count, most)
-        seed = secrets.randbits(32) if body.seed is None else body.seed
         options = dataclasses.replace(body.options, adapter=self.adapter(body.model))
-        seeds = [(seed + number) % 2**32 for number in range(count)]
-        for prompt in prompts:
-            completion.add(prompt, length, [dataclasses.replace(options, seed=s) for s in seeds])
+        for first in range(0, len(prompts) * count, count):
+            numbers = range(first, first + count)  # of the answers
+            seeds = [answer_seed(body.seed, number) for number in numbers]
+            completion.add(
+                prompts[first // count],
+                length,
+                [dataclasses.replace(options, seed=seed) for seed in seeds],
+            )
         completion.begin()
 
     async def continuation(self, body: ContextRequest) -> "Completion":
@@ -212,7 +216,7 @@ class Service:
         window = self.engine.network.config.window
         tokens = await self._encoded(body.context[-window * self.words.longest :])
         prompt = self._checked(tokens[-window:], length)
-        seed = secrets.randbits(32) if body.seed is None else body.seed
+        seed = answer_seed(body.seed, 0)
         options = SamplingOptions(body.top_p, body.top_k, body.temp, seed=seed)
         completion = Completion(self, CompletionRequest())
         completion.add(prompt, length, [options])
@@ -294,6 +298,16 @@ class Service:
                 code="context_length_exceeded",
             )
         return np.array(tokens, np.int32)
+
+
+def answer_seed(seed: int | None, number: int) -> int:
+    """Return the seed of an answer, so that no two answers to a request have the same.
+
+    Args:
+      seed: the seed of the request; None for a random one per answer.
+      number: the answer's index among all answers to the request.
+    """
+    return secrets.randbits(32) if seed is None else (seed + number) % 2**32
 
 
 @dataclasses.dataclass

@@ -1,6 +1,7 @@
 """Running batches: logits against full passes, in-place caches and independence of rows."""
 
 import gc
+import itertools
 import re
 import weakref
 from typing import Any, get_args
@@ -314,6 +315,46 @@ def test_sampled_tokens_are_draws_from_logits_of_a_full_pass():
         np.testing.assert_array_equal(actual[:, at], drawn)
         text[:, 6 + at] = drawn
     assert actual[0].tolist() != actual[1].tolist()
+
+
+def test_equal_prompts_get_different_answers():
+    """In one call and in several; with a seed, they are repeatable, and those of single rows."""
+    network, prompts = network_of(small_config()), np.ones((4, 6), int)
+
+    def answers(**options: Any) -> list[Any]:
+        return network.generate(prompts, [6] * 4, 16, SAMPLED | options).tolist()
+
+    unseeded = answers() + answers()
+    assert all(one != other for one, other in itertools.combinations(unseeded, 2))
+    seeded = answers(seed=3)
+    assert seeded == answers(seed=3) == answers(seed=[3, 4, 5, 6])
+    assert all(one != other for one, other in itertools.combinations(seeded, 2))
+    assert seeded[2] == generate_alone(network, prompts[2], 16, **SAMPLED, seed=5)
+
+
+def test_seeds_of_processes_that_share_a_replica_agree(monkeypatch):
+    """A row has the same seed in every process that holds it."""
+    network, seeds = network_of(small_config()), []
+    generator = network._generator
+
+    def insert(_: Any, rows: Any, prompts: Any, lengths: Any, settings: Any, **__: Any) -> Any:
+        seeds.append(settings.seed_B.tolist())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running_batch.Batch, "insert", insert)
+    monkeypatch.setattr(generator.rows, "alone", False)
+    for replicas in ([0, 1], [1, 2], [5]):
+        monkeypatch.setattr(generator.rows, "replicas", replicas)
+        prompts = np.ones((2 * len(replicas), 6), int)
+        for options in ({}, {"seed": 2**32 - 3}):
+            with pytest.raises(KeyboardInterrupt):
+                network.generate(prompts, [6] * len(prompts), 3, options)
+    first = 2**32 - 3
+    assert seeds == [
+        [0, 1, 2, 3], [first, first + 1, first + 2, 0],
+        [2, 3, 4, 5], [first + 2, 0, 1, 2],
+        [10, 11], [7, 8],
+    ]  # fmt: skip
 
 
 def test_released_rows_generate_nothing_and_their_settings_are_ignored(monkeypatch):

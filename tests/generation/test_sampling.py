@@ -505,6 +505,17 @@ def test_stacked_options_have_one_value_per_row():
     assert len({int(SamplingOptions.stacked(texts).seed_B[2]) for _ in range(8)}) > 1
 
 
+def test_each_row_has_its_own_seed():
+    """Random seeds by default, and consecutive ones from the one that is given."""
+    drawn = [sampling.sampler_settings({"temp": 0.5}, 100).seed_B for _ in range(3)]
+    assert len(np.unique(drawn)) == 300
+    last = 2**32 - 2
+    assert sampling.sampler_settings({"seed": last}, 4).seed_B.tolist() == [last, last + 1, 0, 1]
+    for given in ([7, 7, 1], np.array([7, 7, 1])):
+        assert sampling.sampler_settings({"seed": given}, 3).seed_B.tolist() == [7, 7, 1]
+    assert sampling.sampler_settings({"seed": 7}, ()).seed_B == 7
+
+
 POISON = {
     "nan": lambda row: np.full_like(row, np.nan),
     "one nan": lambda row: np.where(np.arange(len(row)) == 7, np.nan, row),

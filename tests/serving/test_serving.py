@@ -1,15 +1,19 @@
 """The server over HTTP, on a fake network whose tokens are all known in advance."""
 
+import asyncio
 import json
 import random
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
+
+from mesh_transformer.serving.requests import ChatRequest, CompletionRequest, ContextRequest
 
 pytest_plugins = ["tests.support.live_fixtures"]
 
@@ -44,7 +48,7 @@ def test_several_prompts_with_several_answers_each(live):
     texts = {choice["index"]: choice["text"] for choice in answer["choices"]}
     tokens = [live.tokenizer(prompt)["input_ids"] for prompt in prompts]
     assert texts == {
-        index: live.text(tokens[index // 2], 5 + index % 2, 9) for index in range(2 * len(prompts))
+        index: live.text(tokens[index // 2], 5 + index, 9) for index in range(2 * len(prompts))
     }
     assert answer["usage"]["prompt_tokens"] == sum(map(len, tokens))
     assert answer["usage"]["completion_tokens"] == 6 * 9
@@ -190,6 +194,30 @@ def test_seeds_outside_32_bits_are_reduced(live):
     assert texts[0] == texts[1] == texts[2]
     several = {live.ask(**body)["choices"][0]["text"] for _ in range(8)}
     assert len(several) > 1  # each request without a seed gets a random one
+
+
+def test_each_answer_has_its_own_seed(serve, monkeypatch):
+    """However the answers of a request are asked for, with a seed and without."""
+    live, requests = serve(template="plain"), []
+    monkeypatch.setattr(live.engine, "submit", requests.extend)
+
+    def seeds(begin: Callable[[Any], Any], body: Any) -> list[int]:
+        requests.clear()
+        asyncio.run(begin(body))
+        return [request.settings.seed for request in requests]
+
+    prompts, talk = ["Once upon"] * 6, [{"role": "user", "content": "Hello"}]
+    for path, count, kind, body in (
+        (live.service.completion, 6, CompletionRequest, {"prompt": prompts}),
+        (live.service.completion, 24, CompletionRequest, {"prompt": prompts, "n": 4}),
+        (live.service.completion, 8, CompletionRequest, {"prompt": prompts[0], "n": 8}),
+        (live.service.chat, 8, ChatRequest, {"messages": talk, "n": 8}),
+        (live.service.continuation, 1, ContextRequest, {"context": "Once upon"}),
+    ):
+        several = [seeds(path, kind(**body)) for _ in range(3)]
+        assert len({seed for each in several for seed in each}) == 3 * count
+        last = 2**32 - 3
+        assert seeds(path, kind(**body, seed=last)) == [(last + n) % 2**32 for n in range(count)]
 
 
 # Third-party clients.
