@@ -25,8 +25,8 @@ from mesh_transformer.cli.arguments import (
 from mesh_transformer.cli.completion_records import no_pairs_error, read_pairs
 from mesh_transformer.cli.machines import running_model
 from mesh_transformer.data.completions import Pair
+from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files
-from mesh_transformer.data.tables import TABLE_TYPES
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")

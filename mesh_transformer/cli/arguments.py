@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.documents import TEXT_COLUMN
-from mesh_transformer.data.inputs import format_types
+from mesh_transformer.data.file_types import format_types
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
 from mesh_transformer.util import InputError
 

@@ -29,6 +29,8 @@ from tqdm import tqdm
 from mesh_transformer.cli.arguments import Parser, add_record_arguments, input_help
 from mesh_transformer.data.chat import Conversation, read_template
 from mesh_transformer.data.completions import Encoder, Pair, pack_texts
+from mesh_transformer.data.contents import contents
+from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import (
     BadInputError,
     BadInputHandler,
@@ -36,7 +38,7 @@ from mesh_transformer.data.inputs import (
     format_counts,
     open_input,
 )
-from mesh_transformer.data.tables import TABLE_TYPES, Columns, read_rows
+from mesh_transformer.data.tables import Columns, read_rows
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
@@ -132,10 +134,11 @@ def _rows(
     columns = Columns(((names.messages,), (names.prompt, names.completion)), flags)
     with open_input(path, bad) as raw:
         before = 0
-        for row in read_rows(raw, path, columns, bad):
-            progress(raw.tell() - before)
-            before = raw.tell()
-            yield row
+        for content in contents(raw, path, bad):
+            for row in read_rows(content, columns, bad):
+                progress(raw.tell() - before)
+                before = raw.tell()
+                yield row
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,7 +13,8 @@ from mesh_transformer.cli.arguments import (
     input_help,
     positive,
 )
-from mesh_transformer.data.documents import FILE_TYPES, read_pieces
+from mesh_transformer.data.documents import read_pieces
+from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files
 from mesh_transformer.data.tokenizer import END_OF_TEXT, character_tokenizer, train_tokenizer
 from mesh_transformer.storage.access import check_absent

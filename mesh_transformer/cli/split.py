@@ -8,7 +8,7 @@ from mesh_transformer.cli.arguments import (
     add_text_column,
     input_help,
 )
-from mesh_transformer.data.documents import FILE_TYPES
+from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import find_files, left_out
 from mesh_transformer.data.split import NAMES, split
 

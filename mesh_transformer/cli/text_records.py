@@ -37,7 +37,8 @@ from mesh_transformer.cli.arguments import (
     positive,
 )
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
-from mesh_transformer.data.documents import FILE_TYPES, TEXT_COLUMN, cleaner
+from mesh_transformer.data.documents import TEXT_COLUMN, cleaner
+from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import InputSet, find_set, find_sets, format_counts, left_out
 from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
@@ -208,7 +209,7 @@ def make(options: argparse.Namespace, inputs: InputSet, tokenizer, base: Path, w
     }
     base.parent.mkdir(parents=True, exist_ok=True)
     index = publish(base, parts, manifest)
-    names = index.read_text(encoding="utf-8").split()
+    names = index.read_text(encoding="utf-8").splitlines()
     paths = [str(base.with_name(name)) for name in (names[0], index.name)]
     if is_uri(options.output_dir):
         upload(str(work / UPLOADED), options.output_dir, replace=True)

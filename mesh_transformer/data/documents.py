@@ -1,22 +1,14 @@
 """Reads documents from text files, archives and tables, piece by piece, and cleans up text."""
 
-import gzip
 import io
-import lzma
 import re
-import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple, TextIO
 
-from mesh_transformer.data.inputs import (
-    COMPRESSIONS,
-    BadInputError,
-    BadInputHandler,
-    decompressed,
-    open_input,
-)
+from mesh_transformer.data.contents import Content, contents
+from mesh_transformer.data.file_types import TABLE_TYPES
+from mesh_transformer.data.inputs import BadInputError, BadInputHandler, open_input
 from mesh_transformer.data.tables import (
-    TABLE_TYPES,
     Columns,
     invalid_bytes,
     not_utf8_error,
@@ -73,12 +65,7 @@ def cleaner(use_ftfy: bool, use_wikitext: bool) -> Callable[[str], str]:
 
 
 TEXT_COLUMN = "text"
-FILE_TYPES = (
-    *(".txt" + compression for compression in COMPRESSIONS),
-    ".xz",
-    ".tar.gz",
-    *TABLE_TYPES,
-)
+BYTE_ORDER_MARK = "\ufeff"
 # Documents longer than this are cleaned and tokenised in pieces, so that they need not fit in
 # memory.  The tokenizer is fastest with pieces of about this size.
 PIECE_CHARACTERS = 1 << 14
@@ -239,70 +226,31 @@ def _last_safe_cut(text: str, start: int) -> int:
 def _texts(raw: IO, path: str, bad: BadInputHandler, column: str) -> Iterator[tuple[str, TextIO]]:
     """Yield (location, stream of the text) for each text in a file.
 
-    A table has one text per row, an archive has one per member, and any other file is a single
-    text.  The location names the file and the row or member, for use in error messages.
+    A table has one text per row, an archive has those of its members, and any other file is a
+    single text.  Line ends are read as newlines, and a byte order mark at the beginning is left
+    out, in all of them.  The location names the file and the row or member, for error messages.
     """
-    if path.endswith(TABLE_TYPES):
-        yield from _row_texts(raw, path, bad, column)
-    elif path.endswith(".tar.gz"):
-        yield from _member_texts(gzip.GzipFile(fileobj=raw), path)
-    elif path.endswith(".xz"):
-        yield from _xz_texts(raw, path)
-    else:
-        yield from _decoded(decompressed(raw, path), path, newline=None)
-
-
-def _decoded(stream: IO[bytes], where: str, newline: str | None) -> Iterator[tuple[str, TextIO]]:
-    text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline=newline)
-    yield where, text
-    text.detach()  # otherwise `text` would close the stream, whose position is still needed
-
-
-def _xz_texts(raw: IO[bytes], where: str) -> Iterator[tuple[str, TextIO]]:
-    """Yield (location, stream of the text) for each text in an .xz file.
-
-    The file holds a tar archive, with one text per member, or a single text.  OpenWebText is
-    distributed as tar archives in .xz files.
-    """
-    with lzma.open(raw) as decompressed:
-        stream = io.BufferedReader(decompressed, tarfile.BLOCKSIZE)  # type: ignore[arg-type]
-        if stream.peek(tarfile.BLOCKSIZE)[257:262] == b"ustar":
-            yield from _member_texts(stream, where)
+    for content in contents(raw, path, bad):
+        if content.kind in TABLE_TYPES:
+            yield from _row_texts(content, bad, column)
         else:
-            yield from _decoded(stream, where, newline="")
+            text = io.TextIOWrapper(content.stream, "utf-8-sig", "surrogateescape")
+            yield content.where, text
+            text.detach()  # otherwise `text` would close the stream, whose position is needed
 
 
-def _member_texts(stream: io.BufferedIOBase, path: str) -> Iterator[tuple[str, TextIO]]:
-    """Yield (location, stream of the text) for each file in a tar archive; decompress .xz files."""
-    with tarfile.open(fileobj=stream, mode="r:") as archive:
-        for member in archive:
-            contents = archive.extractfile(member) if member.isreg() else None
-            if contents is None:
-                continue
-            where = f"{path}: {member.name}"
-            if member.name.endswith(".xz"):
-                yield from _xz_texts(contents, where)
-            else:
-                yield from _decoded(contents, where, newline="")
-    # Read to the end of the stream, because only there does the decompressor verify its checksums.
-    while stream.read(tarfile.RECORDSIZE):
-        pass
-
-
-def _row_texts(
-    raw: IO, path: str, bad: BadInputHandler, column: str
-) -> Iterator[tuple[str, TextIO]]:
+def _row_texts(content: Content, bad: BadInputHandler, column: str) -> Iterator[tuple[str, TextIO]]:
     """Yield (location, text) for each row of a table.
 
     The text is a string or a list of paragraphs.  A line of a JSON Lines file may also be a string.
     """
     columns = Columns(((column,),), "name the column of the text with --text-column")
-    for where, value in read_rows(raw, path, columns, bad):
+    for where, value in read_rows(content, columns, bad):
         text: Any = value.get(column) if isinstance(value, dict) else value
         if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
             text = "\n\n".join(text)
         if isinstance(text, str):
-            yield where, io.StringIO(replace_surrogates(text))
+            yield where, io.StringIO(replace_surrogates(text).removeprefix(BYTE_ORDER_MARK), None)
         else:
             bad(_no_text_error(where, value, column))
 

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import fnmatch
 import gzip
-import io
 import json
 import lzma
 import os
@@ -18,13 +17,13 @@ import zstandard
 from tqdm import tqdm
 
 from mesh_transformer.data import hub
+from mesh_transformer.data.file_types import FileType, format_types, is_hidden
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 HUB = "hf:"  # what the name of a dataset on the Hugging Face hub begins with
 # Files that `save_to_disk` of a Hugging Face DatasetDict or Dataset writes into its folder.
 SPLITS_FILE, STATE_FILE, INFO_FILE = "dataset_dict.json", "state.json", "dataset_info.json"
-COMPRESSIONS = (".zst", ".gz", "")  # endings of the compressions that `decompressed` undoes
 
 
 class DamagedError(Exception):
@@ -40,8 +39,6 @@ DAMAGE_ERRORS = (
     zlib.error,
     zstandard.ZstdError,
 )
-# Compressed bytes per read.  The value is small because even so few bytes can decompress to 500 MB.
-COMPRESSED_BYTES = 1 << 14
 MAX_PRINTED = 20  # skipped items that a `BadInputHandler` prints; further ones are only counted
 
 
@@ -115,7 +112,7 @@ def find_sets(
       path: a file, or a pattern of file names such as `data/train-*.parquet`; a folder of files,
         without those in subfolders; a folder written by `save_to_disk` of a Hugging Face Dataset
         or DatasetDict; or `hf:NAME`, a dataset on the Hugging Face hub, which is downloaded.
-      types: the accepted endings of file names; a folder's other files are left out.
+      types: the accepted kinds of files (see `FileType`); a folder's other files are left out.
       split: the only split of a dataset to return.
       subset: the subset (also called config) of a dataset on the hub.
 
@@ -136,7 +133,7 @@ def find_sets(
             raise InputError(
                 f"--split {split}: {path} is not a dataset with splits; remove --split"
             )
-        return [InputSet(_stem(file, types), [file]) for file in _find_files(path, types)]
+        return [InputSet(_stem(file), [file]) for file in _find_files(path, types)]
     if split is not None and split not in splits:
         raise InputError(
             f"--split {split}: {path} has no such split; choose one of {', '.join(splits)}"
@@ -183,13 +180,12 @@ def _find_files(path: str, types: tuple[str, ...]) -> list[str]:
     elif files.is_folder(path):
         paths = _files_in(path, types)
     elif set(name) & set("*?[") and files.is_folder(folder or "."):
-        inside = _files_in(folder, types)
-        paths = [file for file in inside if fnmatch.fnmatchcase(os.path.basename(file), name)]
+        paths = _files_in(folder, types, name)
     else:
-        is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith(types)
+        is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not _has_type(path, types)
         hint = f", or give {HUB}{path} for a dataset on the Hugging Face hub" if is_name else ""
         raise InputError(f"{path}: no such file or folder; check the path{hint}")
-    if not paths or not paths[0].endswith(types):
+    if not paths or not _has_type(paths[0], types):
         raise InputError(
             f"{path}: no text found, expected files ending in {format_types(types)}; rename or "
             "convert the files"
@@ -197,23 +193,28 @@ def _find_files(path: str, types: tuple[str, ...]) -> list[str]:
     return paths
 
 
-def format_types(types: tuple[str, ...]) -> str:
-    """Format endings of file names as text, with the compressed ones in brackets."""
-    *compressions, _ = COMPRESSIONS
-    variants = {ending + compression for ending in types for compression in compressions}
-    plain = [ending for ending in types if ending not in variants]
-    also = f"[{', '.join(compressions)}]"
-    return ", ".join(end + also if end + compressions[0] in types else end for end in plain)
+def _has_type(path: str, types: tuple[str, ...]) -> bool:
+    file_type = FileType.of(path)
+    return file_type is not None and file_type.kind in types
 
 
-def _files_in(folder: str, types: tuple[str, ...]) -> list[str]:
-    inside = (os.path.join(folder, name) for name in sorted(files.names(folder or ".")))
-    return [entry for entry in inside if entry.endswith(types) and files.is_file(entry)]
+def _files_in(folder: str, types: tuple[str, ...], pattern: str = "*") -> list[str]:
+    """Return the files of a folder that `find_files` reads.
+
+    Hidden files are left out, and .json files if there are files of other types, because they then
+    tend to describe those.
+    """
+    names = [name for name in sorted(files.names(folder or ".")) if not is_hidden(name)]
+    names = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    inside = [os.path.join(folder, name) for name in names if _has_type(name, types)]
+    inside = [path for path in inside if files.is_file(path)]
+    others = [path for path in inside if not _has_type(path, (".json",))]
+    return others or inside
 
 
-def _stem(path: str, types: tuple[str, ...]) -> str:
-    name = os.path.basename(path)
-    return name.removesuffix(next(ending for ending in types if name.endswith(ending)))
+def _stem(path: str) -> str:
+    file_type = FileType.of(path)
+    return file_type.stem if file_type else os.path.basename(path)
 
 
 def _saved(path: str) -> str | None:
@@ -301,53 +302,3 @@ def open_input(path: str, bad: BadInputHandler) -> Iterator[IO[bytes]]:
         raise InputError(
             f"{path} cannot be read ({error.strerror or error}); check its permissions"
         ) from error
-
-
-class ZstandardReader(io.RawIOBase):
-    """A stream of the decompressed contents of zstandard frames.
-
-    Unlike the zstandard package's own reader, this stream raises ZstdError if the last frame is
-    incomplete, or if the input has no frames.
-    """
-
-    def __init__(self, raw: IO[bytes]):
-        self._raw = raw
-        self._frame: Any = None  # the decompressor of a frame that is only partly read
-        self._compressed, self._contents = b"", memoryview(b"")
-        self._is_empty = True
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._contents:
-            self._compressed = self._compressed or self._raw.read(COMPRESSED_BYTES)
-            if not self._compressed:
-                if self._frame is not None or self._is_empty:
-                    raise zstandard.ZstdError("the last frame is incomplete or missing")
-                return 0
-            self._is_empty = False
-            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            self._contents = memoryview(self._frame.decompress(self._compressed))
-            self._compressed = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._contents))
-        buffer[:count] = self._contents[:count]
-        self._contents = self._contents[count:]
-        return count
-
-
-def decompressed(raw: IO[bytes], path: str) -> IO[bytes]:
-    """Return a stream of the content of a file, decompressed if `path` ends in .zst or .gz.
-
-    Reading raises one of `DAMAGE_ERRORS` if the compressed data is damaged or cut short.
-    """
-    if path.endswith(".zst"):
-        return io.BufferedReader(ZstandardReader(raw), 1 << 17)
-    if path.endswith(".gz"):
-        if not raw.read(1):
-            raise EOFError("the file is empty")
-        raw.seek(0)
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    return raw

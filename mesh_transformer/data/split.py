@@ -18,7 +18,8 @@ from typing import IO, NamedTuple
 import zstandard
 from tqdm import tqdm
 
-from mesh_transformer.data.documents import FILE_TYPES, TEXT_COLUMN, Piece, read_pieces
+from mesh_transformer.data.documents import TEXT_COLUMN, Piece, read_pieces
+from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files, format_counts
 from mesh_transformer.data.tokenizer import END_OF_TEXT
 from mesh_transformer.storage.files import output_folder, size

@@ -1,4 +1,4 @@
-"""Reads the rows of tables: .jsonl, .csv, .tsv, .parquet and .arrow files.
+"""Reads the rows of tables, which are files of the kinds in `file_types.TABLE_TYPES`.
 
 A table is read row by row, or in batches of rows, so it may be larger than memory.
 """
@@ -6,28 +6,21 @@ A table is read row by row, or in batches of rows, so it may be larger than memo
 import csv
 import io
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-from mesh_transformer.data.inputs import (
-    COMPRESSIONS,
-    BadInputError,
-    BadInputHandler,
-    DamagedError,
-    decompressed,
-)
+from mesh_transformer.data.contents import Content
+from mesh_transformer.data.inputs import BadInputError, BadInputHandler, DamagedError
 from mesh_transformer.util import InputError
 
-TABLE_TYPES = (
-    *(table + compression for table in (".jsonl", ".csv", ".tsv") for compression in COMPRESSIONS),
-    ".parquet",
-    ".arrow",
-)
 LONGEST_LINE = 1 << 27  # bytes; limits the memory that a file without line ends can take
+JSON_CHARACTERS = 1 << 16  # of a .json file that are read at once, unless an item is longer
 ROWS = 32  # of a .parquet or .arrow file that are converted at once
 # The last bytes of a stream of Arrow record batches.  A stream that is cut short between two
 # batches lacks them.
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
+_GAP = re.compile(r"[\s,]*")
 ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's other format, which has a table of contents
 
 
@@ -58,31 +51,33 @@ class Columns(NamedTuple):
 
 
 def read_rows(
-    raw: IO[bytes], path: str, columns: Columns, bad: BadInputHandler
+    content: Content, columns: Columns, bad: BadInputHandler
 ) -> Iterator[tuple[str, Any]]:
     """Yield (location, value) for each row of a table.
 
-    The value is a dict with the table's `columns`, except in a JSON Lines file, where it is the
-    value of the line, which can be of any type.  The location names the file and the line or row,
+    The value is a dict with the table's `columns`, except in a file of JSON, where it is the value
+    of the line or item, which can be of any type.  The location names the file and the line or row,
     for use in error messages.
 
     Args:
-      raw: the open file.
-      path: the path of the file, whose ending is one of `TABLE_TYPES`.
+      content: the table, of one of the kinds in `TABLE_TYPES`.
       bad: called for each row that cannot be read.
 
     Raises:
       InputError: if the table lacks columns.
       DamagedError, or another of `inputs.DAMAGE_ERRORS`: if the file is damaged.
     """
-    kind = path.removesuffix(next(end for end in COMPRESSIONS if path.endswith(end)))
-    if kind.endswith(".jsonl"):
-        yield from _json_lines(decompressed(raw, path), path, bad)
-    elif kind.endswith((".csv", ".tsv")):
-        delimiter = "\t" if kind.endswith(".tsv") else ","
-        yield from _csv_rows(decompressed(raw, path), path, columns, bad, delimiter)
+    where, kind, stream = content
+    if kind in (".jsonl", ".ndjson"):
+        yield from _json_lines(stream, where, bad)
+    elif kind == ".json":
+        yield from _json_items(stream, where, bad)
+    elif kind in (".csv", ".tsv"):
+        delimiter = "\t" if kind == ".tsv" else ","
+        yield from _csv_rows(stream, where, columns, bad, delimiter)
     else:
-        yield from _arrow_rows(raw, path, columns, bad)
+        batches = _parquet_batches if kind == ".parquet" else _arrow_batches
+        yield from _arrow_rows(batches, stream, where, columns, bad)
 
 
 def _json_lines(stream: IO[bytes], path: str, bad: BadInputHandler) -> Iterator[tuple[str, Any]]:
@@ -103,6 +98,55 @@ def _json_lines(stream: IO[bytes], path: str, bad: BadInputHandler) -> Iterator[
                 yield where, json_value(line, where)
             except BadInputError as error:
                 bad(error)
+
+
+def _json_items(stream: IO[bytes], path: str, bad: BadInputHandler) -> Iterator[tuple[str, Any]]:
+    """Yield (location, value) for each item of a file of JSON.
+
+    The items are those of one array, or values that follow each other, as in JSON Lines.  `bad` is
+    called for each item that is not UTF-8.
+    """
+    text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+    decoder, rest, number, position = json.JSONDecoder(), "", 0, 0
+    is_array: bool | None = None  # None before the first visible character
+    is_last = False
+    try:
+        while not is_last:
+            block = text.read(max(JSON_CHARACTERS, len(rest)))  # all of a long item in a few steps
+            rest, position, is_last = rest[position:] + block, 0, not block
+            if is_array is None and (rest := rest.lstrip()):
+                is_array = rest[0] == "["
+                position = int(is_array)
+            while (position := _end_of_gap(rest, position)) < len(rest):
+                if is_array and rest[position] == "]":
+                    if (rest[position + 1 :] + text.read()).strip():
+                        raise DamagedError(f"there is text after the array of {number} items")
+                    return
+                try:
+                    value, end = decoder.raw_decode(rest, position)
+                except (ValueError, RecursionError) as error:
+                    if is_last or len(rest) - position > LONGEST_LINE:
+                        raise DamagedError(f"item {number + 1} is not JSON ({error})") from error
+                    break  # the item may go on in the next block
+                if end == len(rest) and not is_last:
+                    break  # a number may have further digits there
+                number += 1
+                where = f"{path}: item {number}"
+                if invalid := invalid_bytes(rest[position:end]):
+                    bad(not_utf8_error(where, invalid))
+                else:
+                    yield where, value
+                position = end
+        if is_array:
+            raise DamagedError(f"the array has no end after item {number}")
+    finally:
+        text.detach()  # otherwise `text` would close the stream, whose position is still needed
+
+
+def _end_of_gap(text: str, start: int) -> int:
+    """Return the position of the next item of JSON: after spaces and commas."""
+    match = _GAP.match(text, start)
+    return match.end() if match else start
 
 
 def json_value(line: bytes, where: str) -> Any:
@@ -179,15 +223,18 @@ def _csv_rows(
 
 
 def _arrow_rows(
-    raw: IO[bytes], path: str, columns: Columns, bad: BadInputHandler
+    read: Callable[[IO[bytes], str, Columns], Iterator[Any]],
+    raw: IO[bytes],
+    path: str,
+    columns: Columns,
+    bad: BadInputHandler,
 ) -> Iterator[tuple[str, Any]]:
     """Yield (location, dict of columns) for each row of a .parquet or .arrow file.
 
-    `bad` is called for each row whose text is not UTF-8.
+    `read` yields the file's batches of rows.  `bad` is called for each row whose text is not UTF-8.
     """
     number = 0
     try:
-        read = _parquet_batches if path.endswith(".parquet") else _arrow_batches
         for batch in read(raw, path, columns):
             for start in range(0, batch.num_rows, ROWS):
                 part = batch.slice(start, ROWS)

@@ -110,7 +110,7 @@ def read_index(index_path: str) -> list[str]:
     tf = tensorflow()
     try:
         with tf.io.gfile.GFile(index_path, "rb") as file:
-            lines = file.read().decode().splitlines()
+            lines = file.read().decode("utf-8-sig").splitlines()
     except tf.errors.NotFoundError as error:
         raise InputError(
             f"index {index_path}: no such file; set train_set or val_set to an index that "

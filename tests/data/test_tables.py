@@ -19,7 +19,8 @@ from pyarrow import feather, parquet
 
 from mesh_transformer.cli import completion_records, new_tokenizer, text_records
 from mesh_transformer.cli.split import main as split_main
-from mesh_transformer.data.documents import FILE_TYPES, read_pieces
+from mesh_transformer.data.documents import read_pieces
+from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files, find_sets, left_out
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.storage import files
@@ -163,10 +164,11 @@ def test_columns_are_named_and_other_columns_have_no_effect(tmp_path, kind):
         create(source, tmp_path / "out")
 
 
-def test_carriage_returns_and_line_breaks_in_cells_are_kept(tmp_path):
+def test_line_ends_in_cells_are_those_of_text_files(tmp_path):
     rows = [{"text": "a\r\nb\rc\n\nd\n" * 9}] * 3
-    kinds = ["in.jsonl", "in.csv", "in.parquet", "in.arrow"]
-    outs = [create(write(tmp_path, kind, rows), tmp_path / f"out {kind}") for kind in kinds]
+    kinds = ["texts", "in.jsonl", "in.csv", "in.parquet", "in.arrow"]
+    order = "--preserve-data-order"
+    outs = [create(write(tmp_path, kind, rows), tmp_path / f"out {kind}", order) for kind in kinds]
     assert all(out == outs[0] for out in outs)
 
 
