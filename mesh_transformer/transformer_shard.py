@@ -2,6 +2,7 @@
 
 import functools
 import os
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from mesh_transformer.mesh.devices import fit_to_devices, make_mesh, use_virtual
 from mesh_transformer.mesh.placement import Rows, limit_in_flight, process_rows
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import step as steps
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, UncountedWarning
 
 
 class CausalTransformer:
@@ -175,7 +176,8 @@ class CausalTransformer:
             a multiple of the number of `replicas`, and with `shard_activations` T one of mp.  With
             `batch_ramp_steps`, A is at most `gradient_accumulation_steps`, and may differ from call
             to call.  Optionally `loss_mask` [A, B, T], 1 where a target counts in the loss and 0
-            elsewhere; losses are then means over all targets of the update that count.  Optionally
+            elsewhere; losses are then means over all targets of the update that count, and if none
+            counts, the update is skipped with an `UncountedWarning`.  Optionally
             `segment_ids` [A, B, T]: each run of equal numbers marks one text, which is processed as
             if it were in a sequence of its own.
 
@@ -184,7 +186,8 @@ class CausalTransformer:
           position of each sequence or, with `loss_mask`, at the last one that counts in each text),
           `grad_norm` (before clipping), `grad_norm_micro` and `grad_square_micro` (the mean norm
           and mean squared norm of the gradients of small batches; see `noise_batches`),
-          `learning_rate`, and `skipped` (1 if the update was skipped, else 0).
+          `learning_rate`, `counted` (0 if no target counts in the loss, else 1), and `skipped` (1
+          if the update was skipped, else 0).
         """
         multiple = self.config.shards if self.config.shard_activations else 1
         batch = check_batch(self.config, "train", sample, 3, multiple=multiple)
@@ -197,6 +200,9 @@ class CausalTransformer:
         self._generator.drop_weights()
         if "opt_state" not in state:
             state["opt_state"] = self._fresh_moments(state)
+        if self._rows.alone and not batch.get("loss_mask", np.ones(1)).any():
+            line = "train: no target of the batch counts in the loss, so its update is skipped"
+            warnings.warn(line, UncountedWarning, stacklevel=2)
         batch, *count = steps.whole_batch(self.config, batch)
         self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")), *count)
         self.step += 1
@@ -436,13 +442,11 @@ class CausalTransformer:
             base model has moved.
 
         Returns:
-          The checkpoint's `aux` dict, or None if the folder has no checkpoint.  The dict holds
-          `config`, the path and checksums of the LoRA base model if there is one, and the entries
-          that were passed to `save`.
+          The checkpoint's `aux` dict (`own_aux`, and the entries that were passed to `save`), or
+          None if the folder has no checkpoint.
 
         Raises:
-          InputError: if the checkpoint does not fit the config, or if the folder holds a checkpoint
-            in another format.
+          InputError: if the checkpoint does not fit the config or has another format.
         """
         checkpoints = self._writer(folder)
         newest = checkpoints.newest()

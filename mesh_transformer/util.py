@@ -50,6 +50,10 @@ class DamagedError(InputError):
         return self.args[0]
 
 
+class UncountedWarning(UserWarning):
+    """No target of a training batch counts in the loss, so that its update is skipped."""
+
+
 class StoppedError(RuntimeError):
     """A run cannot continue although its input is valid; scripts exit with status 1."""
 

@@ -33,7 +33,7 @@ class InMemoryTrainSet:
         negative targets do not count in the loss; or a dict: with `obs`, `target` and optionally
         `loss_mask` and `segment_ids` (see `CausalTransformer.train`), or, as for transformers, with
         `input_ids` of T + 1 token ids and optionally `labels`, where those below 0 do not count,
-        and `attention_mask`, which is 0 for padding at the end.
+        and `attention_mask`, which is 0 for padding at the end and nowhere else.
       length: T, the number of positions per sequence, for a 1-D array.
       size_of: a function from the number of earlier batches to the shape of the next one, (A, B).
       seed: the random seed of windows and epochs.
@@ -257,14 +257,59 @@ def _hugging_face_row(item: Row) -> Row:
                 f"an item of data has {name} of shape {item[name].shape}, expected "
                 f"{tokens.shape}, that of input_ids"
             )
-    if padding is not None and not padding[:1].all():
-        raise InputError("an item of data is padded at its start; pad at the end")
+    _check_meaning(item)
     if padding is None and "labels" not in item:
         return {"obs": tokens[:-1], "target": tokens[1:]}
     labels = item.get("labels", tokens)
     if padding is not None:
+        _check_padding(labels, padding)
         labels = np.where(padding, labels, -1)
     return _masked(tokens[:-1], labels[1:])
+
+
+# Keys beside `input_ids` that would change what is trained, each with what to give instead.
+_UNUSED = {
+    "loss_mask": "labels that are -100 where nothing counts",
+    "completion_mask": "labels that are -100 before the completion",
+    "assistant_masks": "labels that are -100 outside of the answers",
+    "segment_ids": "obs, target and segment_ids",
+}
+
+
+def _check_meaning(item: Row) -> None:
+    """Raise InputError if an item for transformers has a key whose meaning would be lost."""
+    for name, instead in _UNUSED.items():
+        if name in item:
+            raise InputError(f"an item of data has input_ids and {name}; give {instead}")
+    positions = item.get("position_ids")
+    if positions is not None and not np.array_equal(positions, np.arange(positions.size)):
+        raise InputError(
+            "an item of data has position_ids that do not count from 0, as of several texts; give "
+            "obs, target and segment_ids"
+        )
+
+
+def _check_padding(labels: np.ndarray, padding: np.ndarray) -> None:
+    """Raise InputError if an attention mask is more than padding at the end of a sequence."""
+    if padding.ndim != 1 or not padding.size:
+        return
+    if not np.isin(padding, (0, 1)).all():
+        raise InputError("an item of data has an attention_mask with values other than 0 and 1")
+    kept = padding.astype(bool)
+    if not kept[0]:
+        raise InputError("an item of data is padded at its start; pad at the end")
+    end, counted = int(kept.sum()), labels >= 0
+    if not kept[:end].all():
+        at = int(np.argmin(kept))
+        raise InputError(
+            f"an item of data has an attention_mask that is 0 at position {at} and 1 after it; it "
+            "may be 0 only for padding at the end"
+        )
+    if counted[end:].any() and not counted[1:end].any():
+        raise InputError(
+            f"an item of data has labels that count only from position {end} on, where its "
+            "attention_mask is 0, which marks padding; set the mask to 1 there"
+        )
 
 
 def _stack(rows: list[Row], shape: tuple[int, ...]) -> Row:

@@ -7,36 +7,34 @@ single process and on a TPU pod.
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import signal
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from mesh_transformer.data.loader import describe_batch
 from mesh_transformer.evaluation import harness, validation
-from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath, local_path, set_aside
 from mesh_transformer.training.agreement import Agreement
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
-from mesh_transformer.training.metrics import (
-    MetricsLog,
-    NoiseScale,
-    NoLog,
-    StepClock,
-    row_of,
-    start_wandb,
-)
+from mesh_transformer.training.metrics import MetricsLog, NoLog, StepClock, row_of, start_wandb
+from mesh_transformer.training.rows import MetricsRows, Step
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes
-from mesh_transformer.util import DamagedError, HostError, InputError, StoppedError
+from mesh_transformer.util import (
+    DamagedError,
+    HostError,
+    InputError,
+    StoppedError,
+    UncountedWarning,
+)
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
 
@@ -102,7 +100,8 @@ def train(
     saved = False
     val_sets = config.val_set if val_sets is None else val_sets
     agreement = agreement or Agreement()
-    with agreement.stop_signals() as received:
+    with agreement.stop_signals() as received, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncountedWarning)  # the loop reports these steps itself
         try:
             with closing(network):
                 _train(
@@ -191,9 +190,6 @@ def _train(
             loader.restore(aux.get("loader"), network.step)
         if aux and network.step and "loader" not in aux:
             print(f"{folder} has no position in the data; records are read from the first one")
-        noise = NoiseScale(config.noise_scale_alpha, *network.noise_batches)
-        if "noise" in aux:
-            noise.restore(aux["noise"])
         logged = network.step - (unscored is not None)
         log = MetricsLog(folder, logged, wandb, aux.get("wandb")) if agreement.writes else NoLog()
         stack.callback(log.close)
@@ -208,14 +204,13 @@ def _train(
             best=best,
             log=log,
             on_row=on_row,
-            noise=noise,
+            saved=aux,
             ledger=ledger,
             agreement=agreement,
             total=total,
             logged=logged,
             temporary=temporary,
         )
-        run.skipped = run.skipped | aux.get("skipped", {})
         run.saver.saved = -1 if unsaved else run.saver.saved
         run.run(received, unscored)
 
@@ -292,28 +287,12 @@ def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) 
         network.load(path, fresh_opt=fresh_opt)
 
 
-class _Step(NamedTuple):
-    """A training step that was started; its results may not be ready yet.
-
-    Attributes:
-      number: the step's number, from 1.
-      length: the number of tokens per sequence.
-      metrics: the step's metrics, as `TrainableNetwork.train` returns them.
-      before, after: the training set's positions before and after the step's batch.
-    """
-
-    number: int
-    length: int
-    metrics: dict[str, Any]
-    before: dict[str, Any]
-    after: dict[str, Any]
-
-
 @dataclasses.dataclass(kw_only=True)
 class _Run:
     """The training loop of one call of `train`, with the state that all steps share.
 
     `total` is the step to train to, and `logged` the last step whose metrics have been logged.
+    `saved` is what the checkpoint that the run continues holds beside the network's state.
     """
 
     network: TrainableNetwork
@@ -324,7 +303,7 @@ class _Run:
     best: BestStep
     log: MetricsLog | NoLog
     on_row: Callable[[dict[str, Any]], None] | None
-    noise: NoiseScale
+    saved: dict[str, Any]
     ledger: Ledger
     agreement: Agreement
     total: int
@@ -334,11 +313,16 @@ class _Run:
     def __post_init__(self):
         network = self.network
         self.config = network.config
-        self.pending: deque[_Step] = deque()  # the steps whose metrics have not been read
-        self.skipped = {"total": 0, "in_row": 0}  # numbers of skipped updates
+        self.pending: deque[Step] = deque()  # the steps whose metrics have not been read
         self.saver = Saver(network, self.folder, self._state, self.best, self.ledger, self._report)
-        self.peak, self.first = network.peak_flops, network.step + 1
+        self.first = network.step + 1
         self.clock = StepClock()
+        unsaved = (
+            f"; this step is not saved, and any checkpoints in {self.folder} are of earlier steps"
+        )
+        self.rows = MetricsRows(
+            network, self.ledger, "" if self.temporary else unsaved, self._report, self.saved
+        )
         self.bar = tqdm(total=self.total, initial=self.logged, unit="step", dynamic_ncols=True)
 
     def run(self, received: list[int], unscored: dict[str, Any] | None) -> None:
@@ -410,7 +394,7 @@ class _Run:
         # A pod's sample is a placeholder: the hosts read the records, in sequences of `seq` tokens.
         length = sample["obs"].shape[-1] if sample else config.seq
         metrics = network.train(sample)
-        self.pending.append(_Step(network.step, length, metrics, before, self.loader.state()))
+        self.pending.append(Step(network.step, length, metrics, before, self.loader.state()))
         if network.step == self.first:
             float(metrics["loss"])  # wait, so that the time of compilation is this step's alone
         self._log(self._rows(IN_FLIGHT))
@@ -454,60 +438,7 @@ class _Run:
             read.append((step, values, self.clock.pop_seconds()))
             self.ledger.switch("steps")  # the first step, which compiles, is over
         self.clock.record_finished(later.metrics for later in self.pending)
-        return (self._row(*measured) for measured in read)
-
-    def _row(self, step: _Step, values: dict[str, float], seconds: float) -> dict[str, float]:
-        """Return a step's metrics row, without the metrics whose values are not finite.
-
-        Raises:
-          StoppedError: if a loss or gradient norm is not finite and the config does not set
-            `skip_nonfinite`, or if `max_skipped` updates in a row were skipped.
-        """
-        self._count_skipped(step, values)
-        row: dict[str, float] = {"step": step.number}
-        for name in ("loss", "last_loss", "grad_norm", "learning_rate"):
-            if math.isfinite(values[name]):
-                row[f"train/{name}"] = values[name]
-        if self.config.skip_nonfinite or self.config.skip_spikes:
-            row["train/skipped"] = self.skipped["total"]
-        sequences = self.config.microbatches(step.number - 1) * self.network.batch_size
-        row["train/tokens_per_sec"] = sequences * step.length / seconds
-        if self.peak is not None:
-            row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)
-        row |= {name: value for name, value in values.items() if name.startswith("host_seconds/")}
-        row |= self.noise.update(values["grad_square_micro"], values["grad_norm"] ** 2, sequences)
-        return row | self.ledger.metrics(complete=step.number == self.network.step)
-
-    def _count_skipped(self, step: _Step, values: dict[str, float]) -> None:
-        """Count and report the step if its update was skipped.
-
-        Raises:
-          StoppedError: if the run must stop because of this step (see `_row`).
-        """
-        config = self.config
-        is_finite = math.isfinite(values["loss"] + values["grad_norm"])
-        if is_finite and not values["skipped"]:
-            self.skipped = self.skipped | {"in_row": 0}
-            return
-        self.skipped = {name: count + 1 for name, count in self.skipped.items()}
-        assert config.train_set is not None
-        records = describe_batch(config.train_set, step.before, step.after)
-        problem = (
-            f"step {step.number}: loss is {values['loss']}, gradient norm {values['grad_norm']}; "
-            f"its batch is {records}"
-        )
-        can_continue = is_finite or config.skip_nonfinite
-        if can_continue and self.skipped["in_row"] < config.max_skipped:
-            self._report(f"{problem}; its update is skipped")
-            return
-        remedy = "lower lr, check the data, or set skip_nonfinite"
-        if can_continue:
-            count = self.skipped["in_row"]
-            remedy = f"{count} updates in a row were skipped; lower lr, or check the data"
-        if not self.temporary:
-            problem += "; this step is not saved, and any checkpoints in "
-            problem += f"{self.folder} are of earlier steps"
-        raise StoppedError(f"{problem}; {remedy}")
+        return (self.rows.row(*measured) for measured in read)
 
     def _log(self, rows: Iterable[dict[str, float]]) -> None:
         for row in rows:
@@ -516,8 +447,8 @@ class _Run:
                 self.on_row(row)
             shown = {"loss": f"{row['train/loss']:.4f}" if "train/loss" in row else "skipped"}
             shown["tok/s"] = f"{row['train/tokens_per_sec']:,.0f}"
-            if self.peak is not None and "train/mfu" in row:
-                shown["MFU"] = f"{row['train/mfu']:.1%} of {self.peak / 1e12:,.4g} TFLOP/s"
+            if self.rows.peak is not None and "train/mfu" in row:
+                shown["MFU"] = f"{row['train/mfu']:.1%} of {self.rows.peak / 1e12:,.4g} TFLOP/s"
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
 
@@ -590,8 +521,7 @@ class _Run:
         """Return the loop's own state, which each checkpoint holds beside the network's state."""
         return {
             "loader": self.loader.state(),
-            "noise": self.noise.state(),
-            "skipped": self.skipped,
+            **self.rows.state(),
             "best": self.best.state(),
             "wandb": self.log.wandb_id,
         }

@@ -236,13 +236,16 @@ def gradients(
         sums, measured = _sum_of_first(microbatch, sums, samples, count, par)
         accumulation = count
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
-    loss, last_loss, norm_micro, square_micro = par.mean_over_dp(measured)
+    if weights is not None:
+        measured = jnp.append(measured, weights.every_BT.mean())
+    loss, last_loss, norm_micro, square_micro, *mean_weight = par.mean_over_dp(measured)
     return grads, {
         "loss": loss,
         "last_loss": last_loss,
         "grad_norm": jnp.sqrt(par.total(squares(grads), declared)),
         "grad_norm_micro": norm_micro,
         "grad_square_micro": square_micro,
+        "counted": jnp.float32(1) if weights is None else jnp.sign(mean_weight[0]),
     }
 
 
@@ -274,7 +277,7 @@ def _sum_of_first(
     return sums, totals / count
 
 
-MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro")
+MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro", "counted")
 
 
 def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
@@ -326,18 +329,20 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         if "sequences" in state:
             microbatches = count[0] if count else len(batch["obs"])
             new["sequences"] = state["sequences"] + microbatches * rows
-        skipped = jnp.bool(False)
+        may_skip = "loss_mask" in batch or config.skip_nonfinite or config.skip_spikes
+        skipped = metrics["counted"] == 0
         if config.skip_nonfinite:
             skipped |= ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm))
         if config.skip_spikes:
             skipped |= spikes.is_spike(state["norms"], norm, config.skip_spikes)
-            new["norms"] = spikes.with_norm(state["norms"], norm, step)
+            added = jnp.where(metrics["counted"] > 0, norm, jnp.nan)  # NaN is not added
+            new["norms"] = spikes.with_norm(state["norms"], added, step)
 
         def change(optimizer: Optimizer, grads: Any, moments: Any, params: Any) -> Any:
             # With `offload`, which excludes a virtual mesh, the optimizer is that of some matrices.
             update = optimizer.update if whole is None else whole
             updated = update(grads, moments, params, rate, norm)
-            if not (config.skip_nonfinite or config.skip_spikes):
+            if not may_skip:
                 return updated
             before = (params, moments)
             return jax.tree.map(lambda new, old: jnp.where(skipped, old, new), updated, before)

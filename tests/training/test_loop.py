@@ -86,6 +86,7 @@ class Counter:
             "loss": Number(self, self.loss(self.step)),
             **dict.fromkeys(names, Number(self, 0.5)),
             "skipped": Number(self, 0.0),
+            "counted": Number(self, 1.0),
         }
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
