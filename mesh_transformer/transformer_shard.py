@@ -301,13 +301,11 @@ class CausalTransformer:
           ctx_length: number of prompt tokens in each row, [B], from 1 to T.
           gen_length: number of tokens to generate per row.  Each token attends to at most the last
             `config.window` tokens of its row.
-          sampler_options: `top_p` (default 0.9), `top_k` (default 0: off), `temp` (default 1; 0 is
-            greedy), `min_p` (default 0: off), `typical_p` (default 1: off), `repetition_penalty`
-            (default 1: off), `presence_penalty` and `frequency_penalty` (default 0: off),
-            `logit_bias` (default None; see `sampler_settings`), `adapter` (default 0: none; see
-            `add_adapters`) and `seed` (default: a random one per row; with several processes, 0).
-            Each value is one number for all rows, or an array with one number per row.  One `seed`
-            s for all rows gives row number n, from 0, the seed s + n.
+          sampler_options: `top_p` (default 0.9), `temp` (default 1; 0 is greedy), `seed` (default:
+            random for each row; with several processes, 0), and, by default off, `top_k`, `min_p`,
+            `typical_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `logit_bias`
+            and `adapter` (see `add_adapters`).  Each value is one for all rows, or an array with
+            one per row.  One `seed` s for all rows gives row number n, from 0, the seed s + n.
 
         Returns:
           Token ids [B, gen_length], uint32.
@@ -416,11 +414,7 @@ class CausalTransformer:
         return ""
 
     def keep(self, aux: dict[str, Any]) -> str:
-        """Do nothing and return "".
-
-        `TPUCluster.keep` copies the state to the memory of other processes, from which a new
-        cluster can restore it.
-        """
+        """Return "": only a pod's hosts copy the state to memory; see `TPUCluster.keep`."""
         return ""
 
     def wait(self) -> None:
@@ -567,11 +561,10 @@ def load(
       path: a model folder (its newest checkpoint is loaded), one of its step_N folders, a
         checkpoint of the original mesh-transformer-jax, or a Hugging Face folder.
       config: a Config, a dict of config keys and values (those that describe the model suffice), or
-        the path of a config file.  A config is required for checkpoints of the original
-        mesh-transformer-jax, which do not store one.  Default: the config stored in the checkpoint,
-        with mp (`cores_per_replica`) reduced to a divisor of the number of accelerators, or to 1 on
-        CPUs.  For a Hugging Face folder, the default `dtype` is bfloat16, whatever the dtype of the
-        folder's tensors.
+        the path of a config file; required for checkpoints of the original mesh-transformer-jax,
+        which store none.  Default: the checkpoint's, with mp (`cores_per_replica`) reduced to a
+        divisor of the number of accelerators, or to 1 on CPUs.  For a Hugging Face folder, the
+        default `dtype` is bfloat16, whatever the dtype of its tensors.
       changes: config keys whose values replace those of the config, such as `total_steps` to
         fine-tune, or `tpu_size` and `cores_per_replica` to load onto a mesh.
       optimizer: whether to load the optimizer's state too; otherwise training creates a fresh one.
