@@ -48,7 +48,7 @@ BLOCKS = {
     # The block gptj with gated feed-forward, and with one matrix in and one out.
     "geglu": Block(lora_targets=("fused_in", "fused_out"), lora_default=1, biased_ends=True),
     # Attention, then feed-forward, each with a norm of its own.
-    "gpt2": Block(hf_types=("gpt2",), own_defaults={"pe": "fixed", "tie_head": True}),
+    "gpt2": Block(hf_types=("gpt2", "gpt_neox"), own_defaults={"pe": "fixed", "tie_head": True}),
     # As gptj, but attention and feed-forward each have a norm of their own.
     "neox": Block(
         hf_types=("gpt_neox",), own_defaults={"rotary_pairs": "halves", "activation": "gelu"}

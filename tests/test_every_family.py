@@ -19,7 +19,7 @@ from tests.evaluation.test_tasks import SEQ, hf_scores, tasks
 from tests.generation.test_decode import by_token
 from tests.support import made_tasks
 from tests.support.live_server import Live
-from tests.support.torch_models import FAMILIES, torch_model
+from tests.support.torch_models import FAMILIES, SEQUENTIAL, torch_model
 
 __all__ = ["tasks"]  # a fixture
 
@@ -57,7 +57,13 @@ def greedy(folder, prompt, count):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("folder", "mesh"),
-    [("gptj", "one"), ("gptj", "2x4 jit"), ("gpt2", "2x4"), ("gpt_neox", "2x4 jit")],
+    [
+        ("gptj", "one"),
+        ("gptj", "2x4 jit"),
+        ("gpt2", "2x4"),
+        ("gpt_neox", "2x4 jit"),
+        (SEQUENTIAL, "2x4 jit"),
+    ],
     indirect=["folder"],
 )
 def test_answers_over_http_are_torchs(folder, mesh):

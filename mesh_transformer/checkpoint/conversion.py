@@ -57,6 +57,7 @@ def read(
     optimizer: bool = True,
     lazy: bool = False,
     base: AnyPath | None = None,
+    drop_extra: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
     """Return a checkpoint's config, and its state as nested dicts of numpy arrays.
 
@@ -72,13 +73,15 @@ def read(
       lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
       base: if the checkpoint holds adapters, the path of their base model (default: the path that
         the checkpoint records).
+      drop_extra: whether to leave out tensors of a Hugging Face folder that are not part of the
+        model, and print their names.  Otherwise they are an error.
 
     Raises:
       InputError: if the checkpoint cannot be read or does not fit the config, or if it stores no
         config and none is passed.
     """
     if source.kind == "hf":
-        return hf.read(source.path, config=config, dtype=dtype, lazy=lazy)
+        return hf.read(source.path, config=config, dtype=dtype, lazy=lazy, drop_extra=drop_extra)
     if source.adapters is not None:
         config, state = _merged(source, source.adapters, config, base, dtype)
         return config, state if lazy else in_memory(state)
@@ -145,6 +148,7 @@ def convert(
     trim_vocab: bool = False,
     tokenizer: str | None = None,
     base: AnyPath | None = None,
+    drop_extra: bool = False,
 ) -> ConversionResult:
     """Convert a checkpoint to another format, dtype or number of shards.
 
@@ -168,6 +172,7 @@ def convert(
       tokenizer: the model's tokenizer, as `load_tokenizer` accepts it (default: the config's).
       base: if `source` holds adapters, the path of their base model (default: the path that
         `source` records).
+      drop_extra: see `read`.
 
     Raises:
       InputError: if the source cannot be read or the target cannot be written.  A failed conversion
@@ -189,7 +194,7 @@ def convert(
         stores = {"native": True, "original": config.optimizer == "adam", "hf": False}
         optimizer = not slim and stores[source_kind] and stores[target_kind]
         options: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": True, "base": base}
-        _, state = read(opened, config, **options)
+        _, state = read(opened, config, drop_extra=drop_extra, **options)
     except InputError:
         _check_kind(source, source_kind)
         raise
@@ -405,7 +410,7 @@ def _logits(
       base: if the source holds adapters, the path of their base model (default: the recorded one).
     """
     own = None if source.kind == "hf" else config
-    config, state = read(source, own, optimizer=False, lazy=True, base=base)
+    config, state = read(source, own, optimizer=False, lazy=True, base=base, drop_extra=True)
     prompt = _prompt(config, tokens)
     params = _on_device(state)["params"]
     dtype = params["embed"]["embedding"]["w"].dtype.name

@@ -6,6 +6,7 @@ layers.  `hf_config` lists the tensors of each type of model.  torch is not need
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.model import transformer
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, brief
 
 SHARD_BYTES = 5_000_000_000
 # The head's bias for padding tokens: low enough that their probability is 0 in f32, and within the
@@ -113,6 +114,7 @@ def read(
     config: Config | None = None,
     dtype: DTypeLike | None = None,
     lazy: bool = False,
+    drop_extra: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
     """Return the config and the state of the model in a Hugging Face folder.
 
@@ -127,6 +129,8 @@ def read(
         embeddings, its `seq` may be smaller: the first positions are then read.
       dtype: the dtype to cast the parameters to (default: the dtype in the files).
       lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
+      drop_extra: whether to leave out tensors that are not part of the model, such as those of a
+        value head, and print their names.  Otherwise they are an error.
 
     Raises:
       InputError: if the folder does not hold a supported model, is damaged or inconsistent, or does
@@ -139,8 +143,9 @@ def read(
     assert stored_config.hf_type is not None
     family = FAMILIES[stored_config.hf_type]
     places = _places(stored_config, family)
-    stored = _with_full_names(hf_files.find(folder), stored_config, family)
-    stored = _select_weights(folder, stored, places)
+    optional = family.head_weights if stored_config.tie_head else ()
+    stored = _with_full_names(hf_files.find(folder, optional), stored_config, family)
+    stored = _select_weights(folder, stored, places, drop_extra)
     declared = transformer.declarations(stored_config)
     _check_stored(stored, places, map_declared(lambda d: np.broadcast_to(0, d.shape), declared))
     dtypes = _leaf_dtypes(stored, places, _dtype(dtype))
@@ -214,7 +219,7 @@ def _dtype(dtype: DTypeLike | None) -> np.dtype | None:
 
 def _places(config: Config, family: Family) -> dict[str, list[_Place]]:
     """Return {Hugging Face tensor name: the places of its values}, in Hugging Face's order."""
-    places = {f"{family.prefix}{family.embedding}.weight": [_Place(*_EMBED)]}
+    places = {family.embedding_weight: [_Place(*_EMBED)]}
     if family.positions:
         name = f"{family.prefix}{family.positions}.weight"
         places[name] = [_Place("embed", "embedding", "pos_embs")]
@@ -231,7 +236,7 @@ def _places(config: Config, family: Family) -> dict[str, list[_Place]]:
     for name, leaf in (("weight", "scale"), ("bias", "offset")):
         places[f"{family.prefix}{family.norm}.{name}"] = [_Place("proj", "projection/norm", leaf)]
     if not config.tie_head:
-        places[f"{family.head}.weight"] = [_Place("proj", "projection/head", "w", out_axis=0)]
+        places[family.head_weights[0]] = [_Place("proj", "projection/head", "w", out_axis=0)]
     if config.layer_kind.biased_ends:
         places[f"{family.head}.bias"] = [_Place(*_HEAD_BIAS)]
     return places
@@ -243,9 +248,9 @@ def _with_full_names(
     """Return stored tensors by the names that `_places` uses.
 
     Some files, such as those of GPT-2 on Hugging Face's hub, leave out the prefix of the names.
-    Files may hold a tied output head a second time.  transformers 5 calls all heads lm_head.
+    Files may hold a tied output head a second time, or in place of the embedding.
     """
-    bare = f"{family.embedding}.weight" in stored
+    bare = family.embedding_weight.removeprefix(family.prefix) in stored
 
     def full_name(name: str) -> str:
         if name.startswith(("lm_head.", f"{family.head}.")):
@@ -253,8 +258,8 @@ def _with_full_names(
         return family.prefix + name if bare else name
 
     named = {full_name(name): tensor for name, tensor in stored.items()}
-    if config.tie_head:
-        named.pop(f"{family.head}.weight", None)
+    if config.tie_head and (head := named.pop(family.head_weights[0], None)) is not None:
+        named.setdefault(family.embedding_weight, head)
     return named
 
 
@@ -290,7 +295,10 @@ def _check_same(folder: str, stored: Config, config: Config) -> None:
 
 
 def _select_weights(
-    folder: str, stored: dict[str, StoredTensor], places: dict[str, list[_Place]]
+    folder: str,
+    stored: dict[str, StoredTensor],
+    places: dict[str, list[_Place]],
+    drop_extra: bool,
 ) -> dict[str, StoredTensor]:
     """Return those stored tensors that are weights; drop constants such as attention masks.
 
@@ -298,22 +306,27 @@ def _select_weights(
       folder: the folder of the tensors, for error messages.
       stored: all tensors in the folder, by name.
       places: the weights of the model, by name.
+      drop_extra: see `read`.
 
     Raises:
       InputError: if a weight is missing, or if a stored tensor is neither a weight nor a known
-        constant.
+        constant and `drop_extra` is false.
     """
     for name in places:
         if name not in stored:
             raise InputError(
                 f"{folder}: tensor {name} is missing; copy the folder again, or check config.json"
             )
-    for name, tensor in stored.items():
-        if name not in places and not name.endswith(_BUFFERS):
-            raise InputError(
-                f"{tensor.path}: tensor {name} is not part of the model that config.json "
-                "describes; use the config.json of these weights"
-            )
+    extra = [name for name in stored if name not in places and not name.endswith(_BUFFERS)]
+    if extra and not drop_extra:
+        others = f" (and {len(extra) - 1} more)" if extra[1:] else ""
+        raise InputError(
+            f"{stored[extra[0]].path}: tensor {brief(extra[0])}{others} is not part of the model "
+            "that config.json describes; use the config.json of these weights, or leave such "
+            "tensors out: mesh-transformer convert --drop-extra"
+        )
+    if extra:
+        print(f"{folder}: left out {', '.join(map(brief, extra))}", file=sys.stderr, flush=True)
     return {name: tensor for name, tensor in stored.items() if name in places}
 
 
@@ -346,14 +359,15 @@ def _leaf_dtypes(
 ) -> dict[tuple[str, str, str], np.dtype]:
     """Return the dtype to read each parameter in, as {(part, module, leaf): dtype}.
 
-    The dtype is `dtype` or, if `dtype` is None, the dtype of the parameter's stored tensors.
+    The dtype is `dtype` or, if `dtype` is None, the dtype of the parameter's stored tensors.  Those
+    in float64 are read in float32.
 
     Raises:
       InputError: if `dtype` is None and the layers of a leaf differ in dtype.
     """
     leaf_dtypes: dict[tuple[str, str, str], np.dtype] = {}
     for name, tensor in stored.items():
-        own = DTYPES[tensor.dtype]
+        own = DTYPES["F32" if tensor.dtype == "F64" else tensor.dtype]
         for place in places[name]:
             first = leaf_dtypes.setdefault(place.key, dtype or own)
             if dtype is None and first != own:

@@ -1,14 +1,17 @@
 """The config.json files and tensor names of Hugging Face's models, and their counterparts here."""
 
+import functools
 import hashlib
 import importlib.metadata
 import math
 import os
 import re
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh_transformer.checkpoint import hf_files
 from mesh_transformer.checkpoint.hf_files import read_json, write_json
 from mesh_transformer.config import Config
 from mesh_transformer.storage import files
@@ -66,7 +69,8 @@ class Family(NamedTuple):
     Attributes:
       title: the name for error messages.
       architecture: the class that loads the model.
-      block: our block that computes the model.
+      block: our block that computes the model.  A GPT-NeoX without `use_parallel_residual` is
+        computed by the block gpt2.
       pe: our position embedding.
       sizes: {key of config.json: our config key}.
       defaults: the values of sizes that config.json may lack.
@@ -83,6 +87,7 @@ class Family(NamedTuple):
       layer: {name in a layer: the leaves that the tensor holds}.
       norm: the name of the last norm, without the prefix.
       head: the name of the output head.
+      rotary_pairs: which entries of a head are rotated together; see the config key.
       out_axis: the axis of matrices that indexes outputs: 0 for torch's Linear, which is the
         default, 1 for GPT-2's Conv1D.
       groups: the number of groups that the outputs of a tensor with several leaves are divided
@@ -107,8 +112,22 @@ class Family(NamedTuple):
     layer: Layer
     norm: str
     head: str
+    rotary_pairs: str = "neighbours"
     out_axis: int = 0
     groups: int | None = None
+
+    @property
+    def embedding_weight(self) -> str:
+        """The name of the token embedding's matrix."""
+        return f"{self.prefix}{self.embedding}.weight"
+
+    @property
+    def head_weights(self) -> tuple[str, ...]:
+        """The names that the output head's matrix has in files; the first is written.
+
+        transformers 5 calls all heads lm_head.
+        """
+        return tuple(dict.fromkeys((f"{self.head}.weight", "lm_head.weight")))
 
 
 _GPTJ = Family(
@@ -178,7 +197,7 @@ FAMILIES = {
         pe="rotary",
         sizes=_NEOX_SIZES,
         defaults={"max_position_embeddings": 2048},
-        fixed={"layer_norm_eps": 1e-5, "use_parallel_residual": True, "attention_bias": True},
+        fixed={"layer_norm_eps": 1e-5, "attention_bias": True},
         activation=("hidden_act", "gelu"),
         inner="intermediate_size",
         tied=False,
@@ -198,6 +217,7 @@ FAMILIES = {
         | _linear("mlp.dense_4h_to_h", _OUT, _OUT_BIAS),
         norm="final_layer_norm",
         head="embed_out",
+        rotary_pairs="halves",
     ),
 }
 
@@ -222,7 +242,7 @@ def family_of(config: Config) -> Family:
         "attention_window": config.seq,
     }
     if family.pe == "rotary":
-        expected["rotary_pairs"] = config.layer_kind.defaults["rotary_pairs"]
+        expected["rotary_pairs"] = family.rotary_pairs
     for key, value in expected.items():
         if getattr(config, key) != value:
             raise InputError(
@@ -242,7 +262,9 @@ def read_config(folder: str) -> Config:
     """Return the config of the model that a folder's config.json describes.
 
     Keys of `Config` without a counterpart in config.json keep their defaults.  The exception is
-    `tokenizer`, which is set to the folder if the folder holds a tokenizer other than GPT-2's.
+    `tokenizer`, which is set to the folder if the folder holds a tokenizer other than GPT-2's.  As
+    in transformers 5, the output head is not tied if the weights hold one that differs from the
+    embedding, whatever config.json says.
 
     Raises:
       InputError: if the model is of another type, or is a variant that our model does not support.
@@ -263,6 +285,7 @@ def read_config(folder: str) -> Config:
                 f"another {family.title} folder"
             )
     ours: dict[str, Any] = {"block": family.block, "hf_type": model_type, "pe": family.pe}
+    ours["rotary_pairs"] = family.rotary_pairs
     for key, name in family.sizes.items():
         size = values.get(key, family.defaults.get(key))
         if type(size) is not int or size < 1:
@@ -284,16 +307,54 @@ def read_config(folder: str) -> Config:
             f"another {family.title} folder"
         )
     ours["activation"] = _ACTIVATIONS[activation]
-    ours["tie_head"] = values.get("tie_word_embeddings", family.tied)
-    if not isinstance(ours["tie_head"], bool):
-        raise InputError(
-            f"{path}: tie_word_embeddings is {ours['tie_head']!r}, expected true or false; copy "
-            "the file again"
-        )
-    if family.block == "neox":
+    ours["tie_head"] = _flag(path, values, "tie_word_embeddings", family.tied)
+    if ours["tie_head"] and _has_own_head(folder, family):
+        _report_own_head(path)
+        ours["tie_head"] = False
+    if model_type == "gpt_neox":
         ours["pe_rotary_dims"] = _neox_rotary_dims(path, values, ours)
+        if not _flag(path, values, "use_parallel_residual", True):
+            ours["block"] = "gpt2"
     ours["tokenizer"] = _tokenizer_in(folder)
     return Config.from_dict(ours, path)
+
+
+def _flag(path: str, values: dict[str, Any], key: str, default: bool) -> bool:
+    """Return a value of config.json that is true or false; `path` is its path, for the error."""
+    value = values.get(key, default)
+    if not isinstance(value, bool):
+        raise InputError(f"{path}: {key} is {value!r}, expected true or false; copy the file again")
+    return value
+
+
+def _has_own_head(folder: str, family: Family) -> bool:
+    """Return whether a folder's weights hold an output head other than the embedding's matrix.
+
+    False if the weights cannot be read, which is reported when they are loaded.
+    """
+    bare = family.embedding_weight.removeprefix(family.prefix)
+    try:
+        stored = hf_files.find(folder, optional=family.head_weights)
+        tensors = {name: x for name, x in stored.items() if x.dtype in hf_files.DTYPES}
+        head, embedding = (
+            next((tensors[name].read() for name in names if name in tensors), None)
+            for names in (family.head_weights, (family.embedding_weight, bare))
+        )
+    except InputError:
+        return False
+    return head is not None and embedding is not None and not np.array_equal(head, embedding)
+
+
+@functools.cache
+def _report_own_head(path: str) -> None:
+    """Print, once per process, that the output head is not tied, although config.json says so."""
+    print(
+        f"{path}: tie_word_embeddings is true, but the weights hold an output head that differs "
+        "from the embedding; the two are not tied, as in transformers 5 (set it to false to "
+        "silence this line)",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _neox_rotary_dims(path: str, values: dict[str, Any], ours: dict[str, Any]) -> int:
@@ -318,13 +379,18 @@ def _neox_rotary_dims(path: str, values: dict[str, Any], ours: dict[str, Any]) -
     return int(ours["d_model"] // ours["n_heads"] * share)
 
 
-def _neox_rotary(config: Config) -> dict[str, Any]:
-    """Return the keys of config.json that describe a GPT-NeoX's rotary embedding."""
+def _neox_keys(config: Config) -> dict[str, Any]:
+    """Return the keys of config.json that only a GPT-NeoX has: rotary embedding and residual."""
     share = config.d_rotary / config.d_head
     if int(config.d_head * share) < config.d_rotary:  # rounding
         share = math.nextafter(share, 1)
     rope = {"rope_type": "default", "rope_theta": _ROTARY_BASE, "partial_rotary_factor": share}
-    return {"rotary_pct": share, "rotary_emb_base": _ROTARY_BASE, "rope_parameters": rope}
+    return {
+        "rotary_pct": share,
+        "rotary_emb_base": _ROTARY_BASE,
+        "rope_parameters": rope,
+        "use_parallel_residual": config.block == "neox",
+    }
 
 
 def _tokenizer_in(folder: str) -> str:
@@ -394,7 +460,7 @@ def write_configs(
         family.activation[0]: activation,
         "tie_word_embeddings": config.tie_head,
         **family.written,
-        **(_neox_rotary(config) if family.block == "neox" else {}),
+        **(_neox_keys(config) if config.hf_type == "gpt_neox" else {}),
     }
     values |= {"architectures": [family.architecture], "model_type": config.hf_type}
     # transformers 5 reads dtype, transformers 4 reads torch_dtype.

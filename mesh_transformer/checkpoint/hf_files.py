@@ -19,7 +19,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from mesh_transformer.util import InputError
 
 DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()}  # safetensors' code -> dtype
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPES["F64"] = np.dtype(np.float64)  # read only
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 # What precedes each file in a zip archive: a mark, ..., the lengths of the name and of a comment.
 _ZIP_HEADER = struct.Struct("<4s22xHH")
@@ -97,11 +98,14 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def find(folder: str) -> dict[str, StoredTensor]:
+def find(folder: str, optional: Container[str] = ()) -> dict[str, StoredTensor]:
     """Return all tensors in the weight files of a folder, by name.
 
     The files are model.safetensors, or the shards that model.safetensors.index.json lists.  If the
     folder has neither, the files are pytorch_model.bin or its shards.
+
+    Args:
+      optional: names of tensors that an index may list although no shard has them.
 
     Raises:
       InputError: if a file or tensor is missing or damaged.
@@ -111,7 +115,7 @@ def find(folder: str) -> dict[str, StoredTensor]:
         if files.is_file(path):
             return opener(path)
         if files.is_file(f"{path}.index.json"):
-            return _sharded(folder, f"{path}.index.json", opener)
+            return _sharded(folder, f"{path}.index.json", opener, optional)
     raise InputError(
         f"{folder}: found no weights; expected model.safetensors or pytorch_model.bin, or "
         "shards of either with their .index.json"
@@ -141,7 +145,10 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def _sharded(
-    folder: str, index: str, opener: Callable[[str], dict[str, StoredTensor]]
+    folder: str,
+    index: str,
+    opener: Callable[[str], dict[str, StoredTensor]],
+    optional: Container[str],
 ) -> dict[str, StoredTensor]:
     """Return the tensors of all shards that an index lists.
 
@@ -159,7 +166,7 @@ def _sharded(
             raise InputError(f"{path} is missing, though {index} names it; {_COPY_ADVICE}")
         stored |= opener(path)
     for name, file in weight_map.items():
-        if name not in stored:
+        if name not in stored and name not in optional:
             raise InputError(
                 f"{os.path.join(folder, file)}: tensor {name} is missing; {_COPY_ADVICE}"
             )

@@ -60,6 +60,12 @@ def parse_args() -> argparse.Namespace:
         "stored with the adapters)",
     )
     parser.add_argument(
+        "--drop-extra",
+        action="store_true",
+        help="with --from hf: leave out tensors that are not part of the model, such as v_head.*, "
+        "and print their names (default: an error)",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
         help="read both checkpoints again and compare their logits; those of a Hugging Face folder "
@@ -76,6 +82,8 @@ def parse_args() -> argparse.Namespace:
     ):
         if is_given and args.target[0] not in kind.split():
             raise InputError(f"{flag} requires --to {kind}; remove {flag}")
+    if args.drop_extra and args.source[0] != "hf":
+        raise InputError("--drop-extra requires --from hf; remove --drop-extra")
     return args
 
 
@@ -125,6 +133,7 @@ def run(args: argparse.Namespace) -> None:
         trim_vocab=args.trim_vocab,
         tokenizer=args.tokenizer,
         base=args.base,
+        drop_extra=args.drop_extra,
     )
     optimizer = ", with the optimizer" if written.optimizer else ""
     if target_kind == "original" and written.config.optimizer != "adam":

@@ -131,6 +131,9 @@ def check_gradients_are_reduced_once_per_step(program: Program, zero: int, **cha
     assert program.reused == 4 * (3 * trained_entries + frozen_entries + 2)
 
 
+SEQUENTIAL = {"block": "gpt2", "hf_type": "gpt_neox", "pe": "rotary", "rotary_pairs": "halves"}
+
+
 @pytest.mark.parametrize(
     ("block", "count", "remat", "zero"),
     [
@@ -143,11 +146,12 @@ def check_gradients_are_reduced_once_per_step(program: Program, zero: int, **cha
         ("neox", 1, "none", 0),
         ("gpt2", 2, "full", 0),
         ("gpt2", 2, "none", 1),
+        ("sequential", 2, "full", 1),
     ],
 )
 def test_layers_reduce_activations_once_per_norm_or_less(block, count, remat, zero):
     """A layer has one all-reduce per pass, or two if the feed-forward reads attention's output."""
-    changes = {"block": block}
+    changes = {"sequential": SEQUENTIAL | {"tie_head": False}}.get(block, {"block": block})
     program = compiled_step(partitioning="shard_map", remat=remat, zero=zero, **changes)
     _, (microbatch,), layer = program.loops()
     with_collectives = [collectives for collectives in layer if collectives]

@@ -15,7 +15,8 @@ from transformers import (
 )
 
 SEQ = 24
-FAMILIES = ("gptj", "codegen", "gpt2", "gpt_neox")
+SEQUENTIAL = "gpt_neox, sequential"  # without use_parallel_residual
+FAMILIES = ("gptj", "codegen", "gpt2", "gpt_neox", SEQUENTIAL)
 
 
 def _config(
@@ -23,13 +24,14 @@ def _config(
 ) -> Any:
     common = {"vocab_size": vocab, "bos_token_id": None, "eos_token_id": None}
     sizes = {"n_positions": seq, "n_embd": heads * head, "n_layer": layers, "n_head": heads}
-    if family == "gpt_neox":
+    if family in ("gpt_neox", SEQUENTIAL):
         return GPTNeoXConfig(
             hidden_size=heads * head,
             intermediate_size=4 * heads * head,
             num_hidden_layers=layers,
             num_attention_heads=heads,
             max_position_embeddings=seq,
+            use_parallel_residual=family != SEQUENTIAL,
             rope_parameters={
                 "rope_type": "default",
                 "rope_theta": 10000,
@@ -64,6 +66,7 @@ def torch_model(
         "codegen": CodeGenForCausalLM,
         "gpt2": GPT2LMHeadModel,
         "gpt_neox": GPTNeoXForCausalLM,
+        SEQUENTIAL: GPTNeoXForCausalLM,
     }[family]
     network = kind(_config(family, layers, heads, head, rotary, vocab, seq)).eval()
     generator = torch.Generator().manual_seed(seed)
