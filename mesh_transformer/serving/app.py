@@ -7,15 +7,16 @@ mesh-transformer-jax.
 import asyncio
 import contextlib
 import datetime
+import functools
 import ipaddress
 import json
 import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from importlib import resources
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO, TypeVar
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
@@ -29,7 +30,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mesh_transformer.serving.embeddings import embeddings_of
+from mesh_transformer.serving.embeddings import Embeddings, embeddings_of
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
     ApiError,
@@ -39,7 +40,6 @@ from mesh_transformer.serving.requests import (
     EmbeddingRequest,
     Keys,
     SamplingRequest,
-    parse,
     read_json,
 )
 from mesh_transformer.serving.service import Completion, Service
@@ -355,13 +355,11 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     @app.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         keys.check(request)
-        body = parse(CompletionRequest, await read_json(request))
-        return await _answered(request, body, await service.completion(body))
+        return await _answered(service, request, CompletionRequest, service.completion)
 
     async def chat(request: Request) -> Response:
         keys.check(request)
-        body = parse(ChatRequest, await read_json(request))
-        return await _answered(request, body, await service.chat(body))
+        return await _answered(service, request, ChatRequest, service.chat)
 
     async def no_chat(request: Request) -> Response:
         keys.check(request)
@@ -385,11 +383,8 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
             raise ApiError(
                 404, f"POST {EMBEDDINGS}: not served; start the server with --embeddings"
             )
-        body = parse(EmbeddingRequest, await read_json(request))
-        answer = await embeddings_of(service, body)
-        request.scope["state"][COMPLETION] = answer
-        parts = await unless_disconnected(request, answer.json_response(), answer)
-        return StreamingResponse(parts, media_type="application/json")
+        begin = functools.partial(embeddings_of, service)
+        return await _answered(service, request, EmbeddingRequest, begin)
 
     described: dict[str, Any] = {"include_in_schema": False}
     if service.engine.pooling is not None:
@@ -400,21 +395,52 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     async def complete(request: Request) -> Response:
         keys.check(request)
         began = time.perf_counter()
-        body = parse(ContextRequest, await read_json(request))
-        completion = await service.continuation(body)
-        request.scope["state"][COMPLETION] = completion
-        text = await unless_disconnected(request, completion.text(), completion)
-        seconds = time.perf_counter() - began
-        return JSONResponse({"context": body.context, "completion": text, "time": seconds})
+
+        async def respond(body: ContextRequest, completion: Completion) -> Response:
+            text = await completion.text()
+            seconds = time.perf_counter() - began
+            return JSONResponse({"context": body.context, "completion": text, "time": seconds})
+
+        return await _answered(service, request, ContextRequest, service.continuation, respond)
 
 
-async def _answered(request: Request, body: SamplingRequest, completion: Completion) -> Response:
-    """Return the answers in `completion`, as one JSON object or as a stream of events."""
-    request.scope["state"][COMPLETION] = completion
-    if body.stream:
-        return Events(completion)
-    choices = await unless_disconnected(request, completion.json_response(), completion)
-    return StreamingResponse(choices, media_type="application/json")
+Body = TypeVar("Body", bound=BaseModel)
+Answer = TypeVar("Answer", Completion, Embeddings)
+Result = TypeVar("Result")
+
+
+async def _json_response(_: BaseModel, answer: Completion | Embeddings) -> Response:
+    """Return the complete answer as one JSON object."""
+    return StreamingResponse(await answer.json_response(), media_type="application/json")
+
+
+async def _answered(
+    service: Service,
+    request: Request,
+    kind: type[Body],
+    begin: Callable[[Body], Awaitable[Answer]],
+    respond: Callable[[Body, Answer], Awaitable[Response]] = _json_response,
+) -> Response:
+    """Return the answer to a request, unless the client disconnects.
+
+    Args:
+      kind: the type of the request's body.
+      begin: begins the answer to a body.
+      respond: waits for the complete answer, and returns the response with it.
+    """
+    content = await read_json(request)
+
+    async def response() -> Response:
+        body = await service.parsed(kind, content)
+        answer = request.scope["state"][COMPLETION] = await begin(body)
+        if isinstance(answer, Completion) and isinstance(body, SamplingRequest) and body.stream:
+            return Events(answer)
+        try:
+            return await respond(body, answer)
+        finally:
+            answer.cancel()
+
+    return await unless_disconnected(request, response())
 
 
 def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
@@ -422,18 +448,8 @@ def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
-class Cancellable(Protocol):
-    """The answer to an HTTP request."""
-
-    def cancel(self) -> None: ...
-
-
-async def unless_disconnected(
-    request: Request, work: Coroutine[Any, Any, Any], answer: Cancellable
-) -> Any:
-    """Return the result of `work`, unless the client disconnects first.
-
-    When this function ends, what is still running of `answer` is cancelled.
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of `work`, unless the client disconnects first, which cancels the work.
 
     Raises:
       ClientDisconnect: if the client disconnects first.
@@ -452,4 +468,3 @@ async def unless_disconnected(
     finally:
         task.cancel()
         watch.cancel()
-        answer.cancel()

@@ -11,7 +11,7 @@ import numpy as np
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.delivery import Updates, submit
-from mesh_transformer.serving.requests import EmbeddingRequest, invalid, prompts_of
+from mesh_transformer.serving.requests import EmbeddingRequest, invalid
 from mesh_transformer.serving.service import Service
 
 
@@ -25,7 +25,7 @@ async def embeddings_of(service: Service, body: EmbeddingRequest) -> "Embeddings
     width = service.engine.network.config.d_model
     if body.dimensions not in (None, width):
         raise invalid("dimensions", body.dimensions, f"{width}, the model's, or no value")
-    texts = prompts_of(body.input, "input")
+    texts = await service.prompts(body.input, "input")
     room = service.engine.rows + service.engine.queue
     if len(texts) > room:
         raise invalid("input", body.input, f"at most {room} texts, as the server has no more room")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import json
@@ -10,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -80,6 +83,9 @@ class ApiError(Exception):
 
 BODY_BYTES = 2**21  # maximum size of a body
 BODY_SECONDS = 20.0  # maximum time for a body to arrive
+# Maximum number of texts, lists and objects in a body.  Making more of them takes long, and stops
+# all other threads.
+MOST_VALUES = 2**15
 # A body larger than `BODY_BYTES` is still read up to this size, and discarded.  If the connection
 # were closed while the client is still sending, the client could not read the error.
 DRAINED_BYTES = 2**26
@@ -197,6 +203,8 @@ PROMPT = (
 BOOLEAN = "true or false"
 TEXT = "a text"
 MOST_MESSAGES = 1024
+MOST_PARTS = 1024  # of a message
+MOST_KEYS = 64  # of an object
 FORMAT = (
     "an object whose type is text, json_object, or json_schema with the key json_schema, an object "
     "with a name and a schema"
@@ -218,14 +226,40 @@ def _number(default: float, least: float, most: float, expected: str | None = No
     return _field(default, expected, ge=least, le=most, allow_inf_nan=False)
 
 
+def _few_keys(value: Any, most: int = MOST_KEYS) -> Any:
+    """Raise ValueError for an object of more than `most` keys, else return the value.
+
+    pydantic itself would describe what is wrong with each of the keys, which takes long.
+    """
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError
+    return value
+
+
 Body = TypeVar("Body", bound=BaseModel)
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[float, Field(ge=BIAS.least, le=BIAS.most, allow_inf_nan=False)]
+Biases = Annotated[
+    dict[TokenId, Bias],
+    Field(max_length=MOST_BIASES),
+    BeforeValidator(functools.partial(_few_keys, most=MOST_BIASES)),
+]
 
 
 class _StrictModel(BaseModel):
+    """An object of a request, whose keys are known.
+
+    Validation takes bounded time: the number of keys is limited, and so is the number of items of
+    each list, of which no more is checked after a wrong one.
+    """
+
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limited(cls, value: Any) -> Any:
+        return _few_keys(value)
 
 
 class StreamOptions(_StrictModel):
@@ -273,7 +307,7 @@ class SamplingRequest(_StrictModel):
     repetition_penalty: float = _number(PENALTY.default, PENALTY.least, PENALTY.most)
     presence_penalty: float = _number(PRESENCE.default, PRESENCE.least, PRESENCE.most)
     frequency_penalty: float = _number(FREQUENCY.default, FREQUENCY.least, FREQUENCY.most)
-    logit_bias: dict[TokenId, Bias] | None = _field(None, LOGIT_BIAS, max_length=MOST_BIASES)
+    logit_bias: Biases | None = _field(None, LOGIT_BIAS)
     n: int = _field(1, f"a whole number from 1 to {MOST_CHOICES}", ge=1, le=MOST_CHOICES)
     seed: int | None = _field(
         None, "a whole number from -2**63 to 2**64 - 1", ge=-(2**63), lt=2**64
@@ -349,7 +383,7 @@ class ChatMessage(_Part):
     """A message of a conversation, as in OpenAI's API."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
     name: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # of an answer
 
@@ -368,18 +402,20 @@ class ChatRequest(SamplingRequest):
     the values that change nothing.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] = _field(
-        ..., MESSAGES
-    )
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    ] = _field(..., MESSAGES)
     max_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
     max_completion_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
     logprobs: bool = _field(False, BOOLEAN)
     tools: list[Any] | None = _field(None, "no tools, as they are not supported", max_length=0)
     tool_choice: Literal["none", "auto"] | None = _field(None, "none or auto")
     parallel_tool_calls: bool | None = _field(None, BOOLEAN)
-    modalities: list[Literal["text"]] | None = _field(None, "a list of no item but text")
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = (
+        _field(None, "a list of no item but text")
+    )
     store: Literal[False] | None = _field(None, "false, as nothing is stored")
-    metadata: dict[str, str] | None = _field(None, "no values, as nothing is stored", max_length=0)
+    metadata: dict[str, Any] | None = _field(None, "no values, as nothing is stored", max_length=0)
     service_tier: Literal["auto", "default"] | None = _field(None, "auto or default")
     top_logprobs: int | None = _field(
         None, f"a whole number from 0 to {ALTERNATIVES}", ge=0, le=ALTERNATIVES
@@ -435,6 +471,9 @@ def parse(kind: type[Body], body: bytes) -> Body:
         for key, value in values.items()
         if value is not None or key not in fields or fields[key].is_required()
     }
+    if len(values) > MOST_KEYS:
+        found, expected = f"{len(values)} keys", f"at most {MOST_KEYS} in an object"
+        raise ApiError(400, f"the body: found {found}, expected {expected}")
     try:
         return kind.model_validate(values)
     except ValidationError as errors:
@@ -467,6 +506,9 @@ def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
       ApiError: with status 400, if the body is not a JSON object.
     """
     expected = f"a JSON object such as {json.dumps(EXAMPLES[kind])}"
+    if not _few_values(body):
+        found = f"more than {MOST_VALUES} texts, lists and objects"
+        raise ApiError(400, f"the body: found {found}, expected {expected}")
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -477,6 +519,20 @@ def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ApiError(400, f"the body: found {_shown(values)}, expected {expected}")
     return values
+
+
+def _few_values(body: bytes) -> bool:
+    """Return whether a body in JSON has at most `MOST_VALUES` texts, lists and objects.
+
+    This takes time in proportion to its length, during most of which other threads can run.
+    """
+    if body.count(b'"') // 2 + body.count(b"[") + body.count(b"{") <= MOST_VALUES:
+        return True
+    characters = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    quotes = characters == ord('"')
+    opening = (characters == ord("[")) | (characters == ord("{"))
+    opening &= ~np.logical_xor.accumulate(quotes)  # those inside a text
+    return int(np.count_nonzero(quotes)) // 2 + int(np.count_nonzero(opening)) <= MOST_VALUES
 
 
 EXAMPLES = {
@@ -497,9 +553,17 @@ def invalid(key: str, value: Any, expected: str) -> ApiError:
     return ApiError(400, f"{key}: found {_shown(value)}, expected {expected}", param=key)
 
 
+SHOWN = 256  # characters of a long value from which error messages are made
+
+
 def _shown(value: Any) -> str:
-    """Format a JSON value for an error message; a long value is shortened."""
-    return brief(json.dumps(value, ensure_ascii=False))
+    """Format a JSON value for an error message; of a long value only the beginning is formatted."""
+    text = ""
+    for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+        text += part
+        if len(text) > SHOWN:
+            break
+    return brief(text)
 
 
 def prompts_of(prompt: Any, key: str = "prompt") -> list[str | list[int]]:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
+from pydantic import BaseModel
 
 from mesh_transformer.data.chat import ANSWERS
 from mesh_transformer.generation.prompts import longest_text
@@ -32,6 +33,7 @@ from mesh_transformer.serving.requests import (
     ContextRequest,
     SamplingRequest,
     invalid,
+    parse,
     prompts_of,
 )
 from mesh_transformer.util import InputError
@@ -39,9 +41,11 @@ from mesh_transformer.util import InputError
 # Default number of tokens per answer of `POST /complete`, as in the original mesh-transformer-jax.
 ORIGINAL_LENGTH = 512
 SHORT_TEXT = 4096  # texts up to this many characters are tokenized in negligible time
+SHORT_BODY = 2**14  # bodies up to this many bytes are parsed in negligible time
 PART_CHARACTERS = 2**16  # characters per part of a long response
 
 Result = TypeVar("Result")
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class Service:
@@ -91,6 +95,16 @@ class Service:
         """Run `work` in a thread, so that the event loop can serve other clients meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    async def parsed(self, kind: type[Body], body: bytes) -> Body:
+        """Parse a request's body; a long one is parsed in a thread, not on the event loop."""
+        work = functools.partial(parse, kind, body)
+        return work() if len(body) <= SHORT_BODY else await self.run_in_thread(work)
+
+    async def prompts(self, value: Any, param: str = "prompt") -> list[str | list[int]]:
+        """Return the prompts in a field of a request (see `prompts_of`)."""
+        work = functools.partial(prompts_of, value, param)
+        return work() if isinstance(value, str) else await self.run_in_thread(work)
+
     def adapter(self, name: str | None) -> int:
         """Return the number of the adapter that a request chooses as its model; 0 for none.
 
@@ -121,7 +135,7 @@ class Service:
         if not length and not body.echo:
             raise invalid("max_tokens", length, "at least 1 unless echo is true")
         self._check_length(length, "max_tokens")
-        prompts = [await self.tokens(prompt, length) for prompt in prompts_of(body.prompt)]
+        prompts = [await self.tokens(prompt, length) for prompt in await self.prompts(body.prompt)]
         completion = Completion(self, body, await self._format(body))
         self._begin(completion, body, prompts, length)
         return completion
@@ -265,7 +279,11 @@ class Service:
         def encode() -> list[int]:
             return self.words.tokenizer(text, add_special_tokens=special)["input_ids"]
 
-        tokens = encode() if len(text) <= SHORT_TEXT else await self.run_in_thread(encode)
+        if len(text) <= SHORT_TEXT:
+            tokens = encode()
+            await asyncio.sleep(0)  # so that many short prompts do not block the others
+        else:
+            tokens = await self.run_in_thread(encode)
         # An empty prompt becomes the end-of-text token, after which the model begins a new text.
         return tokens or [self.words.end or 0]
 

@@ -142,6 +142,53 @@ BODIES = [
 ]
 
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# Bodies with one part repeated up to any size, each of which is wrong: path, beginning, part with
+# its number, end.
+MESSAGES = '{"messages":[{"role":"u","content":"a"'
+REPEATED = {
+    "parts": (CHAT, '{"messages":[{"role":"user","content":[', '{"a":%d},', "{}]}]}"),
+    "numbers": (CHAT, '{"messages":[{"role":"user","content":[', "%d,", "1]}]}"),
+    "contents": (CHAT, '{"messages":[', '{"role":"u","content":[%d,0,0,0]},', '{"role":"u"}]}'),
+    "messages": (CHAT, '{"messages":[', "%d,", "0]}"),
+    "keys of messages": (CHAT, MESSAGES, ',"k%d":1', "}]}"),
+    "modalities": (CHAT, MESSAGES + '}],"modalities":[', "%d,", "1]}"),
+    "tools": (CHAT, MESSAGES + '}],"tools":[', "%d,", "1]}"),
+    "metadata": (
+        CHAT,
+        '{"messages":[{"role":"u","content":"a"}],"metadata":{',
+        '"%d":1,',
+        '"":1}}',
+    ),
+    "keys": (COMPLETIONS, '{"prompt":"a"', ',"k%d":1', "}"),
+    "biases": (COMPLETIONS, '{"logit_bias":{', '"%d":1,', '"":1}}'),
+    "wrong biases": (COMPLETIONS, '{"logit_bias":{', '"x%d":"a",', '"":1}}'),
+    "stops": (COMPLETIONS, '{"stop":[', "%d,", "1]}"),
+    "lists": (COMPLETIONS, '{"prompt":[', "[],", "[]]}"),
+    "nested lists": (COMPLETIONS, '{"prompt":[', "[[[[[[%d]]]]]],", "[]]}"),
+    "objects": (COMPLETIONS, '{"prompt":[', "{},", "{}]}"),
+    "ids": (COMPLETIONS, '{"prompt":[', "%d,", "-1]}"),
+    "texts": (COMPLETIONS, '{"prompt":[', '"%d",', "1]}"),
+    "format": (COMPLETIONS, '{"response_format":{"type":"json_object"', ',"k%d":1', "}}"),
+    "stream": (COMPLETIONS, '{"stream_options":{"include_usage":true', ',"k%d":1', "}}"),
+    "digits": (COMPLETIONS, '{"seed":1', "000", "}"),
+    "digits in lists": (COMPLETIONS, '{"prompt":[1', "0" * 999 + "," + "1", "]}"),
+}
+
+
+def repeated(name: str, size: int) -> tuple[str, bytes]:
+    """Return the path and the body of a request of `REPEATED` of at most `size` bytes."""
+    path, beginning, part, end = REPEATED[name]
+    body, number = [beginning], 0
+    left = size - len(beginning) - len(end)
+    while True:
+        item = part % number if "%d" in part else part
+        if left < len(item):
+            return path, "".join([*body, end]).encode()
+        body.append(item)
+        left, number = left - len(item), number + 1
+
+
 def _edges() -> Iterator[float]:
     """Yield the limits of integer and float formats, and the numbers next to them."""
     for bits in (7, 8, 15, 16, 31, 32, 53, 63, 64, 128):
