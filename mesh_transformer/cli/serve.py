@@ -32,7 +32,16 @@ def parse_args() -> argparse.Namespace:
         default=[],
         help="allowed Host header of a server without keys; '*' allows any (repeatable)",
     )
-    parser.add_argument("--name", help="model name for clients (default: the config's name)")
+    parser.add_argument(
+        "--name",
+        action="append",
+        help="model name for clients (repeatable; default: the config's name)",
+    )
+    parser.add_argument(
+        "--any-name",
+        action="store_true",
+        help="answer requests for models of other names too, with the model",
+    )
     for flag, default, description in (
         ("--rows", 16, "maximum requests served concurrently (default 16)"),
         ("--queue", 256, "maximum waiting requests (default 256)"),
@@ -117,17 +126,19 @@ def adapter(text: str) -> tuple[str, str]:
     return name, folder
 
 
-def names_of(args: argparse.Namespace, config: Config) -> list[str]:
-    """Return the names, for clients, of the model and of its adapters.
+def names_of(args: argparse.Namespace, config: Config) -> dict[str, int]:
+    """Return the names for clients, each with the number of its adapter, 0 for the model itself.
 
     Raises:
-      InputError: if two names are equal.
+      InputError: if a name is empty, or an adapter has the name of another model.
     """
-    names = [args.name or config.name]
-    for name, _ in args.adapter:
+    names = dict.fromkeys(args.name or [config.name], 0)
+    if "" in names:
+        raise InputError("--name is empty; give a name")
+    for number, (name, _) in enumerate(args.adapter, 1):
         if name in names:
             raise InputError(f"--adapter {name}: another model has this name; choose another one")
-        names.append(name)
+        names[name] = number
     return names
 
 
@@ -184,7 +195,7 @@ def main() -> None:
         except InputError as error:
             print(f"no chat: {error}; or give --chat-template", file=sys.stderr, flush=True)
         chat = template and template.prompt
-        name, *adapters = names_of(args, own_config)
+        names = names_of(args, own_config)
         draft = draft_of(args, own_config)
         folders = [folder for _, folder in args.adapter]
         with running_model(
@@ -206,7 +217,7 @@ def main() -> None:
             )
             engine.warm_up()
             max_tokens = args.max_tokens or network.config.window
-            service = Service(name, engine, tokenizer, metrics, max_tokens, chat, adapters)
+            service = Service(names, engine, tokenizer, metrics, max_tokens, chat, args.any_name)
             log = sys.stderr if args.log_requests else None
             app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host], log)
             serve(app, socket, args.drain_seconds)

@@ -194,14 +194,21 @@ class ChatTemplate:
             )
         return segments
 
-    def prompt(self, messages: list[Message]) -> str:
+    def prompt(self, messages: list[Message], *, add: bool = True, unfinished: bool = False) -> str:
         """Return the text of a conversation, and what comes before the next answer.
+
+        Args:
+          add: whether to add what comes before an answer.
+          unfinished: whether the last message is the beginning of the answer, after whose content
+            the text ends.
 
         Raises:
           BadInputError: if the template cannot render the conversation.
         """
         try:
-            return render_chat(self._tokenizer, messages, self.template, prompt=True)
+            return render_chat(
+                self._tokenizer, messages, self.template, prompt=add, unfinished=unfinished
+            )
         except Exception as error:  # the template is a program
             raise _failure(error) from error
 

@@ -214,18 +214,24 @@ def render_chat(
     template: str,
     *,
     prompt: bool = False,
+    unfinished: bool = False,
 ) -> str:
     """Return the text of a conversation.
 
     Args:
       template: the chat template.
       prompt: whether to add what comes before an answer.
+      unfinished: whether to leave out what comes after the last message's content.
 
     Raises:
       Exception: whatever the template raises.
     """
     rendered: Any = tokenizer.apply_chat_template(
-        messages, chat_template=template, tokenize=False, add_generation_prompt=prompt
+        messages,
+        chat_template=template,
+        tokenize=False,
+        add_generation_prompt=prompt,
+        continue_final_message=unfinished,
     )
     return rendered
 

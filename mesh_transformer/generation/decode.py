@@ -171,7 +171,7 @@ def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chose
     if alternatives is None:
         return Chosen(token_B)
     log_sum_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
-    top_BN, top_token_BN = top_tokens(logits_BV, alternatives)
+    top_BN, top_token_BN = top_tokens(logits_BV, min(alternatives, logits_BV.shape[-1]))
     own_B1 = jnp.take_along_axis(logits_BV, token_B[:, None].astype(jnp.int32), axis=1)
     logprob_B1, top_logprob_BN = own_B1 - log_sum_B1, top_BN - log_sum_B1
     return Chosen(token_B, logprob_B1[:, 0], top_token_BN.astype(jnp.uint32), top_logprob_BN)

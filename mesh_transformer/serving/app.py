@@ -31,9 +31,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mesh_transformer.serving.embeddings import Embeddings, embeddings_of
+from mesh_transformer.serving.errors import ApiError
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
-    ApiError,
     ChatRequest,
     CompletionRequest,
     ContextRequest,
@@ -96,6 +96,7 @@ def create_app(
 
     app.add_middleware(ShutdownResponses)
     app.add_middleware(CountResponses, metrics=service.metrics)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(RequestLog, log=log)
     return app
 
@@ -175,6 +176,18 @@ class ShutdownResponses:
                 await send({"type": "http.response.body", "body": event})
             else:
                 raise  # closes the connection, because the response is incomplete
+
+
+class HeadAsGet:
+    """Middleware that answers HEAD as GET; the HTTP server leaves out the body."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
 
 
 class CountResponses:

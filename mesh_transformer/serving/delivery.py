@@ -13,9 +13,10 @@ from mesh_transformer.serving.engine import (
     Request,
     StoppedEngineError,
 )
-from mesh_transformer.serving.requests import ApiError
+from mesh_transformer.serving.errors import ApiError
 
 Name = TypeVar("Name")
+QUEUE_FULL = "queue_full"  # the code of an error
 
 
 class Updates(Generic[Name]):
@@ -58,7 +59,7 @@ def submit(engine: Engine, requests: Sequence[Request]) -> None:
         engine.submit(requests)
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_after)}
-        raise ApiError(429, str(error), code="queue_full", headers=headers) from None
+        raise ApiError(429, str(error), code=QUEUE_FULL, headers=headers) from None
     except StoppedEngineError as error:
         raise failed(error) from None
 

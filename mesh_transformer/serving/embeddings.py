@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
-from mesh_transformer.serving.delivery import Updates, submit
-from mesh_transformer.serving.requests import EmbeddingRequest, invalid
+from mesh_transformer.serving.delivery import QUEUE_FULL, Updates, submit
+from mesh_transformer.serving.errors import ApiError, invalid
+from mesh_transformer.serving.requests import MOST_INPUTS, EmbeddingRequest
 from mesh_transformer.serving.service import Service
 
 
@@ -25,16 +27,16 @@ async def embeddings_of(service: Service, body: EmbeddingRequest) -> "Embeddings
     width = service.engine.network.config.d_model
     if body.dimensions not in (None, width):
         raise invalid("dimensions", body.dimensions, f"{width}, the model's, or no value")
-    texts = await service.prompts(body.input, "input")
-    room = service.engine.rows + service.engine.queue
-    if len(texts) > room:
-        raise invalid("input", body.input, f"at most {room} texts, as the server has no more room")
+    texts = await service.prompts(body.input, "input", MOST_INPUTS)
     tokens = [await service.tokens(text, 0, "input") for text in texts]
     return Embeddings(service, body, tokens, adapter)
 
 
 class Embeddings:
     """The vectors of the texts of one HTTP request, which arrive from the engine one by one.
+
+    A request of many texts does not fill the queue: the engine has at most as many of them at once
+    as it has rows.
 
     Args:
       body: the HTTP request.
@@ -61,7 +63,9 @@ class Embeddings:
             )
             for at, text in enumerate(texts)
         ]
-        submit(service.engine, self._requests)
+        self._most = min(service.engine.rows, service.engine.queue)
+        self._rest = deque(self._requests[self._most :])
+        submit(service.engine, self._requests[: self._most])
 
     def cancel(self) -> None:
         """Cancel the texts that have no vector yet."""
@@ -78,10 +82,30 @@ class Embeddings:
           ApiError: if the engine has stopped (status 503), or the model fails (500).
         """
         vectors: list[Any] = [None] * len(self._requests)
-        for _ in self._requests:
+        running = len(vectors) - len(self._rest)
+        while running:
             index, progress = await self._updates.next()
             vectors[index] = self._encoded(progress.vector)
+            running += self._submit_more(running - 1) - 1
         return self._parts(vectors)
+
+    def _submit_more(self, running: int) -> int:
+        """Submit further texts while there is room for them, and return how many.
+
+        Args:
+          running: number of texts that the engine has; the queue may be full unless it is 0.
+        """
+        count = 0
+        while self._rest and running + count < self._most:
+            try:
+                submit(self._service.engine, [self._rest[0]])
+            except ApiError as error:
+                if error.code != QUEUE_FULL or not running + count:
+                    raise
+                break
+            self._rest.popleft()
+            count += 1
+        return count
 
     async def _parts(self, vectors: list[Any]) -> AsyncIterator[str]:
         """Yield the JSON response, one vector at a time."""

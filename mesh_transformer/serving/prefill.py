@@ -30,7 +30,7 @@ from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.util import bucket
 
-ALTERNATIVES = 5  # number of most likely tokens delivered with each logprob
+ALTERNATIVES = 20  # number of most likely tokens delivered with each logprob
 # Allowed numbers of prompts per prefill call, each with its own compiled program.  A call uses the
 # largest one for which there are enough prompts and free rows.
 PREFILL_SIZES = (4, 2, 1)

@@ -1,4 +1,4 @@
-"""Validation of HTTP requests (API key, size, arrival time, fields), and error responses."""
+"""Validation of HTTP requests: API key, size, arrival time and fields."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import Mapping
+import secrets
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,7 +23,6 @@ from pydantic import (
 )
 from pydantic_core import from_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from mesh_transformer.generation.sampling import (
     BIAS,
@@ -33,53 +32,10 @@ from mesh_transformer.generation.sampling import (
     RANGES,
     SamplingOptions,
 )
+from mesh_transformer.serving.errors import ApiError, absent, invalid, shown, unknown_key
+from mesh_transformer.serving.messages import conversation
 from mesh_transformer.serving.prefill import ALTERNATIVES
 from mesh_transformer.util import InputError, brief
-
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-class ApiError(Exception):
-    """An exception that is sent to the client as an error response in OpenAI's format.
-
-    Attributes:
-      status: the HTTP status code.
-      param: the name of the invalid field, or None.
-      code: OpenAI's error code, or None.
-      headers: further HTTP headers of the response.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.headers = headers
-
-    def body(self) -> dict[str, Any]:
-        """Return the JSON body of the response."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": str(self),
-                "type": _TYPES.get(self.status, kind),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
-    def response(self) -> JSONResponse:
-        """Return the complete HTTP response."""
-        return JSONResponse(self.body(), self.status, dict(self.headers or {}))
-
 
 BODY_BYTES = 2**21  # maximum size of a body
 BODY_SECONDS = 20.0  # maximum time for a body to arrive
@@ -196,24 +152,18 @@ LOGIT_BIAS = (
     f"{BIAS.most:g}"
 )
 # Tokens are checked by the service, which knows the vocabulary.
-PROMPT = (
-    "a text, a non-empty list of token ids, or a list of 1 to "
-    f"{MOST_CHOICES} texts or token id lists"
-)
+PROMPT = "a text, a non-empty list of token ids, or a list of 1 to {} texts or token id lists"
+MOST_INPUTS = 2048  # texts in a request for embeddings
 BOOLEAN = "true or false"
 TEXT = "a text"
 MOST_MESSAGES = 1024
-MOST_PARTS = 1024  # of a message
 MOST_KEYS = 64  # of an object
 FORMAT = (
     "an object whose type is text, json_object, or json_schema with the key json_schema, an object "
     "with a name and a schema"
 )
-MESSAGE_KEYS = ("role", "content", "name")
-MESSAGES = (
-    f"a list of 1 to {MOST_MESSAGES} messages, each an object with a role and a content, which are "
-    "texts"
-)
+MESSAGES = f"a list of 1 to {MOST_MESSAGES} messages, each an object with a role and a content"
+NO_TOOLS = "no tools, as they are not supported"
 
 
 def _field(default: Any, expected: str, **limits: Any) -> Any:
@@ -248,7 +198,7 @@ Biases = Annotated[
 
 
 class _StrictModel(BaseModel):
-    """An object of a request, whose keys are known.
+    """An object of a request, whose keys are known.  A null is the same as no value.
 
     Validation takes bounded time: the number of keys is limited, and so is the number of items of
     each list, of which no more is checked after a wrong one.
@@ -259,14 +209,17 @@ class _StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _limited(cls, value: Any) -> Any:
-        return _few_keys(value)
+        if not isinstance(_few_keys(value), dict):
+            return value
+        return {key: item for key, item in value.items() if item is not None}
 
 
 class StreamOptions(_StrictModel):
-    """The value of the field `stream_options`, as in OpenAI's API."""
+    """The value of the field `stream_options`, as in OpenAI's API and vLLM's."""
 
-    include_usage: bool | None = False
+    include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(_StrictModel):
@@ -320,11 +273,17 @@ class SamplingRequest(_StrictModel):
     )
     stream: bool = _field(False, BOOLEAN)
     stream_options: StreamOptions | None = _field(
-        None, "an object whose key include_usage is true or false, and include_obfuscation false"
+        None,
+        "an object whose keys include_usage and continuous_usage_stats are true or false, and "
+        "include_obfuscation false",
     )
     ignore_eos: bool = _field(False, BOOLEAN)
     response_format: ResponseFormat | None = _field(None, FORMAT)
     user: str | None = _field(None, TEXT)
+    safety_identifier: str | None = _field(None, TEXT)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = _field(
+        None, "auto, default, flex, scale or priority"
+    )
 
     @property
     def stops(self) -> list[str]:
@@ -350,82 +309,72 @@ class SamplingRequest(_StrictModel):
 class CompletionRequest(SamplingRequest):
     """The body of `POST /v1/completions`."""
 
-    prompt: Any = _field("<|endoftext|>", PROMPT)
+    prompt: Any = _field("<|endoftext|>", PROMPT.format(MOST_CHOICES))
     max_tokens: int = _field(16, "a whole number of at least 0", ge=0)
     best_of: int | None = _field(None, "the value of n, or no value")
-    logprobs: int | None = _field(
-        None, f"a whole number from 0 to {ALTERNATIVES}", ge=0, le=ALTERNATIVES
-    )
+    logprobs: int | None = _field(None, "a whole number from 0 to 5", ge=0, le=5)
     echo: bool = _field(False, BOOLEAN)
     suffix: Literal[""] | None = _field(None, "no text, as suffixes are not supported")
-
-
-class _Part(_StrictModel):
-    """A part of a message, or a message; null is the same as no value."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        # A client that sends an answer back as a message sends many keys that are null.
-        if not isinstance(value, dict):
-            return value
-        return {key: item for key, item in value.items() if item is not None}
-
-
-class TextPart(_Part):
-    """A part of a message's content, as in OpenAI's API."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Part):
-    """A message of a conversation, as in OpenAI's API."""
-
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
-    name: str | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # of an answer
-
-    def as_dict(self) -> dict[str, str]:
-        """Return the message in the form that chat templates expect."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
 
 
 class ChatRequest(SamplingRequest):
     """The body of `POST /v1/chat/completions`.
 
-    `max_completion_tokens` is a newer name of `max_tokens`.  Of the last fields, many clients send
-    the values that change nothing.
+    `max_completion_tokens` is a newer name of `max_tokens`, and `continue_final_message` and
+    `add_generation_prompt` are as in vLLM.  Of the last fields, many clients send the values that
+    change nothing.
     """
 
-    messages: Annotated[
-        list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
-    ] = _field(..., MESSAGES)
+    messages: list[Any] = _field(..., MESSAGES, min_length=1, max_length=MOST_MESSAGES)
+    add_generation_prompt: bool | None = _field(None, BOOLEAN)
+    continue_final_message: bool = _field(False, BOOLEAN)
     max_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
     max_completion_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
     logprobs: bool = _field(False, BOOLEAN)
-    tools: list[Any] | None = _field(None, "no tools, as they are not supported", max_length=0)
+    top_logprobs: int | None = _field(
+        None, f"a whole number from 0 to {ALTERNATIVES}", ge=0, le=ALTERNATIVES
+    )
+    tools: list[Any] | None = _field(None, NO_TOOLS, max_length=0)
+    functions: list[Any] | None = _field(None, NO_TOOLS, max_length=0)
     tool_choice: Literal["none", "auto"] | None = _field(None, "none or auto")
+    function_call: Literal["none", "auto"] | None = _field(None, "none or auto")
     parallel_tool_calls: bool | None = _field(None, BOOLEAN)
     modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = (
         _field(None, "a list of no item but text")
     )
     store: Literal[False] | None = _field(None, "false, as nothing is stored")
     metadata: dict[str, Any] | None = _field(None, "no values, as nothing is stored", max_length=0)
-    service_tier: Literal["auto", "default"] | None = _field(None, "auto or default")
-    top_logprobs: int | None = _field(
-        None, f"a whole number from 0 to {ALTERNATIVES}", ge=0, le=ALTERNATIVES
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = _field(
+        None, "none, minimal, low, medium, high or xhigh"
     )
+    verbosity: Literal["low", "medium", "high"] | None = _field(None, "low, medium or high")
+    prompt_cache_key: str | None = _field(None, TEXT)
+    prompt_cache_retention: str | None = _field(None, TEXT)
+
+    @field_validator("messages", mode="after")
+    @classmethod
+    def _conversation(cls, values: list[Any]) -> list[Any]:
+        return conversation(values)
+
+    def rendering(self) -> dict[str, bool]:
+        """Return the options of `ChatTemplate.prompt`.
+
+        Raises:
+          ApiError: with status 400, if they contradict each other or the messages.
+        """
+        unfinished, add = self.continue_final_message, self.add_generation_prompt
+        if unfinished and add:
+            expected = "no value or false if continue_final_message is true"
+            raise invalid("add_generation_prompt", add, expected)
+        if unfinished and not (text := self.messages[-1]["content"]).strip():
+            raise invalid(f"messages[{len(self.messages) - 1}].content", text, "a text to continue")
+        return {"add": not unfinished if add is None else add, "unfinished": unfinished}
 
 
 class EmbeddingRequest(_StrictModel):
     """The body of `POST /v1/embeddings`."""
 
-    input: Any = _field(..., PROMPT)
+    input: Any = _field(..., PROMPT.format(MOST_INPUTS))
     model: str | None = _field(None, TEXT)
     encoding_format: Literal["float", "base64"] = _field("float", "float or base64")
     dimensions: int | None = _field(None, "the model's d_model, or no value")
@@ -459,18 +408,13 @@ class ContextRequest(_StrictModel):
 def parse(kind: type[Body], body: bytes) -> Body:
     """Parse a JSON body as a request of type `kind`.
 
-    An optional key whose value is null takes its default.
+    A key whose value is null is the same as no key.
 
     Raises:
       ApiError: with status 400, if the body is invalid; the message describes the first error.
     """
     values = _json_object(kind, body)
     fields = kind.model_fields
-    values = {
-        key: value
-        for key, value in values.items()
-        if value is not None or key not in fields or fields[key].is_required()
-    }
     if len(values) > MOST_KEYS:
         found, expected = f"{len(values)} keys", f"at most {MOST_KEYS} in an object"
         raise ApiError(400, f"the body: found {found}, expected {expected}")
@@ -481,19 +425,11 @@ def parse(kind: type[Body], body: bytes) -> Body:
     # Only the first item of the location is always a key that the client sent.  The other items may
     # be pydantic's names for the alternatives of a union.
     key = str(first["loc"][0])
-    if first["type"] == "extra_forbidden" and key == "messages" and len(first["loc"]) == 3:
-        place, extra = first["loc"][1:]
-        where = f"messages[{place}].{brief(json.dumps(extra, ensure_ascii=False)[1:-1])}"
-        message = f"{where}: found an unknown key, expected only {', '.join(MESSAGE_KEYS)}"
-        raise ApiError(400, message, param=where)
     if key not in fields:
-        key = brief(json.dumps(key, ensure_ascii=False)[1:-1]) or '""'
-        message = f"{key}: found an unknown key, expected only {', '.join(fields)}"
-    elif key not in values:
-        message = f"{key}: found no value, expected {fields[key].description}"
-    else:
-        raise invalid(key, values[key], str(fields[key].description))
-    raise ApiError(400, message, param=key)
+        raise unknown_key(key, fields)
+    if key not in values:
+        raise absent(key, str(fields[key].description))
+    raise invalid(key, values[key], str(fields[key].description))
 
 
 def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
@@ -517,7 +453,7 @@ def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
         found = "JSON nested too deeply" if "recursion" in str(error) else "no valid JSON"
         raise ApiError(400, f"the body: found {found}{where}, expected {expected}") from None
     if not isinstance(values, dict):
-        raise ApiError(400, f"the body: found {_shown(values)}, expected {expected}")
+        raise ApiError(400, f"the body: found {shown(values)}, expected {expected}")
     return values
 
 
@@ -543,45 +479,32 @@ EXAMPLES = {
 }
 
 
-def invalid(key: str, value: Any, expected: str) -> ApiError:
-    """Return an ApiError with status 400 for an invalid value in a request body.
+def answer_seed(seed: int | None, number: int) -> int:
+    """Return the seed of an answer, so that no two answers to a request have the same.
 
     Args:
-      key: the key that has the invalid value.
-      expected: description of the valid values.
+      seed: the seed of the request; None for a random one per answer.
+      number: the answer's index among all answers to the request.
     """
-    return ApiError(400, f"{key}: found {_shown(value)}, expected {expected}", param=key)
+    return secrets.randbits(32) if seed is None else (seed + number) % 2**32
 
 
-SHOWN = 256  # characters of a long value from which error messages are made
-
-
-def _shown(value: Any) -> str:
-    """Format a JSON value for an error message; of a long value only the beginning is formatted."""
-    text = ""
-    for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
-        text += part
-        if len(text) > SHOWN:
-            break
-    return brief(text)
-
-
-def prompts_of(prompt: Any, key: str = "prompt") -> list[str | list[int]]:
+def prompts_of(prompt: Any, key: str = "prompt", most: int = MOST_CHOICES) -> list[str | list[int]]:
     """Return the prompts in the field `key` as a list.
 
     As in OpenAI's API, the field is one prompt or a list of prompts.  A prompt is a text or a list
     of token ids.  All prompts in a list must be of the same kind.
 
     Raises:
-      ApiError: with status 400, for any other value, or for more than `MOST_CHOICES` prompts.
+      ApiError: with status 400, for any other value, or for more than `most` prompts.
     """
     prompts = [prompt] if isinstance(prompt, str) or _all(prompt, int) else prompt
-    if isinstance(prompts, list) and prompts and len(prompts) <= MOST_CHOICES:
+    if isinstance(prompts, list) and prompts and len(prompts) <= most:
         if _all(prompts, str):
             return prompts
         if all(_all(tokens, int) for tokens in prompts):
             return prompts
-    raise invalid(key, prompt, PROMPT)
+    raise invalid(key, prompt, PROMPT.format(most))
 
 
 def _all(values: Any, kind: type) -> bool:

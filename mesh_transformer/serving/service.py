@@ -7,10 +7,11 @@ HTTP responses.
 import asyncio
 import dataclasses
 import functools
+import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -24,15 +25,17 @@ from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.answer import Answer, Echo, Piece, TokenOffset, TokenTexts
 from mesh_transformer.serving.delivery import Updates, submit
 from mesh_transformer.serving.engine import Engine
+from mesh_transformer.serving.errors import ApiError, invalid
 from mesh_transformer.serving.grammar import Format, Grammars
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
-    ApiError,
+    MOST_CHOICES,
     ChatRequest,
     CompletionRequest,
     ContextRequest,
     SamplingRequest,
-    invalid,
+    StreamOptions,
+    answer_seed,
     parse,
     prompts_of,
 )
@@ -52,25 +55,26 @@ class Service:
     """Answers HTTP requests to one model, with an engine that generates the tokens.
 
     Args:
-      name: the model's name in requests and responses.
+      names: the names that requests may choose, each with the number of its adapter, 0 for none.
+        The first name is the default.
       most_tokens: maximum number of tokens per answer.
-      adapters: the names of the network's adapters, as which requests choose them.
       template: function from messages to the text of a prompt, which raises InputError for messages
-        that it refuses; None for a model that cannot chat.
+        that it refuses (see `ChatTemplate.prompt`); None for a model that cannot chat.
+      any_name: whether all other names mean the model without an adapter.
     """
 
     def __init__(
         self,
-        name: str,
+        names: Mapping[str, int],
         engine: Engine,
         tokenizer: Any,
         metrics: Metrics,
         most_tokens: int,
-        template: Callable[[list[dict[str, Any]]], str] | None = None,
-        adapters: Sequence[str] = (),
+        template: Callable[..., str] | None = None,
+        any_name: bool = False,
     ):
-        self.name = name
-        self.names = [name, *adapters]
+        self.name, self.names = next(iter(names)), names
+        self._any_name = any_name
         self.engine = engine
         self.metrics = metrics
         self.words = TokenTexts(tokenizer)
@@ -100,9 +104,11 @@ class Service:
         work = functools.partial(parse, kind, body)
         return work() if len(body) <= SHORT_BODY else await self.run_in_thread(work)
 
-    async def prompts(self, value: Any, param: str = "prompt") -> list[str | list[int]]:
+    async def prompts(
+        self, value: Any, param: str = "prompt", most: int = MOST_CHOICES
+    ) -> list[str | list[int]]:
         """Return the prompts in a field of a request (see `prompts_of`)."""
-        work = functools.partial(prompts_of, value, param)
+        work = functools.partial(prompts_of, value, param, most)
         return work() if isinstance(value, str) else await self.run_in_thread(work)
 
     def adapter(self, name: str | None) -> int:
@@ -113,14 +119,14 @@ class Service:
         """
         if name is None:
             return 0
-        if name not in self.names:
+        if name not in self.names and not self._any_name:
             raise ApiError(
                 404,
                 f"the model {name[:80]!r} does not exist; use {' or '.join(map(repr, self.names))}",
                 param="model",
                 code="model_not_found",
             )
-        return self.names.index(name)
+        return self.names.get(name, 0)
 
     async def completion(self, body: CompletionRequest) -> "Completion":
         """Begin the answers to a `POST /v1/completions` request, as in OpenAI's API.
@@ -151,14 +157,14 @@ class Service:
         """
         assert self.template is not None
         self._check_request(body)
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs", body.top_logprobs, "no value unless logprobs is true")
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         length = body.max_completion_tokens or body.max_tokens
         self._check_length(length or 1, param)
-        messages = [message.as_dict() for message in body.messages]
+        render = functools.partial(self.template, body.messages, **body.rendering())
         try:
-            text = await self.run_in_thread(functools.partial(self.template, messages))
+            text = await self.run_in_thread(render)
         except InputError as error:
             message = f"messages: {error}; change the messages"
             raise ApiError(400, message, param="messages") from None
@@ -207,14 +213,10 @@ class Service:
             most = f"at most {room // len(prompts)}, as the server has room for {room} answers"
             raise invalid("n", count, most)
         options = dataclasses.replace(body.options, adapter=self.adapter(body.model))
-        for first in range(0, len(prompts) * count, count):
-            numbers = range(first, first + count)  # of the answers
-            seeds = [answer_seed(body.seed, number) for number in numbers]
-            completion.add(
-                prompts[first // count],
-                length,
-                [dataclasses.replace(options, seed=seed) for seed in seeds],
-            )
+        numbers = itertools.count()
+        for prompt in prompts:
+            seeds = [answer_seed(body.seed, next(numbers)) for _ in range(count)]
+            completion.add(prompt, length, [dataclasses.replace(options, seed=s) for s in seeds])
         completion.begin()
 
     async def continuation(self, body: ContextRequest) -> "Completion":
@@ -316,16 +318,6 @@ class Service:
                 code="context_length_exceeded",
             )
         return np.array(tokens, np.int32)
-
-
-def answer_seed(seed: int | None, number: int) -> int:
-    """Return the seed of an answer, so that no two answers to a request have the same.
-
-    Args:
-      seed: the seed of the request; None for a random one per answer.
-      number: the answer's index among all answers to the request.
-    """
-    return secrets.randbits(32) if seed is None else (seed + number) % 2**32
 
 
 @dataclasses.dataclass
@@ -479,12 +471,18 @@ class Completion:
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the answers as server-sent events in OpenAI's format."""
-        usage = self._body.stream_options and self._body.stream_options.include_usage
-        usage_key = {"usage": None} if usage else {}
+        options = self._body.stream_options or StreamOptions()
+        usage = options.include_usage
+
+        def so_far() -> dict[str, Any]:
+            if not usage:
+                return {}
+            return {"usage": self.usage() if options.continuous_usage_stats else None}
+
         head = self._head | {"object": self._kind_of_chunk}
         try:
             async for index, piece in self._pieces():
-                yield _event(head | {"choices": [self._chunk(index, piece)]} | usage_key)
+                yield _event(head | {"choices": [self._chunk(index, piece)]} | so_far())
         except ApiError as error:
             yield _event(error.body())
             return

@@ -26,6 +26,8 @@ TALK = [
     {"role": "assistant", "content": "Hi!"},
     {"role": "user", "content": [{"type": "text", "text": "Who"}, {"type": "text", "text": "?"}]},
 ]
+TEXT = {"type": "text", "text": "a"}
+CONTINUED = {"continue_final_message": True}
 RENDERED = "<user>Hello<assistant>Hi!<user>Who?<assistant>"
 
 
@@ -124,8 +126,8 @@ def test_the_plain_template_is_that_of_completion_records(serve):
     [
         ({}, "messages: found no value, expected a list of 1 to 1024 messages"),
         ({"messages": []}, "messages: found [], expected a list of 1 to 1024 messages"),
-        ({"messages": [{"role": "user"}]}, 'messages: found [{"role": "user"}], expected a list'),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: found ["),
+        ({"messages": "Hello"}, 'messages: found "Hello", expected a list of 1 to 1024 messages'),
+        ({"messages": TALK * 342}, "messages: found [{"),
         ({"messages": TALK[1:]}, "messages: the chat template fails: roles must alternate; change"),
         ({"messages": TALK, "max_tokens": 501}, "max_tokens: found 501, expected at most 500"),
         (
@@ -141,14 +143,23 @@ def test_the_plain_template_is_that_of_completion_records(serve):
             "messages: 207 tokens, but the model's context is 64 tokens; shorten the messages",
         ),
         (
-            {"messages": [*TALK[:2], {"role": "user", "content": "a", "tool_calls": []}]},
-            "messages[2].tool_calls: found an unknown key, expected only role, content, name",
-        ),
-        (
             {"messages": TALK, "tools": [{}]},
             "tools: found [{}], expected no tools, as they are not",
         ),
         ({"messages": TALK, "store": True}, "store: found true, expected false, as nothing is"),
+        (
+            {"messages": TALK, "functions": [{}]},
+            "functions: found [{}], expected no tools, as they",
+        ),
+        ({"messages": TALK, "top_logprobs": 21}, "top_logprobs: found 21, expected a whole number"),
+        (
+            {"messages": TALK, "continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt: found true, expected no value or false if continue_final_mess",
+        ),
+        (
+            {"messages": [*TALK, {"role": "assistant", "content": " "}], **CONTINUED},
+            'messages[3].content: found " ", expected a text to continue',
+        ),
         (
             {"messages": TALK, "response_format": {"type": "xml"}},
             'response_format: found {"type": "xml"}, expected an object whose type is text, json',
@@ -161,6 +172,123 @@ def test_errors_name_the_field(chat, wrong, message):
     for stream in (False, True):
         response = chat.http.post("/v1/chat/completions", json=wrong | {"stream": stream})
         assert check_error(response)["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("message", "place", "problem"),
+    [
+        ("a", "", 'found "a", expected an object with the keys role and content'),
+        ({"content": "a"}, ".role", "found no value, expected a text of 1 to 64 characters"),
+        ({"role": "", "content": "a"}, ".role", 'found "", expected a text of 1 to 64'),
+        ({"role": "user"}, ".content", "found no value, expected a text, or a list of at most"),
+        ({"role": "user", "content": None}, ".content", "found no value, expected a text, or a"),
+        ({"role": "user", "content": 5}, ".content", "found 5, expected a text, or a list of at"),
+        ({"role": "user", "content": [{}] * 1025}, ".content", "found [{}, {}, "),
+        ({"role": "user", "content": ["a"]}, ".content[0]", 'found "a", expected an object with'),
+        (
+            {"role": "user", "content": [TEXT, {"type": "image_url", "image_url": {"url": "x"}}]},
+            ".content[1].type",
+            'found "image_url", expected text',
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, ".content[0].text", "found no value, ex"),
+        (
+            {"role": "user", "content": [TEXT, TEXT | {"cache": True}]},
+            ".content[1].cache",
+            "found an unknown key, expected only type, text",
+        ),
+        ({"role": "user", "content": "a", "type": "image"}, ".type", 'found "image", expected mes'),
+        (
+            {"role": "user", "content": "a", "na\nme": 1},
+            ".na\\nme",
+            "found an unknown key, expected",
+        ),
+        (
+            {"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]},
+            ".tool_calls",
+            'found [{"id": "x"}], expected an empty list, as tools are not supported',
+        ),
+    ],
+)
+def test_errors_name_the_message(chat, message, place, problem):
+    for before in (0, 2):
+        body = {"messages": [TALK[at % 2] for at in range(before)] + [message, "not read"]}
+        status, error = chat.refused(body, "/v1/chat/completions")
+        where = f"messages[{before}]{place}"
+        assert (status, error["param"]) == (400, where)
+        assert error["message"].startswith(f"{where}: {problem}")
+        assert error["message"].isprintable()
+        assert len(error["message"]) < 330
+
+
+@pytest.mark.parametrize("content", ["Well,", "Well, ", " Well"])
+def test_a_final_message_can_be_continued(serve, chat, content):
+    """The answer continues the content, in the text of the template up to it."""
+    talk = [*TALK, {"role": "assistant", "content": content}]
+    answer = ask(chat, talk, seed=1, max_tokens=9, **CONTINUED)
+    prompt = chat.tokenizer(RENDERED + content)["input_ids"]
+    assert answer["choices"][0]["message"]["content"] == chat.text(prompt, 1, 9)
+    assert answer == ask(
+        chat, talk, seed=1, max_tokens=9, add_generation_prompt=False, **CONTINUED
+    ) | {key: answer[key] for key in ("id", "created")}
+    plain = serve(template="plain")  # which removes the space at both ends
+    answer = ask(plain, talk[-2:], seed=1, max_tokens=9, **CONTINUED)
+    prompt = plain.tokenizer(f"User: Who?\n\nAssistant: {content.strip()}")["input_ids"]
+    assert answer["choices"][0]["message"]["content"] == plain.text(prompt, 1, 9)
+
+
+def test_a_prompt_without_the_beginning_of_an_answer(chat):
+    answer = ask(chat, seed=1, max_tokens=9, add_generation_prompt=False)
+    prompt = chat.tokenizer(RENDERED.removesuffix("<assistant>"))["input_ids"]
+    assert answer["choices"][0]["message"]["content"] == chat.text(prompt, 1, 9)
+    for default in ({"add_generation_prompt": True}, {"continue_final_message": False}):
+        [choice] = ask(chat, seed=1, max_tokens=9, **default)["choices"]
+        assert [choice] == ask(chat, seed=1, max_tokens=9)["choices"]
+
+
+def test_a_token_has_up_to_20_alternatives(chat):
+    for count in (0, 6, 20):
+        options = {"seed": 1, "max_tokens": 5, "logprobs": True, "top_logprobs": count}
+        [choice] = ask(chat, **options)["choices"]
+        for token in choice["logprobs"]["content"]:
+            words = [chat.tokenizer.decode([number]) for number in range(count)]
+            assert [top["token"] for top in token["top_logprobs"]] == words
+
+
+def test_usage_so_far_is_in_every_event(live, chat):
+    """vLLM's extension, which guidellm asks for."""
+    stream = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = live.stream(prompt="Say: ", max_tokens=30, seed=1, n=2, stream_options=stream)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 60
+    assert last["usage"] == events[-1]["usage"]
+    body = {"messages": TALK, "max_tokens": 9, "stream": True, "stream_options": stream}
+    lines = chat.http.post("/v1/chat/completions", json=body).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-2:] == [9, 9]
+
+
+def test_a_model_can_have_several_names_or_any(serve):
+    several = serve(names=["one", "two/2"], adapters=["tuned"])
+    listed = [model["id"] for model in several.http.get("/v1/models").json()["data"]]
+    assert listed == ["one", "two/2", "tuned"]
+    body = {"prompt": "Say: ", "seed": 1, "max_tokens": 3}
+    for name in ("one", "two/2"):
+        answer = several.ask(**body, model=name)
+        assert answer["model"] == name
+        assert answer["choices"] == several.ask(**body)["choices"]
+        assert several.http.get(f"/v1/models/{name}").json()["id"] == name
+        assert not several.network.settings.adapter_B.any()
+    assert several.ask(**body)["model"] == "one"
+    status, error = several.refused(body | {"model": "three"})
+    assert status == 404
+    assert "use 'one' or 'two/2' or 'tuned'" in error["message"]
+    anything = serve(names=["one"], any_name=True, adapters=["tuned"])
+    for name in ("gpt-4o", "dummy", ""):
+        assert anything.ask(**body, model=name)["model"] == (name or "one")
+        assert not anything.network.settings.adapter_B.any()
+    anything.ask(**body, model="tuned")
+    assert anything.network.settings.adapter_B.tolist() == [1]
 
 
 def test_an_answer_can_be_sent_back_as_a_message(chat, client):
@@ -184,11 +312,26 @@ def test_values_that_change_nothing_are_accepted(chat):
         "modalities": ["text"],
         "store": False,
         "metadata": {},
-        "service_tier": "auto",
+        "service_tier": "flex",
         "stream_options": {"include_obfuscation": False},
+        "functions": [],
+        "function_call": "auto",
+        "top_logprobs": 0,
+        "reasoning_effort": "low",
+        "verbosity": "high",
+        "prompt_cache_key": "a",
+        "prompt_cache_retention": "24h",
+        "safety_identifier": "b",
+        "prediction": None,
+        "anything": None,
     }
     choices = [ask(chat, seed=1, max_tokens=5, **body)["choices"] for body in ({}, neutral)]
     assert choices[0] == choices[1]
+    more = {"type": "message", "tool_calls": [], "refusal": "", "annotations": [], "other": None}
+    talk = [message | more for message in TALK]
+    assert ask(chat, talk, seed=1, max_tokens=5)["choices"] == choices[0]
+    refused = [TALK[0], {"role": "assistant", "content": None, "refusal": "Hi!"}, TALK[2]]
+    assert ask(chat, refused, seed=1, max_tokens=5)["choices"] == choices[0]
 
 
 def test_paths_of_a_server_that_can_chat(chat):

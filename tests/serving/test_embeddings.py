@@ -95,12 +95,37 @@ def test_error_names_the_wrong_field(live, wrong):
     assert error["message"].isprintable()
 
 
-def test_more_texts_than_the_server_has_room_for_are_refused(serve):
-    small = serve(pooling="mean", rows=2, queue=3)
-    assert len(ask(small, input=["a"] * 3)["data"]) == 3
-    status, error = small.refused({"input": ["a"] * 6}, "/v1/embeddings")
+def test_a_request_may_have_2048_texts(serve):
+    """More than the server has room for: the engine gets them a few at a time."""
+    small = serve(pooling="last", rows=2, queue=3)
+    texts = [[at % 4, at // 4 % 4] for at in range(2048)]
+    counts = np.array([np.bincount(text, minlength=4) for text in texts])
+    answer = ask(small, input=texts)
+    actual = [item["embedding"] for item in answer["data"]]
+    expected = counts / np.linalg.norm(counts, axis=1, keepdims=True)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)  # rounded to f32
+    assert [item["index"] for item in answer["data"]] == list(range(2048))
+    assert answer["usage"]["total_tokens"] == 4096
+    status, error = small.refused({"input": ["a"] * 2049}, "/v1/embeddings")
     assert (status, error["param"]) == (400, "input")
-    assert "at most 5 texts" in error["message"]
+    assert "a list of 1 to 2048 texts" in error["message"]
+
+
+def test_many_texts_leave_room_in_the_queue(serve):
+    """Other clients get answers meanwhile; texts wait while these fill the queue."""
+    small = serve(pooling="mean", rows=1, queue=2)
+    small.network.allowed.clear()
+    with ThreadPoolExecutor(5) as pool:
+        vectors = pool.submit(ask, small, input=["a"] * 20)
+        wait_for(lambda: small.network.waits)
+        answers, engine = [], small.engine
+        for _ in range(engine.queue + engine.rows - engine.active - len(engine._admitted)):
+            answers.append(pool.submit(small.ask, prompt="Say: ", max_tokens=9, seed=1))
+            wait_for(lambda: small.engine.waiting == len(answers))
+        assert small.refused({"prompt": "a"})[0] == 429
+        small.network.allowed.set()
+        assert len(vectors.result(SECONDS)["data"]) == 20
+        assert all(answer.result(SECONDS)["choices"] for answer in answers)
 
 
 def test_a_server_without_embeddings_says_how_to_have_them(serve):

@@ -75,7 +75,7 @@ def test_errors_show_what_was_found_and_expected(live):
         ({"top_k": "5"}, 'top_k: found "5", expected a whole number from 0 to 2147483647'),
         ({"top_p": 2}, "top_p: found 2, expected a number from 0 to 1"),
         ({"stop": [None]}, "stop: found [null], expected a text of 1 to 256 characters, or a list"),
-        ({"beams": None}, "beams: found an unknown key, expected only model, temperature, top_p,"),
+        ({"beams": 2}, "beams: found an unknown key, expected only model, temperature, top_p,"),
         ({"n": 2, "best_of": 3}, "best_of: found 3, expected the value of n (2), or no value"),
         ([1], 'the body: found [1], expected a JSON object such as {"prompt": "Hello",'),
         ('{"a": NaN}', "the body: found no valid JSON at line 1 column 7, expected a JSON object"),
@@ -91,12 +91,12 @@ def test_errors_show_what_was_found_and_expected(live):
 
 def test_null_is_the_default_of_every_optional_field(live):
     defaults = {"seed": 3}
-    for key in set(CompletionRequest.model_fields) - {"seed"}:
+    for key in {*CompletionRequest.model_fields, "beams"} - {"seed"}:
         assert live.ask(**defaults, **{key: None})["choices"] == live.ask(**defaults)["choices"]
     assert live.ask(seed=None)["choices"]
     assert live.ask(stream_options={"include_usage": None})["choices"]
     defaults = {"context": "Hello", "seed": 3}
-    for key in set(ContextRequest.model_fields) - {"context", "seed"}:
+    for key in {*ContextRequest.model_fields, "beams"} - {"context", "seed"}:
         answers = [
             live.http.post("/complete", json=body).json()["completion"]
             for body in (defaults, defaults | {key: None})

@@ -355,6 +355,19 @@ def test_metrics_are_prometheus(live):
     assert values(after)["rows",] == 8
 
 
+def test_head_is_answered_as_get_without_the_body(live):
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/fake", "/openapi.json"):
+        head, get = live.http.head(path), live.http.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["Content-Type"] == get.headers["Content-Type"]
+        if path != "/metrics":  # which changes
+            assert head.headers["Content-Length"] == str(len(get.content))
+        assert live.logged(head.headers["x-request-id"])["method"] == "HEAD"
+    assert live.http.head("/v1/completions").status_code == 405
+    assert live.http.head("/none").status_code == 404
+    assert live.ask(prompt="x", max_tokens=3)["choices"]
+
+
 def test_page_refers_to_no_other_site(live):
     answer = live.http.get("/")
     assert answer.headers["Content-Type"].startswith("text/html")

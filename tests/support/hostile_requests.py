@@ -90,7 +90,6 @@ WRONG = [
     {"logit_bias": {str(token): 1 for token in range(301)}},
     {"logit_bias": [5]},
     {"beams": 2},
-    {"beams": None},
     {"model": 5},
 ]
 

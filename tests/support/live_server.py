@@ -30,11 +30,15 @@ class Live:
         metrics, hosts = Metrics(options.setdefault("rows", 8)), options.pop("hosts", ())
         drain_seconds = options.pop("drain_seconds", 5)
         template = read_template(tokenizer, options.pop("template", None))
-        chat, adapters = template and template.prompt, options.pop("adapters", ())
+        names = dict.fromkeys(options.pop("names", ["fake"]), 0)
+        names |= {name: number for number, name in enumerate(options.pop("adapters", ()), 1)}
+        any_name = options.pop("any_name", False)
         self.network = network
         self.tokenizer = tokenizer
         self.engine = Engine(network, metrics, **options)
-        self.service = Service("fake", self.engine, tokenizer, metrics, 500, chat, adapters)
+        self.service = Service(
+            names, self.engine, tokenizer, metrics, 500, template and template.prompt, any_name
+        )
         listening = listen("127.0.0.1", 0)
         self.address = listening.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
