@@ -24,9 +24,10 @@ from mesh_transformer.checkpoint.hf_config import (
     read_config,
     write_configs,
 )
-from mesh_transformer.checkpoint.hf_files import DTYPES, StoredTensor, Tensor
+from mesh_transformer.checkpoint.hf_files import Tensor
 from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
 from mesh_transformer.checkpoint.state_tree import check_same_model, check_state
+from mesh_transformer.checkpoint.stored_tensors import DTYPES, StoredTensor
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.declaration import Declaration, map_declared

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mesh_transformer.checkpoint import hf_files
-from mesh_transformer.checkpoint.hf_files import read_json, write_json
+from mesh_transformer.checkpoint.hf_files import write_json
+from mesh_transformer.checkpoint.stored_tensors import DTYPES, read_json
 from mesh_transformer.config import Config
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import local_path
@@ -335,7 +336,7 @@ def _has_own_head(folder: str, family: Family) -> bool:
     bare = family.embedding_weight.removeprefix(family.prefix)
     try:
         stored = hf_files.find(folder, optional=family.head_weights)
-        tensors = {name: x for name, x in stored.items() if x.dtype in hf_files.DTYPES}
+        tensors = {name: x for name, x in stored.items() if x.dtype in DTYPES}
         head, embedding = (
             next((tensors[name].read() for name in names if name in tensors), None)
             for names in (family.head_weights, (family.embedding_weight, bare))

@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from mesh_transformer.checkpoint import hf_files
+from mesh_transformer.checkpoint import hf_files, torch_files
 from mesh_transformer.checkpoint.hf_files import Tensor
+from mesh_transformer.checkpoint.stored_tensors import DTYPES
 from mesh_transformer.util import InputError
 
-DTYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 SINGLE = "model.safetensors"
 PICKLED = "pytorch_model.bin"
 
@@ -30,7 +31,7 @@ def random_arrays(seed, count=12):
     arrays = {}
     for i in range(count):
         shape = tuple(rng.integers(1, 9, rng.integers(0, 4)))
-        arrays[f"leaf.{i}"] = np.asarray(rng.standard_normal(shape)).astype(DTYPES[i % 3])
+        arrays[f"leaf.{i}"] = np.asarray(rng.standard_normal(shape)).astype(FLOATS[i % 3])
     return arrays
 
 
@@ -100,15 +101,14 @@ def test_files_of_the_safetensors_library_are_read(tmp_path, seed):
     assert_same(read_all(tmp_path), arrays)
     # Ordered by offset in the file, so that reading all tensors is one sequential pass.
     sizes = [
-        math.prod(t.shape) * hf_files.DTYPES[t.dtype].itemsize
-        for t in hf_files.find(str(tmp_path)).values()
+        math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in hf_files.find(str(tmp_path)).values()
     ]
     offset = (tmp_path / SINGLE).stat().st_size - sum(sizes)
     raw = (tmp_path / SINGLE).read_bytes()[offset:]
     assert raw == b"".join(v.tobytes() for v in read_all(tmp_path).values())
 
 
-@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("checksums", [True, False, "before 1.6"])
 def test_files_of_torch_are_read_without_torch(tmp_path, monkeypatch, checksums):
     arrays = random_arrays(0)
     tensors = {k: as_torch(v) for k, v in arrays.items()}
@@ -203,8 +203,62 @@ def test_error_names_a_missing_shard_or_tensor(tmp_path):
     assert_refused(tmp_path, "index.json: not JSON")
     index.write_text("[]")
     assert_refused(tmp_path, "index.json: found list, expected a mapping")
+    index.write_bytes(DEEP)
+    assert_refused(tmp_path, "index.json: not JSON .nested too deeply")
+    for name in ("x" * 5000, "x\0y", "\ud800", "/etc/passwd", ["b"]):
+        index.write_text(json.dumps({"weight_map": {"leaf.0": name}}))
+        assert_refused(tmp_path, "is missing, though")
     index.write_text("{}")
     assert_refused(tmp_path, "index.json has no mapping `weight_map`")
+
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0a" * 32 + "\nsize 548105171\n"
+)
+
+
+@pytest.mark.parametrize("name", [SINGLE, PICKLED, f"{SINGLE}.index.json"])
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path, name):
+    (tmp_path / name).write_text(POINTER)
+    assert_refused(tmp_path, f"{name} is a git-LFS pointer, not the file .* run `git lfs pull`")
+
+
+@pytest.mark.parametrize("end", [0, 1, 50, 600, 1500])
+def test_a_truncated_file_of_an_early_torch_is_reported(tmp_path, end):
+    arrays = random_arrays(0)
+    tensors = {k: as_torch(v) for k, v in arrays.items()}
+    save(tensors | {"big": torch.ones(1000)}, tmp_path / PICKLED, "before 1.6")
+    (tmp_path / PICKLED).write_bytes((tmp_path / PICKLED).read_bytes()[:end])
+    assert_refused(tmp_path, "pytorch_model.bin(:| is truncated).*")
+    save(tensors, tmp_path / PICKLED, "before 1.6")
+    truncate(tmp_path / PICKLED, 1)
+    assert_refused(tmp_path, "its list of tensors is damaged")
+
+
+DEEP = b'{"a":' * 200_000
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(struct.pack("<Q", len(DEEP)) + DEEP),
+        lambda path: edit_header(
+            path, lambda h: h.update(__metadata__={"mesh_transformer.crc32": "[" * 100_000})
+        ),
+        lambda path: edit_header(path, lambda h: h["leaf.1"].update(shape=[1.0])),
+        lambda path: edit_header(path, lambda h: h["leaf.1"].update(shape=[-1])),
+        lambda path: edit_header(path, lambda h: h["leaf.1"].update(shape=[True])),
+        lambda path: edit_header(
+            path,
+            lambda h: h["leaf.1"].update(data_offsets=[*map(float, h["leaf.1"]["data_offsets"])]),
+        ),
+        lambda path: edit_header(path, lambda h: h["leaf.1"].update(data_offsets=[2**63, 2**70])),
+    ],
+)
+def test_hostile_headers_are_one_line(tmp_path, damage):
+    write(tmp_path, random_arrays(0))
+    damage(tmp_path / SINGLE)
+    assert_refused(tmp_path, "(header is damaged|is truncated or damaged)")
 
 
 class Harmful:
@@ -218,7 +272,12 @@ def test_pickle_that_could_run_code_is_refused(tmp_path, capsys):
     torch.save({"leaf": Harmful()}, tmp_path / PICKLED)
     assert_refused(tmp_path, r"pytorch_model.bin: refused as unsafe: .* \('__builtin__.print'\)")
     (tmp_path / PICKLED).write_bytes(pickle.dumps({"leaf": Harmful()}))
-    assert_refused(tmp_path, "pytorch_model.bin is .*a plain pickle is refused as unsafe")
+    assert_refused(tmp_path, r"pytorch_model.bin: refused as unsafe: .* \('builtins.print'\)")
+    for value in (3, {"a": 1}, None):
+        (tmp_path / PICKLED).write_bytes(pickle.dumps(value, protocol=2))
+        assert_refused(tmp_path, "not a file of torch.save .any other pickle is refused as unsafe")
+    save({"leaf": Harmful()}, tmp_path / PICKLED, "before 1.6")
+    assert_refused(tmp_path, r"pytorch_model.bin: refused as unsafe: .* \('__builtin__.print'\)")
     assert capsys.readouterr().out == ""
 
 
@@ -233,7 +292,10 @@ def test_error_names_a_damaged_bin_file(tmp_path):
 
 
 def save(values, path, checksums=True):
-    """Save with torch, with or without checksums."""
+    """Save with torch, with or without checksums, or as PyTorch before 1.6 did."""
+    if checksums == "before 1.6":
+        torch.save(values, path, _use_new_zipfile_serialization=False)
+        return
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(checksums)
     try:
@@ -242,7 +304,7 @@ def save(values, path, checksums=True):
         torch.serialization.set_crc32_options(before)
 
 
-@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("checksums", [True, False, "before 1.6"])
 def test_a_flipped_bit_in_a_bin_file_is_reported_or_has_no_effect(tmp_path, checksums):
     generator = np.random.default_rng(0)
     arrays = random_arrays(0)
@@ -258,7 +320,7 @@ def test_a_flipped_bit_in_a_bin_file_is_reported_or_has_no_effect(tmp_path, chec
         except InputError as error:
             errors.append(str(error))
         else:
-            if checksums:
+            if checksums is True:
                 assert_same(actual, arrays)
     assert len(errors) > 20  # more than half of so small a file is padding
     assert all(PICKLED in error and "\n" not in error for error in errors)
@@ -267,8 +329,10 @@ def test_a_flipped_bit_in_a_bin_file_is_reported_or_has_no_effect(tmp_path, chec
 def test_views_of_one_storage_are_read_once(tmp_path, monkeypatch):
     rows = torch.arange(60.0).reshape(6, 10)
     torch.save({f"{i}": row for i, row in enumerate(rows)}, tmp_path / PICKLED)
-    reads, read = [], hf_files._read
-    monkeypatch.setattr(hf_files, "_read", lambda *args: reads.append(args[2].name) or read(*args))
+    reads, read = [], torch_files._read
+    monkeypatch.setattr(
+        torch_files, "_read", lambda *args: reads.append(args[2].name) or read(*args)
+    )
     assert_same(read_all(tmp_path), {f"{i}": row.numpy() for i, row in enumerate(rows)})
     assert reads.count("pytorch_model/data/0") == 1
 
