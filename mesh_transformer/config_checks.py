@@ -60,6 +60,8 @@ def check(c: Any) -> None:
     _check_virtual_mesh(c)
     _check_int8_matmuls(c)
     _check_offload(c)
+    if outside := [token for token in c.end_tokens or () if not 0 <= token < c.n_vocab]:
+        raise InputError(f"end_tokens has {outside[0]}, expected ids from 0 to {c.n_vocab - 1}")
     if c.int8_weights and c.weight_bits != 8:
         raise InputError(
             f"int8_weights is true, but weight_bits is {c.weight_bits}; remove int8_weights"

@@ -295,6 +295,8 @@ class CausalTransformer:
     ) -> np.ndarray:
         """Continue prompts; each answer depends only on its own prompt, settings and seed.
 
+        An answer ends at the first of the config's `end_tokens`, which fills the rest of its row.
+
         Args:
           ctx: token ids [B, T], one right-aligned prompt per row; only the last `config.window`
             tokens of a prompt are used.  With several processes, T must be the same in all of them.

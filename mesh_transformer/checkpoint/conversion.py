@@ -184,6 +184,9 @@ def convert(
     try:
         opened = Source(step_of(source, source_kind, step), source_kind)
         config = (config or opened.config).merged()
+        own = None if source_kind == "original" else opened.config
+        if own and config.end_tokens is None and config.tokenizer == own.tokenizer:
+            config = config.replace(end_tokens=own.end_tokens)
         if source_kind == "hf" and target_kind == "original":
             _check_rows(target, config, shards)
         # Check before the long read that the tokenizer exists and fits the model.

@@ -204,8 +204,8 @@ def write(
     with atomic_folder(folder) as temporary:
         with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
             hf_files.write(temporary, tensors, shard_bytes, bar)
-        end_of_text = chosen.loaded.eos_token_id if chosen.fits else None
-        write_configs(temporary, config, rows, tensors[0].dtype, end_of_text)
+        own = chosen.loaded if chosen.fits else None
+        write_configs(temporary, config, rows, tensors[0].dtype, own)
         chosen.save(temporary)
 
 

@@ -317,6 +317,7 @@ def read_config(folder: str) -> Config:
         if not _flag(path, values, "use_parallel_residual", True):
             ours["block"] = "gpt2"
     ours["tokenizer"] = _tokenizer_in(folder)
+    ours["end_tokens"] = _end_tokens(folder, values, ours["n_vocab"])
     return Config.from_dict(ours, path)
 
 
@@ -394,6 +395,31 @@ def _neox_keys(config: Config) -> dict[str, Any]:
     }
 
 
+def _end_tokens(folder: str, values: dict[str, Any], n_vocab: int) -> list[int] | None:
+    """Return the ids of the tokens that end an answer, or None if the folder names none.
+
+    As for transformers, those in generation_config.json replace those in config.json.  Ids outside
+    the vocabulary, such as a default of transformers that a small model has kept, are left out.
+
+    Args:
+      values: the content of config.json.
+    """
+    path, name = os.path.join(folder, "config.json"), "eos_token_id"
+    generation = os.path.join(folder, "generation_config.json")
+    if files.is_file(generation):
+        settings = read_json(generation)
+        if settings.get(name) is not None:
+            path, values = generation, settings
+    ids = values.get(name)
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if any(type(number) is not int for number in ids):
+        raise InputError(
+            f"{path}: {name} is {values[name]!r}, expected a token id or a list of ids; copy the "
+            "file again"
+        )
+    return [number for number in ids if 0 <= number < n_vocab] or None
+
+
 def _tokenizer_in(folder: str) -> str:
     """Return the value of the config key `tokenizer` for a folder: its path, or "gpt2".
 
@@ -436,21 +462,22 @@ def _read_vocabulary(path: str) -> tuple[Any, set[str]]:
         ) from None
 
 
-def write_configs(
-    folder: str, config: Config, rows: int, dtype: np.dtype, end_of_text: int | None
-) -> None:
+def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, tokenizer: Any) -> None:
     """Write config.json and generation_config.json, with all keys that Hugging Face writes.
 
     Args:
       folder: the folder to write the two files to.
       rows: the size of the vocabulary in the folder's tensors.
       dtype: the dtype of the tensors.
-      end_of_text: the id of the token that ends generation, if there is one.
+      tokenizer: the tokenizer that is saved with the model, or None.
     """
     family = family_of(config)
+    first, last = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
+    ends = [last] if config.end_tokens is None else config.end_tokens
+    ends = [number for number in ends if number is not None and number < rows]
     tokens = {
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
+        "bos_token_id": first,
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "transformers_version": importlib.metadata.version("transformers"),
     }
     values = {theirs: getattr(config, ours) for theirs, ours in family.sizes.items()}

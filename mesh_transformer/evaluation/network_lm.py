@@ -13,6 +13,13 @@ from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.special_tokens import (
+    beginning,
+    end_tokens,
+    special_tokens,
+    start_token,
+    with_beginning,
+)
 from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.network import Network
@@ -54,10 +61,18 @@ class NetworkLM(TemplateLM):
         self.tokenizer = tokenizer
         self.stopped = stopped
         self.max_length = network.config.seq
+        self._first = beginning(tokenizer)
+        self._special = special_tokens(tokenizer)
+        self._ends = end_tokens(tokenizer, network.config)
+        self._end_text = tokenizer.eos_token or ""
 
     @property
     def eot_token_id(self) -> int:
         return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return start_token(self.tokenizer)
 
     @property
     def tokenizer_name(self) -> str:
@@ -66,7 +81,8 @@ class NetworkLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        return self.tokenizer(string, add_special_tokens=bool(add_special_tokens))["input_ids"]
+        tokens = self.tokenizer(string, add_special_tokens=False)["input_ids"]
+        return tokens if add_special_tokens is False else with_beginning(self._first, tokens)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -78,8 +94,9 @@ class NetworkLM(TemplateLM):
         windows: list[Encoded] = []
         owners: list[int] = []
         for owner, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             parts = utils.get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1
+                tokens, self.prefix_token_id, self.max_length, 1
             )
             for part in parts:
                 windows.append((None, *utils.make_disjoint_window(part)))
@@ -215,9 +232,11 @@ class NetworkLM(TemplateLM):
             bar.update(len(chosen))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate an answer to each request, up to the first stop sequence of its task."""
+        """Generate an answer to each request, up to the first stop sequence of its task.
+
+        Tokens that end answers, and a stop sequence that is a special token's name, end it, too.
+        """
         generations = [_Generation(request.args[1]) for request in requests]
-        end = self.tokenizer.decode([self.eot_token_id])
         prompts = [
             self._prompt(request.args[0], generation.length)
             for request, generation in zip(requests, generations, strict=True)
@@ -228,7 +247,7 @@ class NetworkLM(TemplateLM):
                 chosen = [generations[index] for index in group]
                 # Each answer has its own seed (its index), because some tasks ask for several
                 # answers to one prompt.
-                arguments = [prompts[index] for index in group], chosen, group, end
+                arguments = [prompts[index] for index in group], chosen, group
                 try:
                     texts = self._generate_batch(*arguments)
                 except HostError:  # a RestartingCluster restarts its hosts; others fail again
@@ -240,7 +259,7 @@ class NetworkLM(TemplateLM):
     def _prompt(self, context: str, length: int) -> np.ndarray:
         """Tokenize a context, dropping its first tokens if they would leave no room for an answer.
 
-        If the context is empty, the end-of-text token is returned.
+        If the context is empty, the token that begins a text is returned.
 
         Args:
           length: maximum number of tokens in the answer.
@@ -262,7 +281,6 @@ class NetworkLM(TemplateLM):
         prompts: Sequence[np.ndarray],
         generations: Sequence["_Generation"],
         seeds: Sequence[int],
-        end: str,
     ) -> list[str]:
         """Generate the answers to a batch of prompts, and return their texts.
 
@@ -270,7 +288,6 @@ class NetworkLM(TemplateLM):
           prompts: the token ids of each prompt.
           generations: the generation settings for each prompt.
           seeds: the random seed for each prompt.
-          end: the end-of-text token, as text.
         """
         batch = self.network.batch(self.network.batch_size)
         lengths = np.array([generation.length for generation in generations])
@@ -285,14 +302,26 @@ class NetworkLM(TemplateLM):
             for row, more, length in zip(tokens, new, lengths, strict=True):
                 row += more[: length - len(row)].tolist()
             self._check_stopped()
-            texts = [self.tokenizer.decode(row) for row in tokens]
             cut = [
-                generation.cut(text, end, len(row) >= generation.length)
-                for generation, text, row in zip(generations, texts, tokens, strict=True)
+                self._answer(generation, row)
+                for generation, row in zip(generations, tokens, strict=True)
             ]
             if None not in cut:
                 break
         return [text for text in cut if text is not None]
+
+    def _answer(self, generation: "_Generation", tokens: list[int]) -> str | None:
+        """Return the final text of an answer, or None if more tokens are needed.
+
+        Args:
+          tokens: the answer's tokens so far.
+        """
+        names = {number for number, name in self._special.items() if name in generation.until}
+        ends = self._ends | names
+        kept = list(itertools.takewhile(lambda token: token not in ends, tokens))
+        complete = len(kept) < len(tokens) or len(tokens) >= generation.length
+        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        return generation.cut(text, self._end_text, complete)
 
 
 class DryRunLM(NetworkLM):

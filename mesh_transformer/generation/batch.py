@@ -4,7 +4,7 @@ Callers pass and receive token ids and row numbers.  This module places the arra
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -262,8 +262,25 @@ class Generator:
                 first = settings.seed_B[0] if "seed" in options else 0
                 settings = settings._replace(seed_B=(first + row).astype(np.uint32))
         insert = functools.partial(batch.insert, longest=longest)
-        tokens = stream_tokens(batch, prompts, gen_length, settings, insert=insert)
-        return np.concatenate(list(tokens), axis=1)
+        ends, parts = self.config.end_tokens or (), []
+        running = np.ones(len(prompts), bool)
+        for new in stream_tokens(batch, prompts, gen_length, settings, insert=insert):
+            parts.append(new)
+            running &= ~np.isin(new, ends).any(axis=1)
+            if not running.any() and self.rows.alone:  # else all processes make the same calls
+                break
+        return filled(np.concatenate(parts, axis=1), ends, gen_length)
+
+
+def filled(tokens_BM: np.ndarray, ends: Collection[int], length: int) -> np.ndarray:
+    """Return answers of `length` tokens, in which the first of `ends` repeats after it occurs.
+
+    Args:
+      tokens_BM: the tokens of each answer; fewer than `length` only if all have such a token.
+    """
+    is_end_BM = np.isin(tokens_BM, list(ends))
+    first_B = np.where(is_end_BM.any(axis=1), is_end_BM.argmax(axis=1), length)[:, None]
+    return np.take_along_axis(tokens_BM, np.minimum(np.arange(length), first_B), axis=1)
 
 
 def limited(left: np.ndarray, allowed: Mapping[int, np.ndarray] | None) -> np.ndarray:

@@ -80,7 +80,8 @@ SIZES = (
 )
 ARCHITECTURE = (
     *("layers", "d_model", "n_heads", "n_vocab", "norm", "pe", "pe_rotary_dims", "head_size"),
-    *("block", "attention_window", "version", "partitioning", "tokenizer"),
+    *("rotary_pairs", "block", "activation", "tie_head", "hf_type", "attention_window"),
+    *("version", "partitioning", "tokenizer", "end_tokens"),
 )
 
 

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from mesh_transformer.config import Config
+from mesh_transformer.data.special_tokens import beginning, end_tokens, special_tokens
 from mesh_transformer.data.tokenizer import byte_decoder
 from mesh_transformer.generation.text_stream import TextStream
 from mesh_transformer.serving.engine import Progress, Token
@@ -18,13 +20,22 @@ class TokenTexts:
     """Maps token ids to the strings that represent them in a response's logprobs.
 
     Attributes:
-      end: the id of the end-of-text token, or None if the tokenizer has none.
+      end: the id of the end-of-text token or, if the tokenizer has none, of another token that ends
+        an answer; None if no token does.
+      ends: the ids of all tokens that end an answer.
+      special: {id: name} of the special tokens, which are no part of an answer's text.
+      first: the ids of the special tokens that the tokenizer puts before a text.
       longest: length of the longest token, in characters.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, config: Config | None = None):
+        """Args: config: the model's config, which may name more tokens that end an answer."""
         self.tokenizer = tokenizer
+        self.ends = end_tokens(tokenizer, config)
         self.end: int | None = tokenizer.eos_token_id
+        if self.end is None:
+            self.end = min(self.ends, default=None)
+        self.special, self.first = special_tokens(tokenizer), beginning(tokenizer)
         self.longest = max(map(len, tokenizer.get_vocab()))
         self._cache: dict[int, str] = {}
 
@@ -48,6 +59,17 @@ class TokenTexts:
     def text(self, numbers: Sequence[int]) -> str:
         """Return the text of a list of token ids."""
         return self.tokenizer.decode(numbers, clean_up_tokenization_spaces=False)
+
+    def ends_with(self, stop: Sequence[str], *, ends: bool) -> frozenset[int]:
+        """Return the ids of the tokens that end an answer with the stop sequences `stop`.
+
+        A stop sequence that is a special token's name never occurs in the text; the token does.
+
+        Args:
+          ends: whether the tokens that usually end an answer do.
+        """
+        named = (number for number, name in self.special.items() if name in stop)
+        return frozenset(named) | (self.ends if ends else frozenset())
 
     def _word(self, number: int) -> str:
         word = self.text([number])
@@ -92,31 +114,36 @@ class Offsets:
     Args:
       words: the tokenizer's token texts.
       start: offset of the first token.
+
+    Attributes:
+      length: length of the text so far that is not held back.
     """
 
     def __init__(self, words: TokenTexts, start: int = 0):
         self._words = words
         self._stream = TextStream(words.text)  # holds back unfinished characters
-        self._length = start  # length of the text that is not held back
+        self.length = start
 
     def push(self, number: int) -> int:
         """Add the token with the id `number`, and return the token's offset."""
-        before, word = self._length, self._words[number]
-        self._length += len(self._stream.push([number]))
+        before, word = self.length, self._words[number]
+        self.length += len(self._stream.push([number]))
         if word.startswith(PART):
             return before
         # If earlier bytes turn out to form no character, their text becomes final together with the
         # text of this token, and precedes it.
-        return max(before, self._length - len(word))
+        return max(before, self.length - len(word))
 
     def finish(self) -> int:
         """Return the length of the complete text, in characters; call this after the last token."""
-        self._length += len(self._stream.finish())
-        return self._length
+        self.length += len(self._stream.finish())
+        return self.length
 
 
 class Echo:
     """A prompt that answers repeat at their beginning (the field `echo` in OpenAI's API).
+
+    Special tokens that the tokenizer puts before a text have no text in it.
 
     All answers to the prompt share one instance, which holds the prompt's text, tokens and token
     offsets.  Construction takes time proportional to the prompt's length.
@@ -126,10 +153,13 @@ class Echo:
     """
 
     def __init__(self, words: TokenTexts, prompt: Sequence[int]):
-        offsets = Offsets(words)
-        self.token_offsets = [TokenOffset(Token(number), offsets.push(number)) for number in prompt]
+        offsets, first = Offsets(words), len(words.first)
+        added = first if list(prompt[:first]) == words.first else 0
+        self.token_offsets = [TokenOffset(Token(number), 0) for number in prompt[:added]]
+        for number in prompt[added:]:
+            self.token_offsets.append(TokenOffset(Token(number), offsets.push(number)))
         self.length = offsets.finish()
-        self.text = words.text(prompt)
+        self.text = words.text(prompt[added:])
 
     def score(self, tokens: Sequence[Token]) -> None:
         """Add logprobs to the prompt's tokens.
@@ -149,19 +179,21 @@ class Answer:
 
     Args:
       stop: stop sequences: strings that end the answer and are not part of the text.
-      end: the id of a token that ends the answer and is not part of the text, or None.
+      ends: the ids of the tokens that end the answer and are not part of the text.
       echo: the prompt, if the answer begins with the prompt, else None.  Logprobs may be added to
         `echo` until the first call of `feed`.
 
     Attributes:
-      tokens: number of generated tokens, including `end` and the tokens of a stop sequence.
+      tokens: number of generated tokens, including one of `ends` and those of a stop sequence.
       finish: why the answer has ended, or None if it has not.
     """
 
-    def __init__(self, words: TokenTexts, stop: Sequence[str], end: int | None, echo: Echo | None):
+    def __init__(
+        self, words: TokenTexts, stop: Sequence[str], ends: frozenset[int], echo: Echo | None
+    ):
         self.tokens = 0
         self.finish: Finish | None = None
-        self._end = end
+        self._ends, self._special = ends, words.special
         self._echo = echo
         self._length = 0  # number of characters returned so far
         self._token_offsets: list[TokenOffset] = []  # tokens not returned yet
@@ -198,10 +230,13 @@ class Answer:
 
     def _add(self, token: Token) -> str:
         """Add a token, and return the new text that later tokens can no longer change."""
-        if token.number == self._end:
+        if token.number in self._ends:
             self.finish = "stop"
             self._token_offsets.append(TokenOffset(token, self._offsets.finish()))
             return self._stream.finish()
+        if token.number in self._special:  # as `skip_special_tokens` does in transformers
+            self._token_offsets.append(TokenOffset(token, self._offsets.length))
+            return ""
         self._token_offsets.append(TokenOffset(token, self._offsets.push(token.number)))
         text = self._stream.push([token.number])
         if self._stream.stopped is not None:

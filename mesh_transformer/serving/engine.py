@@ -113,7 +113,7 @@ class Request:
       length: maximum number of tokens to generate; 0 is allowed only if `score` or `embed` is true.
       settings: the sampling settings of the answer.
       deliver: callback that the engine's worker thread calls with each `Progress`; must not block.
-      stop: the id of a token that ends the answer early, or None.  This token is also delivered.
+      stop: the ids of the tokens that end the answer early.  Such a token is also delivered.
       logprobs: whether generated tokens are delivered with logprobs.
       score: whether the prompt's tokens are delivered too, with logprobs.
       embed: whether the prompt's vector is delivered, and nothing else.
@@ -131,7 +131,7 @@ class Request:
     length: int
     settings: SamplingOptions
     deliver: Callable[[Progress], None]
-    stop: int | None = None
+    stop: frozenset[int] = frozenset()
     logprobs: bool = False
     score: bool = False
     embed: bool = False
@@ -551,7 +551,7 @@ class Engine:
 
     def _advance(self, row: int, request: Request, tokens: list[Token]) -> None:
         """Deliver a row's new tokens, and free the row if its request has ended."""
-        ends = [end for end, token in enumerate(tokens, 1) if token.number == request.stop]
+        ends = [end for end, token in enumerate(tokens, 1) if token.number in request.stop]
         tokens = tokens[: min(ends, default=None)]
         request.generated += len(tokens)
         error, complete = None, False

@@ -139,7 +139,7 @@ class _Vocabulary:
 
     def __init__(self, words: TokenTexts, n_vocab: int):
         self._words = words
-        special = {*words.tokenizer.all_special_ids, *range(len(words.tokenizer), n_vocab + 1)}
+        special = {*words.special, *range(len(words.tokenizer), n_vocab + 1)}
         self.eos_token_id = n_vocab if words.end is None else words.end
         self.tokens = [*(bytes(words.bytes_of(number)) for number in range(n_vocab)), END]
         self.special_token_ids = sorted(special)

@@ -1,6 +1,7 @@
 """A REPL that reads prompts from the terminal and streams the answers to the terminal."""
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens, special_tokens
 from mesh_transformer.generation.prompts import check_length
 from mesh_transformer.generation.sampling import REPL_DEFAULTS, SamplingOptions
 from mesh_transformer.generation.stream import stream_tokens
@@ -132,12 +134,13 @@ class Repl:
     def answer(self, prompt: str) -> Iterator[tuple[str, int]]:
         """Yield (text, number of tokens) for each piece of the answer as it is generated.
 
-        The answer ends after `settings.length` tokens, at the stop text, or at the end-of-text
-        token.
+        The answer ends after `settings.length` tokens, at the stop text, or at a token that ends
+        answers.  Special tokens have no text.
         """
-        settings, end = self.settings, self._tokenizer.eos_token_id
-        # An empty prompt becomes the end-of-text token, after which the model begins a new text.
-        tokens = self._tokenizer(prompt)["input_ids"] or [end]
+        settings, special = self.settings, special_tokens(self._tokenizer)
+        ends = end_tokens(self._tokenizer, self._network.config)
+        ends |= {number for number, name in special.items() if name == settings.stop}
+        tokens = prompt_tokens(self._tokenizer, prompt)
         window = self._network.config.window
         if len(tokens) > window:
             _message(
@@ -146,8 +149,9 @@ class Repl:
             )
         stream = TextStream(self._tokenizer.decode, [settings.stop] if settings.stop else [])
         for new in self._generate(tokens, settings):
-            before_end = new[: new.index(end)] if end in new else new
-            yield stream.push(before_end), len(before_end)
+            before_end = list(itertools.takewhile(lambda token: token not in ends, new))
+            text = stream.push([token for token in before_end if token not in special])
+            yield text, len(before_end)
             if stream.stopped or len(before_end) < len(new):
                 break
         yield stream.finish(), 0

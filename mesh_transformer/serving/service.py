@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from mesh_transformer.data.chat import ANSWERS
+from mesh_transformer.data.special_tokens import prompt_tokens
 from mesh_transformer.generation.prompts import longest_text
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
@@ -77,7 +78,7 @@ class Service:
         self._any_name = any_name
         self.engine = engine
         self.metrics = metrics
-        self.words = TokenTexts(tokenizer)
+        self.words = TokenTexts(tokenizer, engine.network.config)
         self._grammars = Grammars(self.words, engine.network.config.n_vocab)
         self.most_tokens = most_tokens
         self.template = template
@@ -252,7 +253,7 @@ class Service:
           prompt: a text or a list of token ids.
           length: number of tokens to generate after the prompt.
           param: the field of the request that has the prompt, for error messages.
-          special: whether to add the special tokens that the tokenizer puts around a text.
+          special: whether to add the special tokens that the tokenizer puts before a text.
 
         Raises:
           ApiError: if a token id is invalid, or if the prompt, or the prompt together with its
@@ -279,15 +280,13 @@ class Service:
         """Tokenize a text; a long text is tokenized in a thread, not on the event loop."""
 
         def encode() -> list[int]:
-            return self.words.tokenizer(text, add_special_tokens=special)["input_ids"]
+            return prompt_tokens(self.words.tokenizer, text, whole=not special)
 
-        if len(text) <= SHORT_TEXT:
-            tokens = encode()
-            await asyncio.sleep(0)  # so that many short prompts do not block the others
-        else:
-            tokens = await self.run_in_thread(encode)
-        # An empty prompt becomes the end-of-text token, after which the model begins a new text.
-        return tokens or [self.words.end or 0]
+        if len(text) > SHORT_TEXT:
+            return await self.run_in_thread(encode)
+        tokens = encode()
+        await asyncio.sleep(0)  # so that many short prompts do not block the others
+        return tokens
 
     def _checked(self, tokens: Sequence[int], length: int, param: str = "prompt") -> np.ndarray:
         """Check the token ids of a prompt, and return them as an array [T].
@@ -378,13 +377,15 @@ class Completion:
         indices = range(first, first + len(options))
         groups = [[index] for index in indices] if length else [list(indices)]
         score = self._echo and (self._with_logprobs or not length)
+        ends = not body.ignore_eos or form is not None
+        stop = self._service.words.ends_with(body.stops, ends=ends)
         for group in groups:
             request = engines.Request(
                 prompt,
                 length,
                 options[group[0] - first],
                 self._updates.callback(group),
-                stop=None if body.ignore_eos and form is None else self._service.words.end,
+                stop=stop,
                 logprobs=self._with_logprobs,
                 score=score and group[0] == first,
                 constraint=None if form is None else form.copy(),

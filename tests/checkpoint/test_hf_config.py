@@ -1,6 +1,7 @@
 """Hugging Face's config.json and tokenizer files: reading, writing and refusals."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,10 +61,10 @@ def contents(folder):
 
 
 def test_config_of_an_early_release_is_read(tmp_path):
-    assert read_config(config_file(tmp_path)) == GPTJ
+    assert read_config(config_file(tmp_path)) == GPTJ.replace(end_tokens=[50256])
     # The defaults that transformers uses for missing keys.
     folder = config_file(tmp_path, n_positions="absent", rotary_dim="absent", n_inner=16384)
-    assert read_config(folder) == GPTJ
+    assert read_config(folder) == GPTJ.replace(end_tokens=[50256])
 
 
 def test_configs_are_exchanged_with_transformers_both_ways(tmp_path):
@@ -95,10 +96,40 @@ def test_configs_are_exchanged_with_transformers_both_ways(tmp_path):
 
 
 def test_eos_token_id_is_written_if_there_is_one(tmp_path):
-    for expected in (50256, 0, None):
-        write_configs(str(tmp_path), GPTJ, 50257, np.dtype(np.float32), expected)
-        assert GPTJConfig.from_pretrained(tmp_path).eos_token_id == expected
-        assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == expected
+    """The ids are the config's or else the tokenizer's, and they are read again."""
+    for own, ends, expected in (
+        (50256, None, 50256),
+        (0, None, 0),
+        (None, None, None),
+        (50256, [7], 7),
+        (None, [9, 7], [9, 7]),
+    ):
+        tokenizer, config = SimpleNamespace(bos_token_id=3, eos_token_id=own), GPTJ
+        config = config.replace(end_tokens=ends)
+        write_configs(str(tmp_path), config, 50257, np.dtype(np.float32), tokenizer)
+        for kind in (GPTJConfig, GenerationConfig):
+            assert kind.from_pretrained(tmp_path).eos_token_id == expected
+            assert kind.from_pretrained(tmp_path).bos_token_id == 3
+        ids = expected if isinstance(expected, list) else [expected]
+        assert read_config(str(tmp_path)).end_tokens == (None if expected is None else ids)
+
+
+def test_end_tokens_are_those_that_transformers_ends_at(tmp_path):
+    """generation_config.json goes before config.json; ids outside the vocabulary are left out."""
+    for ours, theirs, expected in (
+        (5, [7, 256], [7, 256]),
+        ([5, 6], None, [5, 6]),
+        (50256, [50399, 50400], [50399]),
+        (50400, None, None),
+        (None, None, None),
+    ):
+        config_file(tmp_path, eos_token_id=ours)
+        settings = {"eos_token_id": theirs, "max_new_tokens": 3}
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+        assert read_config(str(tmp_path)).end_tokens == expected
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["7"]}')
+    with pytest.raises(InputError, match=r"generation_config.json: eos_token_id is \['7'\]"):
+        read_config(str(tmp_path))
 
 
 @pytest.mark.parametrize(

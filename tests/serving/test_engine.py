@@ -154,7 +154,7 @@ def test_only_requests_for_logprobs_get_them(network, start):
 def test_stop_token_ends_a_request_and_frees_its_row(network, start):
     engine = start(network, rows=1)
     answer = network.answer([1], 0, 20)
-    clients = [Client([1], 20, stop=answer[6]), Client([1], 20)]
+    clients = [Client([1], 20, stop=frozenset([answer[6]])), Client([1], 20)]
     engine.submit([client.request for client in clients])
     first = answer.index(answer[6]) + 1
     assert clients[0].numbers() == answer[:first]

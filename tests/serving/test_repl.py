@@ -20,8 +20,9 @@ class Letters:
     """A tokenizer whose tokens are ASCII; 0 ends a text."""
 
     eos_token_id = 0
+    added_tokens_decoder, all_special_ids, all_special_tokens = {}, (0,), ("\0",)
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode("ascii"))}
 
     def decode(self, tokens: list[int]) -> str:

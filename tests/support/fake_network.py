@@ -33,6 +33,7 @@ class FakeNetwork:
     ):
         self.script = list(script)
         defaults = {
+            "end_tokens": None,
             "n_vocab": n_vocab,
             "window": window,
             "seq": window,
