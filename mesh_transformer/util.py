@@ -5,6 +5,8 @@ import math
 import operator
 import os
 import sys
+import threading
+import traceback
 import types
 import typing
 from collections.abc import Callable
@@ -189,6 +191,37 @@ def exit_now(message: str, status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def start_thread(
+    function: Callable[..., object],
+    *args: Any,
+    name: str,
+    failed: Callable[[Exception], object] | None = None,
+) -> threading.Thread:
+    """Start a daemon thread that calls `function(*args)`, and return the thread.
+
+    If the function raises an exception, its traceback is printed, and `failed` is called with the
+    exception.  By default this process then exits, because others may be waiting for the thread.
+    """
+
+    def run() -> None:
+        try:
+            function(*args)
+        except Exception as error:
+            # `sys.stderr` may lead nowhere (see `pod.every_host`).
+            traceback.print_exception(error, file=sys.__stderr__)
+            if failed is not None:
+                failed(error)
+                return
+            text = brief(f"{type(error).__name__}: {error}", 200)
+            line = f"error: the thread {name!r} has failed ({text}); see the traceback above"
+            print(line, file=sys.__stderr__, flush=True)
+            exit_now("", 1)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:

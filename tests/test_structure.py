@@ -5,10 +5,14 @@ it detects errors.
 """
 
 import ast
+import contextlib
+import inspect
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,6 +120,8 @@ COLLECTIVES = {
     "with_sharding_constraint",
 }
 AXES = {"dp", "mp"}
+# Private methods that classes of other packages declare for their subclasses to define.
+OVERRIDES = {"_loglikelihood_tokens"}  # of lm-eval's models
 # Assembled from parts because this file is searched too.
 # Of /tmp, only Ray's folder is the same everywhere.
 FORBIDDEN_TEXT = re.compile(
@@ -293,12 +299,12 @@ def collective_errors(module: str, source: str) -> list[str]:
 def import_work_errors(module: str, source: str) -> list[str]:
     """Find calls at import: expression statements, array creation and device queries.
 
-    The `defvjp` call of a custom gradient is allowed, because it belongs to a definition.
+    The call that sets a custom gradient is allowed, because it belongs to a definition.
     """
     errors = []
     for node in ast.parse(source).body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            if getattr(node.value.func, "attr", None) == "defvjp":
+            if getattr(node.value.func, "attr", None) in ("defvjp", "defjvps"):
                 continue
             # Importing the package must install the finder that handles old names.
             if (module, ast.unparse(node)) == ("__init__", "old_names.install()"):
@@ -319,6 +325,70 @@ def makes_arrays(function: str) -> bool:
     )
 
 
+def thread_errors(module: str, source: str) -> list[str]:
+    """Find threads that are not started by `util.start_thread`, which reports their exceptions."""
+    used: list[ast.expr] = []
+    for node in ast.walk(ast.parse(source)):
+        used += [node.func] if isinstance(node, ast.Call) else []
+        used += node.bases if isinstance(node, ast.ClassDef) else []
+    return [
+        f"{module}:{node.lineno}: nobody sees an exception of this thread; use `start_thread`"
+        for node in used
+        if ast.unparse(node).endswith("Thread") and module != "util"
+    ]
+
+
+def foreign_bases(tree: ast.Module, node: ast.ClassDef) -> Iterator[type]:
+    """Yield the classes from other packages that a class at the top of a module inherits from."""
+    classes = {other.name: other for other in tree.body if isinstance(other, ast.ClassDef)}
+    names: dict[str, str] = {}
+    for one in ast.walk(tree):
+        if isinstance(one, ast.Import):
+            names |= {alias.asname or alias.name: alias.name for alias in one.names}
+        elif isinstance(one, ast.ImportFrom):
+            names |= {
+                alias.asname or alias.name: f"{one.module}.{alias.name}" for alias in one.names
+            }
+    for base in (ast.unparse(base).partition("[")[0] for base in node.bases):
+        if base in classes:
+            yield from foreign_bases(tree, classes[base])
+            continue
+        first, _, rest = base.partition(".")
+        name = f"{names.get(first, f'builtins:{first}')}{rest and '.'}{rest}"
+        if not name.startswith("mesh_transformer."):
+            with contextlib.suppress(ImportError):  # an optional package
+                found = pkgutil.resolve_name(name)
+                yield from (found,) if isinstance(found, type) else ()  # NamedTuple is a function
+
+
+def private_names(node: ast.AST) -> set[str]:
+    """Return the private names of the methods and attributes that a class defines."""
+    names = []
+    for x in ast.walk(node):
+        if isinstance(x, ast.FunctionDef):
+            names.append(x.name)
+        elif isinstance(x, ast.Attribute | ast.Name) and isinstance(x.ctx, ast.Store):
+            names.append(ast.unparse(x).removeprefix("self."))  # may also be a local variable
+    return {name for name in names if re.fullmatch(r"_\w*[^_]", name)}
+
+
+def overwriting_errors(module: str, source: str) -> list[str]:
+    """Find classes that define a private name which a base from another package uses for itself."""
+    tree, errors = ast.parse(source), []
+    for node in tree.body:
+        for base in foreign_bases(tree, node) if isinstance(node, ast.ClassDef) else ():
+            used = set()
+            for one in base.__mro__:
+                used |= set(vars(one))
+                with contextlib.suppress(OSError, TypeError):  # it is not written in Python
+                    used |= private_names(ast.parse(textwrap.dedent(inspect.getsource(one))))
+            errors += [
+                f"{module}:{node.lineno}: {name} is also a name of {base.__qualname__}"
+                for name in sorted((private_names(node) & used) - OVERRIDES)
+            ]
+    return errors
+
+
 def text_errors(name: str, text: str) -> list[str]:
     """Find lines with paths that exist only on one machine."""
     return [
@@ -328,7 +398,10 @@ def text_errors(name: str, text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("rule", [layering_errors, mesh_errors, import_work_errors])
+@pytest.mark.parametrize(
+    "rule",
+    [layering_errors, mesh_errors, import_work_errors, thread_errors, overwriting_errors],
+)
 def test_every_module_follows_the_rule(rule):
     errors = [e for path in sources() for e in rule(module_of(path), path.read_text("utf-8"))]
     assert not errors, "\n".join(errors)
@@ -480,6 +553,18 @@ def test_the_collective_rule_detects_errors(source):
         (import_work_errors, "layers", "import jax.numpy as jnp\nONES = jnp.ones(3)"),
         (import_work_errors, "layers", "print('hello')"),
         (import_work_errors, "layers", "old_names.install()"),
+        (thread_errors, "pod.meeting", "import threading\nthreading.Thread(target=f).start()"),
+        (thread_errors, "pod.meeting", "import threading\nclass Hub(threading.Thread):\n    ..."),
+        (
+            overwriting_errors,
+            "pod.meeting",
+            "from threading import Thread\nclass A(Thread):\n    x = 1\nclass B(A):\n    _name = 1",
+        ),
+        (
+            overwriting_errors,
+            "pod.meeting",
+            "import threading as t\nclass A(t.Thread):\n    def f(self):\n        self._args = 1",
+        ),
         (text_errors, "README.md", "see `.." + "/shared/DESIGN.md`"),
         (text_errors, "train.py", "open('/" + "home/me/data')"),
         (text_errors, "train.py", "open('/" + "tmp/mine')"),

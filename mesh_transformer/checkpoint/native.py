@@ -71,7 +71,7 @@ from mesh_transformer.storage.access import (
     unwritable_error,
 )
 from mesh_transformer.storage.locks import BucketLock, LocalLock, lock_folder
-from mesh_transformer.util import InputError, StoppedError, check_number
+from mesh_transformer.util import InputError, StoppedError, check_number, start_thread
 
 _CHUNK = 8 << 20  # bytes per read or write of a leaf; up to 128 reads or writes run at once
 _SIGNAL_SECONDS = 0.5  # longest time until a signal is handled while `wait` waits
@@ -399,8 +399,12 @@ class Checkpoints:
         if jax.process_index() != 0 or (self._pruning and self._pruning.is_alive()):
             return
         # In a separate thread, so that storage that hangs does not hold up a successful save.
-        self._pruning = threading.Thread(target=self._prune, args=(saved,), daemon=True)
-        self._pruning.start()
+        self._pruning = start_thread(
+            self._prune,
+            saved,
+            name="prune",
+            failed=self._warn_of_pruning,
+        )
 
     def _record_best(self) -> None:
         """Make the file `best` name the step that the last `aux` names, if that step is saved."""
@@ -429,7 +433,10 @@ class Checkpoints:
         except Exception as error:
             if not is_failure(error):
                 raise
-            _log.warning("cannot delete old steps of %s: %s", self.folder, reason(error))
+            self._warn_of_pruning(error)
+
+    def _warn_of_pruning(self, error: Exception) -> None:
+        _log.warning("cannot delete old steps of %s: %s", self.folder, reason(error))
 
     def _clear_uncommitted(self) -> int:
         """Delete the folders that interrupted saves and deletions left; return their number."""

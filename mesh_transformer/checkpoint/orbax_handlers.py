@@ -9,13 +9,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import future as futures
+from orbax.checkpoint import type_handlers as handlers
 
 from mesh_transformer.checkpoint.host_arrays import LazyLeaf
 from mesh_transformer.checkpoint.integrity import host_checksum, is_stacked
 from mesh_transformer.checkpoint.joint_save import JointSave
 from mesh_transformer.data.prefetch import Prefetch
-
-handlers = ocp.type_handlers
 
 SAVE_SECONDS = 20 * 60  # time limit of a save
 

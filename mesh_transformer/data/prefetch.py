@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from mesh_transformer.util import start_thread
+
 Item = TypeVar("Item")
 SECONDS_TO_END = 5.0
 
@@ -22,8 +24,7 @@ class Prefetch(Generic[Item]):
         self._end: _End | None = None
         stop = threading.Event()
         # The thread must not refer to this object, or the object would never be garbage-collected.
-        thread = threading.Thread(target=_fill, args=(self._queue, items, stop), daemon=True)
-        thread.start()
+        thread = start_thread(_fill, self._queue, items, stop, name="prefetch")
         self.close = weakref.finalize(self, _end_thread, thread, self._queue, stop)
 
     def __iter__(self) -> Iterator[Item]:

@@ -311,6 +311,8 @@ class Lockstep(Agreement):
         """Handle a message of the meeting; called in its thread."""
         if "lost" in message:
             self._end(f"{self.meeting.name(message['lost'])} has ended without notice", 1)
+        elif "refused" in message:
+            self._end(message["refused"], 1)
         elif "news" in message:
             news = _News(message["number"], message["sender"], message["news"])
             if news.content["kind"] == "failed":

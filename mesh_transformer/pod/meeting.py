@@ -15,12 +15,11 @@ import json
 import os
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mesh_transformer.util import InputError, brief
+from mesh_transformer.util import InputError, brief, start_thread
 
 MOST_BYTES = 1 << 20  # in one message; longer ones are not from a process of ours
 HELLO_SECONDS = 5.0  # for a new connection to say who it is
@@ -102,7 +101,6 @@ class Meeting:
             listener = _listener(place)
             self._socket, other = socket.socketpair()
             self._hub = _Hub(place, listener, other, seconds, heartbeat)
-            self._hub.start()
         else:
             self._socket = _connected(place, seconds, heartbeat)
         self._lines = _Lines(self._socket)
@@ -137,6 +135,7 @@ class Meeting:
           numbered from 0.
         * {"gathered": values, "key": key}: the value of each process.
         * {"lost": index}: a process has ended without leaving.
+        * {"refused": line}: the hub has failed.
         """
 
         def listen() -> None:
@@ -147,7 +146,7 @@ class Meeting:
             if not self._left:
                 receive({"lost": 0})
 
-        threading.Thread(target=listen, name="meeting", daemon=True).start()
+        start_thread(listen, name="meeting")
 
     def announce(self, content: Message) -> None:
         """Send news to all processes, this one included."""
@@ -226,7 +225,7 @@ class _Lines:
             raise OSError("a message is too long")
 
 
-class _Hub(threading.Thread):
+class _Hub:
     """Runs in process 0: accepts the other processes, and passes their messages on to all."""
 
     def __init__(
@@ -237,7 +236,6 @@ class _Hub(threading.Thread):
         seconds: float,
         heartbeat: int,
     ):
-        super().__init__(name="hub", daemon=True)
         self._place, self._seconds, self._heartbeat = place, seconds, heartbeat
         self._deadline = time.monotonic() + seconds
         self._listener = listener
@@ -247,12 +245,22 @@ class _Hub(threading.Thread):
         self._own = own
         self._news = 0  # number of the next news
         self._gathered: dict[str, dict[int, Any]] = {}
+        self._thread = start_thread(self._run, name="hub", failed=self._report)
 
-    def run(self) -> None:
-        with self._listener:
-            if (problem := self._assemble()) is not None:
-                self._refuse(problem)
-                return
+    def join(self, seconds: float) -> None:
+        """Wait until all processes have left, at most for `seconds`."""
+        self._thread.join(seconds)
+
+    def _report(self, error: Exception) -> None:
+        self._members.setdefault(0, (self._own, _Lines(self._own)))
+        text = brief(f"{type(error).__name__}: {error}", 200)
+        self._refuse(f"process 0 can no longer pass on messages between processes ({text})")
+
+    def _run(self) -> None:
+        if (problem := self._assemble()) is not None:
+            self._refuse(problem)
+            return
+        self._listener.close()
         port = _free_port(self._place)
         hosts = [self._hellos[index]["host"] for index in range(self._place.count)]
         coordinator = f"{self._place.address.rpartition(':')[0]}:{port}"
@@ -292,7 +300,7 @@ class _Hub(threading.Thread):
         message = {"refused": problem}
         self._broadcast(message)
         deadline = min(self._deadline, time.monotonic() + LEAVE_SECONDS)
-        with contextlib.suppress(OSError):
+        with self._listener, contextlib.suppress(OSError):
             while len(self._members) + self._refused < self._place.count:
                 self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
                 connection, _ = self._listener.accept()

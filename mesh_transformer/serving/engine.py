@@ -35,7 +35,7 @@ from mesh_transformer.serving.prefill import (
     allowed_in,
 )
 from mesh_transformer.serving.speculation import Speculation
-from mesh_transformer.util import bucket
+from mesh_transformer.util import bucket, start_thread
 
 STOPPING = "the server is stopping"
 # While requests run, chunks take at most this share of a decode call's time, as far as possible,
@@ -244,12 +244,11 @@ class Engine:
         self._active: dict[int, Request] = {}  # the requests that generate, by row
         self._chunks_first = False  # whether chunks have precedence over new requests
         self._step_seconds = 0.0  # the time of a decode step, in the most recent call
-        # The times at which the most recent requests finished.
-        self._finished: collections.deque[float] = collections.deque(maxlen=32)
+        self._finished: collections.deque[float] = collections.deque(maxlen=32)  # recent times
         self._turn_began: float | None = None  # None between turns
         self._closing = False
         self._wake = threading.Condition()
-        self._worker = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._worker: threading.Thread | None = None
         metrics.watch(
             waiting=lambda: self.waiting,
             active=lambda: self.active,
@@ -279,7 +278,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the worker thread."""
-        self._worker.start()
+        self._worker = start_thread(self._run, name="engine", failed=self._fail)
 
     def warm_up(self) -> None:
         """Compile all programs that requests will need; call this while no requests are served."""
@@ -333,9 +332,9 @@ class Engine:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if self._worker.is_alive():
+        if self._worker is not None:
             self._worker.join(seconds)
-        return not self._worker.is_alive()
+        return self._worker is None or not self._worker.is_alive()
 
     def _retry_after(self) -> int:
         """Estimate the seconds until the queue has room from the rate of finished requests."""
@@ -385,7 +384,7 @@ class Engine:
             self._fail(failure)
 
     def _fail(self, failure: Exception) -> None:
-        """Stop the engine permanently because of `failure`; end waiting requests with an error."""
+        """Stop the engine permanently because of `failure`; end all requests with an error."""
         with self._wake:
             self.failure = failure
             waiting = list(self._waiting)
@@ -394,6 +393,7 @@ class Engine:
         stopped.__cause__ = failure
         for request in waiting:
             self._deliver(request, Progress(ended=True, error=stopped))
+        self._end_running(failure)
 
     def _deliver(self, request: Request, progress: Progress) -> None:
         if not request.cancelled:

@@ -23,7 +23,7 @@ from mesh_transformer.storage.access import (
     reason,
     unwritable_error,
 )
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import InputError, StoppedError, start_thread
 
 LOCK = ".lock"  # name of the lock file in a model folder
 # A lock in a bucket is renewed after the first number of seconds, and may be taken over if it was
@@ -146,8 +146,7 @@ class BucketLock:
             self._store = tensorstore.KvStore.open(f"{self._folder}/").result()
             self._generation = self._acquire()
         self._released = threading.Event()
-        self._renewing = threading.Thread(target=self._keep, name="renew lock", daemon=True)
-        self._renewing.start()
+        self._renewing = start_thread(self._keep, name="renew lock")
 
     def check(self) -> None:
         """Renew the lock.

@@ -19,7 +19,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.storage.access import convert_storage_errors, is_uri, local_path, reason
 from mesh_transformer.training import goodput, wandb_upload
 from mesh_transformer.training.wandb_upload import WandbUpload
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, start_thread
 
 NAME = "metrics.jsonl"
 CLOSE_SECONDS = 30.0  # longest wait for the last upload
@@ -236,8 +236,7 @@ class _Uploads:
         self._path, self._remote = path, remote
         self._wake = threading.Condition()
         self._requested = self._closing = False
-        self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="upload", failed=self._give_up)
 
     def request(self) -> None:
         with self._wake:
@@ -252,6 +251,9 @@ class _Uploads:
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             _print_error(f"{self._remote}: not uploaded; the metrics are in {self._path}")
+
+    def _give_up(self, error: Exception) -> None:
+        _print_error(f"{self._remote}: no longer uploaded; the metrics are in {self._path}")
 
     def _run(self) -> None:
         pause, warned = RETRY_SECONDS[0], False

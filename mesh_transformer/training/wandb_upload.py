@@ -24,6 +24,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
+from mesh_transformer.util import start_thread
 
 TOKEN = r"[\w-]+\.[\w-]+\.[\w-]+"  # a JSON web token, used in place of an API key
 # wandb's default servers.  Newer versions use FORGE, and also accept keys stored for HOST.
@@ -56,8 +57,9 @@ class WandbUpload:
         self._closing = threading.Event()
         self._lock = threading.Lock()  # for `_task` and `_process`
         self._process: subprocess.Popen[str] | None = None
-        self._thread = threading.Thread(target=self._supervise, name="wandb", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(
+            self._supervise, name="wandb", failed=lambda error: self._warn(repr(error))
+        )
 
     def begin(self, run_id: str, after: int) -> None:
         """Begin to send rows.

@@ -94,6 +94,42 @@ def test_a_process_that_ends_without_notice_is_named():
     meetings[0].leave()
 
 
+def test_a_hub_that_fails_is_reported_to_all_processes(monkeypatch, capfd):
+    """Its thread is needed by all processes, which would wait for its messages forever."""
+    meetings = meet(3)
+    received: list[list[Any]] = [[] for _ in meetings]
+    for member, messages in zip(meetings, received, strict=True):
+        member.listen(messages.append)
+    meetings[1]._send({"gather": "a key without a value"})
+    wait_until(lambda: all(received), "all processes are told")
+    (line,) = {messages[0]["refused"] for messages in received}
+    assert line.startswith("process 0 can no longer pass on messages between processes (KeyError:")
+    assert 'values[index] = message["value"]' in capfd.readouterr().err
+    leave(meetings)
+
+    monkeypatch.setattr(meeting._Hub, "_missing", lambda hub: [][0])  # before all have connected
+    refused("process 0 can no longer pass on messages between processes (IndexError: list index")
+
+
+def test_processes_end_when_the_hub_fails(monkeypatch, capfd):
+    """The line of process 0 says why, although only it can see the traceback."""
+    statuses: list[int] = []
+
+    def exit_now(message: str, status: int) -> None:
+        statuses.append(status)
+
+    monkeypatch.setattr(lockstep, "exit_now", exit_now)
+    meetings = meet(2)
+    members = list(map(Lockstep, meetings))
+    meetings[1]._send({"gather": "a key without a value"})
+    wait_until(lambda: len(statuses) >= 2, "both processes end")
+    assert {*statuses} == {1}
+    assert all(member._leaving for member in members)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    expected = "error: process 0 can no longer pass on messages between processes (KeyError:"
+    assert [line[: len(expected)] for line in lines] == [expected] * 2
+
+
 def refused(message: str, **changes: Any) -> None:
     """Check that all processes raise the same error, a line that contains `message`."""
     errors = meet(3, **changes)

@@ -110,6 +110,22 @@ def random_clients(count, seed, n_vocab=50257, longest=40, **options):
     ]
 
 
+def test_an_error_between_two_calls_of_the_network_stops_the_engine(
+    network, start, monkeypatch, capfd
+):
+    """The thread of the engine would end, and its clients would wait forever."""
+    engine = start(network)
+    monkeypatch.setattr(engine, "_drop_cancelled", lambda: [][0])
+    client = Client([1], 2)
+    engine.submit([client.request])
+    with pytest.raises(StoppedEngineError):
+        client.finish()
+    assert engine.health_problem == "list index out of range"
+    assert "[][0]" in capfd.readouterr().err  # the traceback
+    with pytest.raises(StoppedEngineError):
+        engine.submit([Client([1], 2).request])
+
+
 @pytest.mark.parametrize("steps", [1, 3, 4])
 def test_every_request_gets_its_own_answer(network, start, steps):
     engine = start(network, steps=steps)
