@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib.version
 import numpy as np
 import pytest
 
@@ -22,14 +23,17 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Most of a test's time is compilation.  Using XLA's older code generation for fusions and disabling
 # LLVM's optimisations (which take minutes for some programs) reduces it to a fifth.  XLA's passes
 # over the program stay the same, except that scatters become loops.
-QUICK_COMPILATION = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+QUICK_COMPILATION = "--xla_backend_optimization_level=0"
+# Compiler options for tests that compile a single program as users do.
+AS_USERS_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 3}
+if jaxlib.version.__version_info__ < (0, 11, 1):  # newer ones lack the older code generation
+    QUICK_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
+    AS_USERS_COMPILE["xla_cpu_use_fusion_emitters"] = True
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 15_000
 THIRD = "TEST_THIRD"  # a landing's number: of the slow tests, only that third is run
 STARTED = "TEST_STARTED"  # when the session started, in seconds, for its workers
-# Compiler options for tests that compile a single program as users do.
-AS_USERS_COMPILE = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 3}
 # Processes that tests start share a compilation cache during a session.  This process does not use
 # it: it compiles hardly any program twice, and writing all programs to the cache would take longer.
 jax.config.update("jax_enable_compilation_cache", False)

@@ -63,6 +63,14 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
     return [] if function is None else [function[0]]
 
 
+def carry_of(params: dict[str, Any]) -> tuple[int, int]:
+    """Return how many constants a scan has, and how many arrays its carry."""
+    if "ft_in" in params:  # JAX 0.12
+        constants, carry, _ = map(len, params["ft_in"].unpack())
+        return constants, carry
+    return params["num_consts"], params["num_carry"]
+
+
 def axis_names(value: Any) -> tuple[str, ...]:
     """Return the mesh axes in a primitive's parameter, which may be a single name."""
     return value if isinstance(value, tuple) else (value,)
@@ -171,7 +179,7 @@ def _on_this_mesh(x: Any) -> Any:
 
 def _evaluate_scan(params: dict[str, Any], args: list[Any], index: Index) -> list[Any]:
     jaxpr, consts = opened(params["jaxpr"])
-    first, count = params["num_consts"], params["num_carry"]
+    first, count = carry_of(params)
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         results = _evaluate_function(jaxpr, consts, [*args[:first], *carry, *xs], index)

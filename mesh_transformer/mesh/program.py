@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto, Manual, Parallel
-from mesh_transformer.mesh.virtual import virtual
+from mesh_transformer.mesh.virtual import virtual, virtual_mesh
 from mesh_transformer.util import cache_folder
 
 COMPILE_SECONDS = 3600  # the longest time that one process waits for another's compilation
@@ -137,7 +137,7 @@ def parallel_of(
       attention, split_stream: see `Parallel`.
     """
     if config.virtual_mesh is not None:
-        shape = AbstractMesh(tuple(config.virtual_mesh), mesh.axis_names)
+        shape = virtual_mesh(config.virtual_mesh)
         return Manual(shape, config.zero or 0, attention=attention, split_stream=split_stream)
     if mesh.size == 1:  # even a sum over a single device takes time
         return Auto(attention=attention)

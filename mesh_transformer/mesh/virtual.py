@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.mesh.blocks import Axes, Blocks, Value, ordered
@@ -35,6 +35,7 @@ from mesh_transformer.mesh.equations import (
     Index,
     axis_names,
     called,
+    carry_of,
     evaluate,
     indices,
     inner,
@@ -42,6 +43,12 @@ from mesh_transformer.mesh.equations import (
     opened,
     read,
 )
+
+
+def virtual_mesh(shape: Sequence[int]) -> AbstractMesh:
+    """Return a (dp, mp) mesh without devices."""
+    # By default, JAX 0.12 makes the axes Explicit, which have no arrays of another layout.
+    return AbstractMesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def virtual(
@@ -60,7 +67,7 @@ def virtual(
       in_specs, out_specs: the PartitionSpecs of the arguments and results.
     """
     traced = jax.shard_map(
-        program, mesh=AbstractMesh(tuple(shape), AXES), in_specs=in_specs, out_specs=out_specs
+        program, mesh=virtual_mesh(shape), in_specs=in_specs, out_specs=out_specs
     )
     blocks = {axis: size // mesh.shape[axis] for axis, size in zip(AXES, shape, strict=True)}
 
@@ -149,6 +156,8 @@ class _Program(Blocks):
 
     def _axes_after_equation(self, eqn: JaxprEqn, inputs: list[Axes]) -> list[Axes]:
         name, params = eqn.primitive.name, eqn.params
+        if is_local(eqn) and (results := self._differing_axes(eqn, inputs)):
+            return results
         if is_local(eqn):
             return [ordered(indices(eqn).union(*inputs))] * len(eqn.outvars)
         if name in SUMS | EXTREMES:
@@ -158,7 +167,7 @@ class _Program(Blocks):
         if name in SCATTERS:
             return [ordered({*axes, *axis_names(params["axis_name"])}) for axes in inputs]
         if name == "scan":
-            first, count = params["num_consts"], params["num_carry"]
+            first, count = carry_of(params)
             carry = self._carried(inner(eqn)[0], inputs, first, count)
             inputs = [*inputs[:first], *carry, *inputs[first + count :]]
             return [*carry, *self._axes_after(inner(eqn)[0], inputs)[count:]]
@@ -168,6 +177,13 @@ class _Program(Blocks):
             branches = [self._axes_after(branch, inputs[1:]) for branch in inner(eqn)]
             return [ordered(set().union(*axes)) for axes in zip(*branches, strict=True)]
         return self._axes_after(inner(eqn)[0], inputs)
+
+    def _differing_axes(self, eqn: JaxprEqn, inputs: list[Axes]) -> list[Axes]:
+        """Return the axes of each result of a call whose results have different axes, else []."""
+        if called(eqn) is None or len(eqn.outvars) == 1 or len({*inputs}) == 1:
+            return []
+        results = self._axes_after(inner(eqn)[0], inputs)
+        return results if len({*results}) > 1 else []
 
     def _carried_by_while(self, eqn: JaxprEqn, inputs: list[Axes]) -> list[Axes]:
         own, first = inputs[eqn.params["cond_nconsts"] :], eqn.params["body_nconsts"]
@@ -201,7 +217,7 @@ class _Program(Blocks):
         waiting = _used(jaxpr, results)
         while waiting:
             first = waiting[0]
-            if not is_local(first):
+            if not is_local(first) or self._differing_axes(first, _input_axes(first, known, ())):
                 # The names of the trace, from which `plan` knows the backward pass.
                 with jax.named_scope(str(first.source_info.name_stack) or "virtual"):
                     ends = self._run_collective(first, [value(atom) for atom in first.invars])
@@ -209,7 +225,7 @@ class _Program(Blocks):
                 waiting = waiting[1:]
                 continue
             axes = _local_axes(first, known)
-            segment, waiting = _segment(waiting, known, axes)
+            segment, waiting = self._segment(waiting, known, axes)
             # A branch, unlike a call, cannot write a result over its argument.
             sums: list[JaxprEqn] = []
             if not _calls_stay(self._mesh):
@@ -222,6 +238,23 @@ class _Program(Blocks):
             for eqn in sums:
                 known[eqn.outvars[0]] = self._run_sum([value(atom) for atom in eqn.invars])
         return [value(atom) for atom in jaxpr.outvars]
+
+    def _segment(
+        self, eqns: list[JaxprEqn], known: dict[Var, Value], axes: Axes
+    ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+        """Split equations into those that can run next, in a loop over `axes`, and all others."""
+        segment, rest, inside = [], [], set()
+        for eqn in eqns:
+            variables = _variables(eqn)
+            if is_local(eqn) and all(var in known or var in inside for var in variables):
+                own = set(_local_axes(eqn, known)) | (set(axes) if variables & inside else set())
+                mixed = self._differing_axes(eqn, _input_axes(eqn, known, axes))
+                if own == set(axes) and not mixed:
+                    segment.append(eqn)
+                    inside.update(eqn.outvars)
+                    continue
+            rest.append(eqn)
+        return segment, rest
 
     def _run_segment(
         self, eqns: list[JaxprEqn], outputs: list[Var], known: dict[Var, Value], axes: Axes
@@ -276,7 +309,7 @@ class _Program(Blocks):
         return Value(sum(arrays[1:], arrays[0]), axes)
 
     def _run_collective(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-        """Run an equation that is a collective, or that has one in its functions."""
+        """Run an equation that is a collective, or one whose functions must be run in parts."""
         name, params = eqn.primitive.name, eqn.params
         if name in SUMS:
             return [self.sum(value, ordered(params["axes"])) for value in values]
@@ -302,7 +335,7 @@ class _Program(Blocks):
 
     def _run_scan(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         params, (jaxpr, consts) = eqn.params, opened(eqn.params["jaxpr"])
-        first, count = params["num_consts"], params["num_carry"]
+        first, count = carry_of(params)
         axes = self._axes_after_equation(eqn, [value.axes for value in values])
         constant, start, each = (
             values[:first],
@@ -379,26 +412,17 @@ def _used(jaxpr: Jaxpr, results: set[Var]) -> list[JaxprEqn]:
     return eqns[::-1]
 
 
+def _input_axes(eqn: JaxprEqn, known: dict[Var, Value], others: Axes) -> list[Axes]:
+    """Return the axes of an equation's inputs; variables that are not in `known` have `others`."""
+    return [
+        () if isinstance(atom, Literal) else known[atom].axes if atom in known else others
+        for atom in eqn.invars
+    ]
+
+
 def _local_axes(eqn: JaxprEqn, known: dict[Var, Value]) -> Axes:
     """Return the axes of the results of an equation without collectives, from its known inputs."""
     return ordered(indices(eqn).union(*(known[x].axes for x in _variables(eqn) if x in known)))
-
-
-def _segment(
-    eqns: list[JaxprEqn], known: dict[Var, Value], axes: Axes
-) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """Split equations into those that can run next, in a loop over `axes`, and all others."""
-    segment, rest, inside = [], [], set()
-    for eqn in eqns:
-        variables = _variables(eqn)
-        if is_local(eqn) and all(var in known or var in inside for var in variables):
-            own = set(_local_axes(eqn, known)) | (set(axes) if variables & inside else set())
-            if own == set(axes):
-                segment.append(eqn)
-                inside.update(eqn.outvars)
-                continue
-        rest.append(eqn)
-    return segment, rest
 
 
 def _split_sums(

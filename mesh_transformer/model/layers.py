@@ -20,7 +20,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Config
@@ -37,14 +37,21 @@ T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128
 
 
+@jax.custom_jvp
+def erfc(x: Array) -> Array:
+    """Return 1 - erf(x); JAX 0.12 cannot differentiate `lax.erfc` inside a `shard_map`."""
+    return lax.erfc(x)
+
+
+erfc.defjvps(lambda dx, _, x: -2 / np.pi**0.5 * (dx * jnp.exp(-jnp.square(x))))
+
+
 class Context(NamedTuple):
     """Inputs that all layers share: the positions of the tokens, the mask and the cache slots."""
 
     positions_BT: Array
     bias_BHTS: Array | None  # None if `attend` is given, which applies the mask itself
-    slots: Array | None = (
-        None  # the cache slots of the new keys and values, [B, T], or of the first
-    )
+    slots: Array | None = None  # cache slots of the new keys and values, [B, T], or of the first
     rows: Array | None = None  # the rows of the cache that the batch rows stand for; None for all
     table: paged.Table | None = None  # if the cache is in blocks: those of each row
     attend: Attend | None = None  # used instead of `attention.attend`, which needs `bias_BHTS`
@@ -438,7 +445,9 @@ class TransformerLayer(hk.Module):
         return drop_entries(x_BTD, context.dropout.kept(place, rate, length, width), rate)
 
     def _gelu(self, x: Array) -> Array:
-        return jax.nn.gelu(x, approximate=self.config.activation == "gelu_tanh")
+        if self.config.activation == "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+        return 0.5 * x * erfc(-x * np.sqrt(0.5).astype(x.dtype))
 
     def _bias(self, name: str, place: int, context: Context, *, summed: bool = False) -> Array:
         """Return a bias that is added after the sum over mp, [D] or, with dropout, [B, T, D]."""

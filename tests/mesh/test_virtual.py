@@ -202,6 +202,23 @@ def test_a_step_without_functions_of_their_own_is_noticed(monkeypatch):
     assert differing(trained(2, 4, {}), expected)
 
 
+def test_results_of_a_call_may_vary_along_different_axes():
+    @jax.jit
+    def both(x, y):
+        return x + 1, y * 2
+
+    def program(x, y):
+        same, split = both(x, y)
+        return same, both(split[:1] * 0, split)[1]
+
+    specs = (P(), P("mp"))
+    x, y = jnp.arange(3.0), jnp.arange(4.0)
+    for mp in (1, 2):
+        run = jax.jit(virtual.virtual(program, (1, 2), mesh_of(1, mp), specs, specs))
+        np.testing.assert_array_equal(run(x, y)[0], x + 1)
+        np.testing.assert_array_equal(run(x, y)[1], y * 4)
+
+
 # Validation.
 
 
