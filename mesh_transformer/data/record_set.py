@@ -19,7 +19,7 @@ from mesh_transformer.data.tfrecords import (
     is_compressed,
     size,
 )
-from mesh_transformer.storage.access import check_bucket, tensorflow
+from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
@@ -93,12 +93,10 @@ def tokenizer_of(index_path: str) -> str | None:
       InputError: if the manifest is damaged.
     """
     path = f"{find_index(index_path).removesuffix('.index')}.manifest.json"
-    check_bucket(path)
-    gfile = tensorflow().io.gfile
-    if not gfile.exists(path):
+    if not files.is_file(path):
         return None
     try:
-        with gfile.GFile(path, "rb") as file:
+        with files.open_file(path) as file:
             return json.loads(file.read()).get("tokenizer", {}).get("name")
     except (ValueError, AttributeError) as error:
         raise InputError(

@@ -1,21 +1,33 @@
 """Reads and writes TFRecord files, local or on gs://, and the indexes that list them.
 
-TensorFlow provides file access and the protobuf class `Example`, and is imported only when it is
-first needed.  The record framing (length and checksums) is parsed here, not by TensorFlow, so that
-a reader can start at any record and report the byte at which a file is damaged.
+TensorFlow, whose import takes seconds, is used only for URIs.  The record framing (length and
+checksums) is parsed here, so that a reader can start at any record and report the byte at which a
+file is damaged.
 """
 
+import contextlib
+import functools
 import io
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from mesh_transformer.storage import files
-from mesh_transformer.storage.access import AnyPath, check_bucket, tensorflow
+from mesh_transformer.storage.access import (
+    AnyPath,
+    check_bucket,
+    is_missing,
+    is_storage_error,
+    is_uri,
+    reason,
+    replace_errors,
+    tensorflow,
+)
 from mesh_transformer.util import InputError
 
 HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of the length
@@ -89,14 +101,33 @@ def _names(path: str, types: tuple[str, ...]) -> list[str] | None:
     Returns None if `path` is not a folder.
     """
     check_bucket(path)
-    tf = tensorflow()
-    try:
-        if not tf.io.gfile.isdir(path):
-            return None
-        names = sorted(tf.io.gfile.listdir(path))
-    except tf.errors.OpError as error:
-        raise InputError(f"folder {path}: {_first_line(error)}") from error
-    return [name for name in names if name.endswith(types) and name[0] != "."]
+    with _convert_errors(lambda error: f"folder {path}: {reason(error)}"):
+        if is_uri(path):
+            gfile = tensorflow().io.gfile
+            names = gfile.listdir(path) if gfile.isdir(path) else None
+        else:
+            names = os.listdir(path) if os.path.isdir(path) else None
+    if names is None:
+        return None
+    return [name for name in sorted(names) if name.endswith(types) and name[0] != "."]
+
+
+def _convert_errors(
+    line: Callable[[Exception], str],
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that replaces storage errors by InputErrors.
+
+    Args:
+      line: a function from such an error to the message.
+    """
+    return replace_errors(
+        lambda error: InputError(line(error)) if is_storage_error(error) else error
+    )
+
+
+def open_file(path: str) -> IO[bytes]:
+    """Open a local file, or one in a bucket that has been passed to `check_bucket`."""
+    return tensorflow().io.gfile.GFile(path, "rb") if is_uri(path) else open(path, "rb")
 
 
 def read_index(index_path: str) -> list[str]:
@@ -107,19 +138,23 @@ def read_index(index_path: str) -> list[str]:
         empty or not a list of files.
     """
     check_bucket(index_path)
-    tf = tensorflow()
-    try:
-        with tf.io.gfile.GFile(index_path, "rb") as file:
-            lines = file.read().decode("utf-8-sig").splitlines()
-    except tf.errors.NotFoundError as error:
-        raise InputError(
+
+    def line(error: Exception) -> str:
+        if not is_missing(error):
+            return f"index {index_path}: {reason(error)}"
+        return (
             f"index {index_path}: no such file; set train_set or val_set to an index that "
             "`mesh-transformer records` has written (the indexes of the shipped configs are in the "
             "repository's data/)"
-        ) from error
-    except tf.errors.OpError as error:
-        raise InputError(f"index {index_path}: {_first_line(error)}") from error
-    except UnicodeDecodeError as error:
+        )
+
+    with _convert_errors(line), open_file(index_path) as file:
+        content = file.read()
+    try:
+        if b"\0" in content:
+            raise ValueError("a file with null bytes is not text")
+        lines = content.decode("utf-8-sig").splitlines()
+    except ValueError as error:  # or not UTF-8
         raise InputError(
             f"index {index_path}: not text; an index lists .tfrecords files, one per line, such as "
             "NAME.index of `mesh-transformer records`"
@@ -157,19 +192,27 @@ def size(source: str, path: str) -> int:
       InputError: if the file is missing, empty or a folder.
     """
     check_bucket(path)
-    tf = tensorflow()
-    try:
-        status = tf.io.gfile.stat(path)
-    except tf.errors.OpError as error:
-        missing = isinstance(error, tf.errors.NotFoundError)
-        problem = "no such file" if missing else _first_line(error)
-        raise InputError(f"{path}: {problem}; {source} lists this file") from error
-    if status.is_directory or status.length == 0:
-        problem = "a folder" if status.is_directory else "empty"
+
+    def line(error: Exception) -> str:
+        problem = "no such file" if is_missing(error) else reason(error)
+        return f"{path}: {problem}; {source} lists this file"
+
+    with _convert_errors(line):
+        length = _length(path)
+    if not length:
+        problem = "empty" if length == 0 else "a folder"
         raise InputError(
             f"{path} is {problem}, expected records; recreate it, or remove it from {source}"
         )
-    return status.length
+    return length
+
+
+def _length(path: str) -> int | None:
+    """Return a file's length in bytes; None for a folder."""
+    if is_uri(path):
+        status = tensorflow().io.gfile.stat(path)
+        return None if status.is_directory else status.length
+    return None if os.path.isdir(path) else os.path.getsize(path)
 
 
 def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
@@ -183,32 +226,32 @@ def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
     Raises:
       InputError: if a record is truncated or corrupt; the message says at which byte it starts.
     """
-    tf = tensorflow()
-    try:
-        with tf.io.gfile.GFile(path, "rb") as opened:
-            file, has_bytes = opened, lambda end: end < opened.size()
-            if _is_compressed(opened.read(HEADER_BYTES)):
-                opened.seek(0)
-                file, has_bytes = io.BufferedReader(_Decompressed(opened, path)), lambda _: True
-                _skip(file, offset, path)
-            else:
-                file.seek(offset)
-            while header := file.read(HEADER_BYTES):
-                length = _unframe(header, 8, path, offset)
-                (count,) = struct.unpack("<Q", length)
-                # TensorFlow allocates all `count` bytes first and crashes if memory is too small.
-                has_room = count < UNCHECKED_BYTES or has_bytes(offset + count)
-                framed = file.read(count + FOOTER_BYTES) if has_room else b""
-                payload = _unframe(framed, count, path, offset)
-                offset += HEADER_BYTES + count + FOOTER_BYTES
-                yield payload, offset
-    except tf.errors.OpError as error:
-        raise InputError(f"{path}: {_first_line(error)} (record at byte {offset})") from error
+    with (
+        _convert_errors(lambda error: f"{path}: {reason(error)} (record at byte {offset})"),
+        open_file(path) as opened,
+    ):
+        file, is_whole = opened, True
+        if _is_compressed(opened.read(HEADER_BYTES)):
+            opened.seek(0)
+            file, is_whole = io.BufferedReader(_Decompressed(opened, path)), False
+            _skip(file, offset, path)
+        else:
+            file.seek(offset)
+        while header := file.read(HEADER_BYTES):
+            length = _unframe(header, 8, path, offset)
+            (count,) = struct.unpack("<Q", length)
+            # `read` allocates all `count` bytes first; TensorFlow crashes if memory is too small.
+            checked = is_whole and count >= UNCHECKED_BYTES
+            has_room = not checked or offset + count < (_length(path) or 0)
+            framed = file.read(count + FOOTER_BYTES) if has_room else b""
+            payload = _unframe(framed, count, path, offset)
+            offset += HEADER_BYTES + count + FOOTER_BYTES
+            yield payload, offset
 
 
 def is_compressed(path: str) -> bool:
     """Return whether a TFRecord file is compressed, judging by its content, not by its name."""
-    with tensorflow().io.gfile.GFile(path, "rb") as file:
+    with open_file(path) as file:
         return _is_compressed(file.read(HEADER_BYTES))
 
 
@@ -318,7 +361,7 @@ def features(payload: bytes, where: str) -> dict[str, np.ndarray | None]:
     from google.protobuf.message import DecodeError
 
     try:
-        parsed = tensorflow().train.Example.FromString(payload).features.feature
+        parsed = _example().FromString(payload).features.feature
     except DecodeError as error:
         raise InputError(f"{where} is not a tf.train.Example; recreate the records") from error
     return {
@@ -329,10 +372,52 @@ def features(payload: bytes, where: str) -> dict[str, np.ndarray | None]:
     }
 
 
+@functools.cache
+def _example() -> Any:
+    """Return the protobuf class of TensorFlow's `tf.train.Example`, without TensorFlow."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    package = "mesh_transformer"
+    file = descriptor_pb2.FileDescriptorProto(name="example", package=package, syntax="proto3")
+    field = descriptor_pb2.FieldDescriptorProto
+    string, message = field.TYPE_STRING, field.TYPE_MESSAGE
+
+    def add(
+        owner: Any, name: str, *fields: tuple[str, int, str, bool], oneof: str | None = None
+    ) -> Any:
+        """Add the type `name` to `owner`; the fields are (name, type, message's type, repeated)."""
+        added = owner.add(name=name)
+        for number, (key, kind, of, repeated) in enumerate(fields, 1):
+            label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
+            own = added.field.add(name=key, number=number, type=kind, label=label)
+            if of:
+                own.type_name = f".{package}.{of}"
+            if oneof:
+                own.oneof_index = 0
+        if oneof:
+            added.oneof_decl.add(name=oneof)
+        return added
+
+    types = file.message_type
+    kinds = {"bytes": field.TYPE_BYTES, "float": field.TYPE_FLOAT, "int64": field.TYPE_INT64}
+    for kind, number in kinds.items():
+        add(types, kind, ("value", number, "", True))
+    lists = [(f"{kind}_list", message, kind, False) for kind in kinds]
+    add(types, "Feature", *lists, oneof="kind")
+    features = add(types, "Features", ("feature", message, "Features.FeatureEntry", True))
+    pair = ("key", string, "", False), ("value", message, "Feature", False)
+    add(features.nested_type, "FeatureEntry", *pair).options.map_entry = True
+    add(types, "Example", ("features", message, "Features", False))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.Example"))
+
+
 def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> int:
     """Write integer features to a TFRecord file, which appears at `path` only when it is complete.
 
     Args:
+      path: a local path.
       records: one item per record.  An item is a mapping from feature names to arrays, or a single
         array, which is written as the feature `text`.
 
@@ -342,23 +427,19 @@ def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndar
     Raises:
       InputError: if the file cannot be written.
     """
-    tf = tensorflow()
     partial, count = f"{path}.partial", 0
+
+    def line(error: Exception) -> str:
+        return f"{path} cannot be written ({reason(error)}); check the disk and its permissions"
+
     try:
-        with tf.io.TFRecordWriter(partial) as writer:
-            for count, record in enumerate(records, 1):  # noqa: B007
-                named = record if isinstance(record, Mapping) else {"text": record}
-                features = {name: _integers(values) for name, values in named.items()}
-                example = tf.train.Example(features=tf.train.Features(feature=features))
-                writer.write(example.SerializeToString(deterministic=True))
-        tf.io.gfile.rename(partial, path, overwrite=True)
-    except tf.errors.OpError as error:
-        raise InputError(
-            f"{path} cannot be written ({_first_line(error)}); check the disk and its permissions"
-        ) from error
+        with _convert_errors(line):
+            with open(partial, "wb") as file:
+                for count, record in enumerate(records, 1):  # noqa: B007
+                    file.write(_framed(_payload(record)))
+            os.replace(partial, path)
     finally:
-        if tf.io.gfile.exists(partial):
-            tf.io.gfile.remove(partial)
+        Path(partial).unlink(missing_ok=True)
     return count
 
 
@@ -397,10 +478,18 @@ def write_set(
     return os.path.join(folder, written), os.path.join(folder, index), count
 
 
-def _integers(values: np.ndarray) -> Any:
-    train = tensorflow().train
-    return train.Feature(int64_list=train.Int64List(value=np.asarray(values).tolist()))
+def _payload(record: np.ndarray | Mapping[str, np.ndarray]) -> bytes:
+    """Serialise a record (see `write_records`) as a tf.train.Example."""
+    example = _example()()
+    for name, values in (record if isinstance(record, Mapping) else {"text": record}).items():
+        integers = example.features.feature[name].int64_list
+        integers.SetInParent()
+        integers.value.extend(np.asarray(values).tolist())
+    return example.SerializeToString(deterministic=True)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _framed(payload: bytes) -> bytes:
+    """Return a payload as TFRecord files store it: length, its checksum, payload, its checksum."""
+    length = struct.pack("<Q", len(payload))
+    parts = (length, payload)
+    return b"".join(part + struct.pack("<I", _masked_checksum(part)) for part in parts)

@@ -11,7 +11,7 @@ import pytest
 
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.prefetch import Prefetch
-from mesh_transformer.data.tfrecords import write_records
+from mesh_transformer.data.tfrecords import features, frames, write_records
 from mesh_transformer.storage.access import tensorflow
 from mesh_transformer.util import InputError
 
@@ -138,11 +138,11 @@ def test_relative_paths_are_looked_up_in_the_working_directory_first(tmp_path, m
     np.testing.assert_array_equal(take(load("data/a.index", 2), 1), in_working_directory)
 
 
-def test_a_uri_is_read_through_tensorflows_file_system(files):
+def test_a_uri_is_read_through_tensorflows_file_system(index, files, tmp_path):
     # TensorFlow's in-memory file system takes the place of gs://; the calls are the same.
     gfile = tensorflow().io.gfile
-    write_records("ram://bucket/a.tfrecords", files[0])
-    write_records("ram://bucket/b.tfrecords", files[2])
+    for name, number in (("a", 0), ("b", 2)):
+        gfile.copy(str(tmp_path / f"part_{number}.tfrecords"), f"ram://bucket/{name}.tfrecords")
     with gfile.GFile("ram://bucket/some.index", "w") as index:
         index.write("ram://bucket/a.tfrecords\nb.tfrecords\n")
     expected = np.concatenate([files[0], files[2]])
@@ -163,6 +163,32 @@ def test_tensorflow_reads_our_records(index, files, tmp_path):
     schema = {"text": tf.io.FixedLenFeature([SEQ + 1], tf.int64)}
     parsed = [tf.io.parse_single_example(record, schema)["text"].numpy() for record in dataset]
     np.testing.assert_array_equal(np.stack(parsed), files[2])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_records_are_tensorflows_bit_for_bit(seed, tmp_path):
+    tf, generator = tensorflow(), np.random.default_rng(seed)
+    edges = np.array([0, -1, 2**63 - 1, -(2**63), 127, 128], np.int64)
+    records = [
+        {
+            name: generator.choice(edges, generator.integers(9)) + generator.integers(300)
+            for name in generator.choice(["text", "labels", "input_mask", "ä"], 3, replace=False)
+        }
+        for _ in range(20)
+    ]
+    write_records(str(tmp_path / "ours"), records)
+    with tf.io.TFRecordWriter(str(tmp_path / "theirs")) as writer:
+        for record in records:
+            lists = {name: tf.train.Int64List(value=x.tolist()) for name, x in record.items()}
+            feature = {name: tf.train.Feature(int64_list=x) for name, x in lists.items()}
+            example = tf.train.Example(features=tf.train.Features(feature=feature))
+            writer.write(example.SerializeToString(deterministic=True))
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    for record, (payload, _) in zip(records, frames(str(tmp_path / "theirs"), 0), strict=True):
+        actual = features(payload, "here")
+        assert actual.keys() == record.keys()
+        for name, values in actual.items():
+            np.testing.assert_array_equal(values, record[name])
 
 
 def refusal(index, batch_size: int | tuple = 1, batches=1, **options):
