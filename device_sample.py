@@ -3,8 +3,9 @@
 The same as `mesh-transformer sample`.
 """
 
-from mesh_transformer.cli.sample import main
-from mesh_transformer.util import run_script
+from mesh_transformer.util import main_of, run_script
+
+main = main_of("mesh_transformer.cli.sample")
 
 if __name__ == "__main__":
     run_script(main)

@@ -3,8 +3,9 @@
 The same as `mesh-transformer eval`.
 """
 
-from mesh_transformer.cli.evaluate import main
-from mesh_transformer.util import run_script
+from mesh_transformer.util import main_of, run_script
+
+main = main_of("mesh_transformer.cli.evaluate")
 
 if __name__ == "__main__":
     run_script(main)

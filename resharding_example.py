@@ -6,9 +6,6 @@ The defaults follow the original's example of the same name: GPT-J-6B's 8 shards
 import argparse
 import time
 
-import numpy as np
-
-from mesh_transformer.cli.arguments import Parser, add_config_arguments, load_config
 from mesh_transformer.util import InputError, run_script
 
 PROMPT = (
@@ -18,6 +15,8 @@ PROMPT = (
 
 
 def parse_args() -> argparse.Namespace:
+    from mesh_transformer.cli.arguments import Parser, add_config_arguments
+
     parser = Parser(description=__doc__)
     add_config_arguments(parser, " (default %(default)s)", "configs/6B_roto_256.json")
     parser.add_argument(
@@ -42,6 +41,11 @@ def main() -> None:
     for flag in ("devices", "length", "samples"):
         if getattr(args, flag) < 1:
             raise InputError(f"--{flag} is {getattr(args, flag)}, expected at least 1")
+
+    import numpy as np
+
+    from mesh_transformer.cli.arguments import load_config
+
     config = load_config(args)
     # bf16 parameters, as in the original's example: one device may not have room for f32.
     early_cast = config.dtype == "bfloat16"

@@ -5,8 +5,9 @@ Recovers from failed hosts, and resumes stopped runs.
 The same as `mesh-transformer pod`.
 """
 
-from mesh_transformer.cli.pod import main
-from mesh_transformer.util import run_script
+from mesh_transformer.util import main_of, run_script
+
+main = main_of("mesh_transformer.cli.pod")
 
 if __name__ == "__main__":
     run_script(main)

@@ -121,3 +121,42 @@ def with_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
     if name not in PRESETS:
         raise InputError(f"model {name!r} is not a preset; choose one of {', '.join(PRESETS)}")
     return {key: values[key] for key in values if key not in MODEL_KEYS} | PRESETS[name]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model size: its architecture, and the learning rate for training it from scratch."""
+
+    name: str
+    layers: int
+    d_model: int
+    n_heads: int
+    lr: float
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        head = self.d_model // self.n_heads
+        return {
+            "layers": self.layers,
+            "d_model": self.d_model,
+            "n_heads": self.n_heads,
+            "pe_rotary_dims": min(head // 2, 64),
+        }
+
+    def body(self) -> int:
+        """Return 12 L D^2 (L layers of width D).
+
+        This is roughly the number of parameters without embedding and output head.
+        """
+        return 12 * self.layers * self.d_model**2
+
+
+SIZES = (
+    Size("tiny", 4, 128, 8, 3e-3),
+    Size("mini", 6, 256, 8, 2e-3),
+    Size("small", 8, 512, 8, 1e-3),
+    Size("medium", 12, 768, 12, 6e-4),
+    Size("large", 24, 1024, 16, 3e-4),
+    Size("xl", 24, 2048, 16, 2e-4),
+    Size("6b", 28, 4096, 16, 1.2e-4),
+)

@@ -1,9 +1,14 @@
-"""Helpers shared by all modules: user-facing errors, types of values, size buckets and casts."""
+"""Helpers shared by all modules: user-facing errors, types of values, size buckets and casts.
+
+Every command imports this module, so only the casts import JAX, whose import takes a second.
+"""
 
 import difflib
+import importlib
 import math
 import operator
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -13,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
-import jax
-import jax.numpy as jnp
-
 from mesh_transformer import old_names
+
+if TYPE_CHECKING:
+    import jax
 
 
 def cache_folder() -> Path:
@@ -173,8 +178,24 @@ def run_script(main: Callable[[], int | None]) -> None:
 
     If `main` raises InputError or StoppedError, its message is printed on stderr, and the exit
     status is 2 for InputError and 1 for StoppedError.  A KeyboardInterrupt (Ctrl-C) that `main`
-    does not handle exits immediately with status 130 and no traceback.
+    does not handle exits immediately with status 130 and no traceback, also while `main` imports
+    modules.
     """
+    report = sys.unraisablehook
+
+    def repeat_interrupt(unraisable: Any) -> None:
+        """Raise a KeyboardInterrupt again if it came in a callback of Python's import system.
+
+        There, Python would print it and go on.
+        """
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            main_thread = threading.main_thread().ident
+            # Later, because Python also only prints what this function raises.
+            threading.Timer(0.1, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+        else:
+            report(unraisable)
+
+    sys.unraisablehook = repeat_interrupt
     try:
         sys.exit(main())
     except KeyboardInterrupt:
@@ -182,6 +203,14 @@ def run_script(main: Callable[[], int | None]) -> None:
     except (InputError, StoppedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)
+
+
+def main_of(module: str) -> Callable[..., int | None]:
+    """Return a function that imports a module and calls its `main`.
+
+    Scripts pass it to `run_script`, so that Ctrl-C is handled while the module is imported.
+    """
+    return lambda *args: importlib.import_module(module).main(*args)
 
 
 def exit_now(message: str, status: int) -> NoReturn:
@@ -224,7 +253,10 @@ def start_thread(
     return thread
 
 
-def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:
+def _cast(tree: Tree, dtype: str) -> Tree:
+    import jax
+    import jax.numpy as jnp
+
     def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
@@ -233,15 +265,15 @@ def _cast(tree: Tree, dtype: jnp.dtype) -> Tree:
 
 def to_f32(tree: Tree) -> Tree:
     """Cast the floating-point leaves of a tree to float32; leave integers unchanged."""
-    return _cast(tree, jnp.dtype(jnp.float32))
+    return _cast(tree, "float32")
 
 
 def to_bf16(tree: Tree) -> Tree:
     """Cast the floating-point leaves of a tree to bfloat16; leave integers unchanged."""
-    return _cast(tree, jnp.dtype(jnp.bfloat16))
+    return _cast(tree, "bfloat16")
 
 
-def to_int8(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def to_int8(x: "jax.Array", axis: int | tuple[int, ...]) -> "tuple[jax.Array, jax.Array]":
     """Round an array to 8-bit integers, with one scale for all entries along `axis`.
 
     An entry changes by at most 1/254 of the largest magnitude of those that share its scale.
@@ -249,6 +281,8 @@ def to_int8(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.A
     Returns:
       The integers (int8), and the scales (f32, with size 1 along `axis`) to multiply them by.
     """
+    import jax.numpy as jnp
+
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / 127
     scale = jnp.where(scale == 0, 1, scale)
@@ -260,6 +294,8 @@ def packed_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
     `Array.nbytes` counts a whole byte for each of them.
     """
+    import jax.numpy as jnp
+
     size = math.prod(shape)
     return -(-size // 2) if jnp.dtype(dtype) == jnp.int4 else size * jnp.dtype(dtype).itemsize
 

@@ -1,7 +1,8 @@
 """Convert a checkpoint between any two formats; see `--help`."""
 
-from mesh_transformer.cli.convert import main
-from mesh_transformer.util import run_script
+from mesh_transformer.util import main_of, run_script
+
+main = main_of("mesh_transformer.cli.convert")
 
 if __name__ == "__main__":
     run_script(main)

@@ -1,7 +1,8 @@
 """Create TFRecords from prompts and their completions; see `--help`."""
 
-from mesh_transformer.cli.completion_records import main
-from mesh_transformer.util import run_script
+from mesh_transformer.util import main_of, run_script
+
+main = main_of("mesh_transformer.cli.completion_records")
 
 if __name__ == "__main__":
     run_script(main)

@@ -1,9 +1,10 @@
 """The command-line program `mesh-transformer`; each subcommand is a module of this package."""
 
+import ast
 import difflib
 import importlib
 import sys
-from types import ModuleType
+from pathlib import Path
 
 from mesh_transformer.util import InputError
 
@@ -52,7 +53,7 @@ def main() -> int | None:
         hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(COMMANDS)}"
         raise InputError(f"mesh-transformer {name}: no such command; {hint}")
     sys.argv = [f"mesh-transformer {name}", *sys.argv[2:]]  # argparse prints the first word
-    return _module(name).main()
+    return importlib.import_module(f"mesh_transformer.cli.{COMMANDS[name]}").main()
 
 
 def usage() -> str:
@@ -73,9 +74,9 @@ def usage() -> str:
 
 
 def description(name: str) -> str:
-    """Return a subcommand's one-line description: the first line of its module's docstring."""
-    return (_module(name).__doc__ or "").partition("\n")[0].removesuffix(".")
+    """Return a subcommand's one-line description: the first line of its module's docstring.
 
-
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"mesh_transformer.cli.{COMMANDS[name]}")
+    The module is not imported, because importing all of them takes long.
+    """
+    source = Path(__file__).with_name(f"{COMMANDS[name]}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].removesuffix(".")

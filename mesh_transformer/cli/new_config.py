@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.cli.arguments import Parser, add_setting_argument, settings
 from mesh_transformer.config import Config
-from mesh_transformer.data.record_set import set_size, tokenizer_of
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.families import SIZES
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import check_absent
 from mesh_transformer.util import InputError
@@ -30,8 +28,6 @@ def above_0(text: str) -> float:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    from mesh_transformer.performance.recipe import SIZES
-
     parser = Parser(description=__doc__)
     parser.add_argument("--train", required=True, help="index or folder of the training records")
     parser.add_argument(
@@ -82,6 +78,8 @@ def base_config(path: str, config: str) -> Config:
       config: a config file, or the name of a config shipped with the library.  It is used only if
         the model is a checkpoint of mesh-transformer-jax, because such checkpoints store no config.
     """
+    from mesh_transformer.checkpoint.source import Source
+
     source = Source(path)
     return Config.load(config) if source.kind == "original" else source.config
 
@@ -95,6 +93,8 @@ def check_same_tokenizer(train: str, val: str) -> None:
       train: the path of the index of the training records.
       val: the path of the index of the validation records.
     """
+    from mesh_transformer.data.record_set import tokenizer_of
+
     names = [tokenizer_of(index) for index in (train, val)]
     if None not in names and names[0] != names[1]:
         raise InputError(
@@ -111,12 +111,15 @@ def tokenizer_keys(name: str | None) -> dict[str, Any]:
     """
     if name in (None, "gpt2"):
         return {}
+    from mesh_transformer.data.tokenizer import load_tokenizer
+
     return {"tokenizer": name, "n_vocab": -(-len(load_tokenizer(name)) // 256) * 256}
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
 
+    from mesh_transformer.data.record_set import set_size, tokenizer_of
     from mesh_transformer.performance import recipe
     from mesh_transformer.performance.topology import slice_named, this_machine
 

@@ -14,8 +14,6 @@ from mesh_transformer.cli.arguments import (
     run_parser,
 )
 from mesh_transformer.cli.machines import elastic_machines_of, machines_of
-from mesh_transformer.evaluation import harness
-from mesh_transformer.pod import restarts
 from mesh_transformer.pod.launch import build_model, new_copies
 from mesh_transformer.training.goodput import Ledger, process_seconds
 from mesh_transformer.util import InputError
@@ -45,6 +43,10 @@ def main() -> None:
     ledger = Ledger(process_seconds())
     args = parse_args()
     config, folder, options = run_arguments(args)
+
+    from mesh_transformer.evaluation import harness
+    from mesh_transformer.pod import restarts
+
     if args.mode in TRAIN_MODES:
         config.require_to_train(args.max_steps)
         restarts.check_records(config, validate=options["validate"])

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 from mesh_transformer.cli.arguments import positive, run_arguments, run_parser
 from mesh_transformer.config import Config
-from mesh_transformer.evaluation import all_steps, validation
-from mesh_transformer.training import loop
 from mesh_transformer.training.agreement import Agreement
 from mesh_transformer.training.goodput import Ledger, process_seconds
 from mesh_transformer.util import InputError
@@ -85,6 +83,10 @@ def main() -> int | None:
     ledger = Ledger(process_seconds())
     args = parse_args()
     config, folder, options = run_arguments(args)
+
+    from mesh_transformer.evaluation import all_steps, validation
+    from mesh_transformer.training import loop
+
     with _network(args, config) as (network, agreement):
         if args.mode == "eval":
             validation.validate(network, args.tune_model_path or folder)

@@ -10,10 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from mesh_transformer.util import InputError
 
 
@@ -177,6 +173,9 @@ def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.
     Returns:
       The FLOP/s of the fastest size, computed from its median time.
     """
+    import jax
+    import jax.numpy as jnp
+
     device = jax.local_devices(backend="cpu")[0]
     multiply = jax.jit(jnp.matmul)
 
@@ -195,6 +194,8 @@ def _measured_copy(size: int = 2**28) -> float:
     Args:
       size: bytes to copy, on all cores together.
     """
+    import numpy as np
+
     threads = os.cpu_count() or 1
     sources = [np.ones(size // threads, np.uint8) for _ in range(threads)]
     targets = [np.empty_like(part) for part in sources]

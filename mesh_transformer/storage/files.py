@@ -8,9 +8,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import tensorstore
 from etils import epath
 from tqdm import tqdm
 
@@ -23,6 +22,9 @@ from mesh_transformer.storage.access import (
     reason,
 )
 from mesh_transformer.util import InputError
+
+if TYPE_CHECKING:
+    import tensorstore
 
 # The initial and the maximum number of bytes to read ahead from a file in a bucket.  The number
 # doubles with each request as long as the file is read sequentially.
@@ -301,5 +303,7 @@ def _read_range(path: str, start: int, target: memoryview) -> None:
 
 
 @functools.cache
-def _store(folder: str) -> tensorstore.KvStore:
+def _store(folder: str) -> "tensorstore.KvStore":
+    import tensorstore
+
     return tensorstore.KvStore.open(f"{folder}/").result()
