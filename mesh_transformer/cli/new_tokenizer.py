@@ -13,7 +13,8 @@ from mesh_transformer.cli.arguments import (
     input_help,
     positive,
 )
-from mesh_transformer.data.documents import read_pieces
+from mesh_transformer.data.cuts import GPT2_CUTS
+from mesh_transformer.data.documents import read_pieces, recut
 from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files
 from mesh_transformer.data.tokenizer import END_OF_TEXT, character_tokenizer, train_tokenizer
@@ -60,8 +61,8 @@ def texts(paths: list[str], column: str, skip_bad: bool) -> Iterator[str]:
     with tqdm(unit="B", unit_scale=True, desc="reading") as bar:
         bar.total = sum(map(size, paths))
         for file in paths:
-            for piece in read_pieces(file, END_OF_TEXT, bad, bar.update, column):
-                yield piece.text
+            pieces = read_pieces(file, END_OF_TEXT, bad, bar.update, column)
+            yield from (piece.text for piece in recut(pieces, GPT2_CUTS))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -19,12 +19,15 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer.data.cuts import cuts_of
 from mesh_transformer.data.documents import (
     TEXT_COLUMN,
     Piece,
     read_pieces,
+    recut,
     unknown_error,
     without_bad,
+    without_first,
 )
 from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.tokenizer import alphabet, encode_batch
@@ -37,6 +40,7 @@ BATCHES_AHEAD = 2  # batches that are read while another is tokenised
 SAVE_EVERY = 16  # batches between saves of the progress
 PROGRESS = "progress.json"
 ENDS = np.dtype(np.int64)
+PIECES = 2  # how documents are cut and counted; progress of a version with another number is void
 
 
 class Corpus:
@@ -92,8 +96,8 @@ class Progress:
       names: the names of all text files, in reading order.
       sources: the text files that are completely tokenised.
       current: the text file that is partly tokenised, or None.
-      pieces: the number of pieces of the file `current` that are tokenised.  A piece is a document
-        or part of a long document.
+      ended: the number of documents of the file `current` that are tokenised or dropped.
+      pieces: the number of pieces that are tokenised of the document after these, if it is long.
       tokens: the number of valid tokens on disk; a resumed run discards any tokens after them.
       documents: the number of complete documents in the corpus.
       last_end: the number of tokens in all complete documents together.
@@ -103,6 +107,7 @@ class Progress:
     names: list[str]
     sources: list[Source] = dataclasses.field(default_factory=list)
     current: Source | None = None
+    ended: int = 0
     pieces: int = 0
     tokens: int = 0
     documents: int = 0
@@ -158,7 +163,7 @@ class Progress:
         current = self.current
         if current and not current.is_same_file(Source.of(files[len(self.sources)])):
             # The user may have fixed bad input in this file, so this file alone is read again.
-            self.current, self.pieces = None, 0
+            self.current, self.ended, self.pieces = None, 0, 0
             self.tokens = self.last_end = sum(source.tokens for source in self.sources)
             self.documents = sum(source.documents for source in self.sources)
         return self
@@ -189,7 +194,7 @@ class Tokenizing:
       files: the paths of the text files, in reading order.
       settings: the settings that the corpus depends on, besides the text files.  An interrupted
         run can only be resumed with equal settings.
-      clean: a function applied to each piece of text before tokenisation.
+      clean: a function applied to each document before tokenisation; None for none.
       skip_bad: whether to skip and count unusable input instead of raising InputError.
       column: the column of the text in tables (see `read_pieces`).
 
@@ -204,14 +209,16 @@ class Tokenizing:
         files: list[str],
         tokenizer,
         settings: dict[str, Any],
-        clean: Callable[[str], str],
+        clean: Callable[[str], str] | None,
         skip_bad: bool,
         column: str = TEXT_COLUMN,
     ):
         self.folder, self.files, self.tokenizer = folder, files, tokenizer
         self.clean, self.skip_bad, self.column = clean, skip_bad, column
         self.dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-        self.progress = Progress(settings, [os.path.basename(file) for file in files])
+        self.cuts = cuts_of(tokenizer)
+        names = [os.path.basename(file) for file in files]
+        self.progress = Progress(settings | {"pieces": PIECES}, names)
         if (folder / PROGRESS).exists():
             self.progress = Progress.load(folder / PROGRESS).checked(self.progress, files, folder)
 
@@ -278,48 +285,54 @@ class Tokenizing:
 
     def _batches(self, bar: tqdm) -> Iterator[Batch]:
         """Yield the text that is not tokenised yet, as batches of pieces."""
-        finished, pieces = len(self.progress.sources), self.progress.pieces
+        finished, first = len(self.progress.sources), True
         bar.update(sum(source.bytes for source in self.progress.sources))
         items, characters = [], 0
         for file in self.files[finished:]:
             source = Source.of(file)
-            for item in self._items(file, source, pieces, bar):
+            done = (self.progress.ended, self.progress.pieces) if first else (0, 0)
+            for item in self._items(file, source, *done, bar):
                 items.append(item)
                 characters += len(item.text) if isinstance(item, Piece) else 0
                 if characters >= BATCH_CHARACTERS or len(items) >= BATCH_PIECES:
                     yield Batch(items, source)
                     items, characters = [], 0
-            pieces = 0
+            first = False
         if items:
             yield Batch(items, None)
 
-    def _items(self, file: str, source: Source, pieces: int, bar: tqdm) -> Iterator[Piece | Source]:
+    def _items(
+        self, file: str, source: Source, ended: int, pieces: int, bar: tqdm
+    ) -> Iterator[Piece | Source]:
         """Yield the cleaned pieces of a file, and then `source` with `sha256` and `skipped` set.
 
         Args:
           source: the `Source` of the file.
-          pieces: the number of pieces to skip at the start, because they are tokenised already.
+          ended, pieces: the numbers of documents, and of pieces of the next one, to skip at the
+            start, because they are tokenised already.
         """
         bad = BadInputHandler(self.skip_bad)
-        all_pieces = read_pieces(file, self.tokenizer.eos_token, bad, bar.update, self.column)
-        if known := alphabet(self.tokenizer):
-            # Cleaning may add unknown characters, and their documents are not among the pieces
-            # that are counted, so all text is cleaned again if a run is resumed.
-            cleaned = without_bad(
-                map(self._cleaned, all_pieces),
-                lambda piece: unknown_error(piece.location, piece.text, known),
-                bad,
+        texts = read_pieces(file, self.tokenizer.eos_token, bad, bar.update, self.column)
+        known = alphabet(self.tokenizer)
+        if not known:
+            texts = without_first(texts, ended)
+        if self.clean:
+            texts = map(self._cleaned, recut(texts, None))
+        if known:
+            # Documents with unknown characters, which cleaning may add, are not counted.  So all
+            # text is cleaned and checked again if a run is resumed.
+            texts = without_bad(
+                texts, lambda piece: unknown_error(piece.location, piece.text, known), bad
             )
-            yield from islice(cleaned, pieces, None)
-        else:
-            yield from map(self._cleaned, islice(all_pieces, pieces, None))
+            texts = without_first(texts, ended)
+        yield from islice(recut(texts, self.cuts), pieces, None)
         source.skipped = dict(sorted(bad.counts.items()))
         with files.open_file(file) as raw:
             source.sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
         yield source
 
     def _cleaned(self, piece: Piece) -> Piece:
-        return piece._replace(text=self.clean(piece.text))
+        return piece._replace(text=self.clean(piece.text)) if self.clean else piece
 
     def _write(
         self, batch: Batch, encoded: list[list[int]], tokens: IO[bytes], ends: IO[bytes]
@@ -338,10 +351,12 @@ class Tokenizing:
                 before = sum(source.documents for source in progress.sources)
                 item.documents = progress.documents - before
                 progress.sources.append(item)
-                progress.pieces = 0
+                progress.ended = progress.pieces = 0
                 continue
             row = next(rows)
             progress.pieces += 1
+            if item.is_end or item.is_bad:
+                progress.ended, progress.pieces = progress.ended + 1, 0
             if item.is_bad:  # drop the document's earlier pieces
                 progress.tokens = progress.last_end
                 # Without truncating the file, which must keep the tokens of the saved progress.
@@ -355,7 +370,7 @@ class Tokenizing:
                 ends.write(np.array(progress.tokens, ENDS).tobytes())
                 progress.last_end = progress.tokens
                 progress.documents += 1
-        progress.current = batch.current if progress.pieces else None
+        progress.current = batch.current if progress.ended or progress.pieces else None
 
     def _save(self, *written: IO[bytes]) -> None:
         """Flush the corpus files to disk, and then save the progress.

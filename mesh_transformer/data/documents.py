@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NamedTuple, TextIO
 
 from mesh_transformer.data.contents import Content, contents
+from mesh_transformer.data.cuts import Cuts
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputError, BadInputHandler, open_input
 from mesh_transformer.data.tables import (
@@ -41,8 +42,8 @@ def wikitext_detokenize(text: str) -> str:
     return text.replace(" N ", " 1 ").replace(" 's", "'s")
 
 
-def cleaner(use_ftfy: bool, use_wikitext: bool) -> Callable[[str], str]:
-    """Return a function that applies the chosen clean-up steps to a text.
+def cleaner(use_ftfy: bool, use_wikitext: bool) -> Callable[[str], str] | None:
+    """Return a function that applies the chosen clean-up steps to a document; None without any.
 
     Args:
       use_ftfy: whether to repair garbled text with the package ftfy; this is the first step.
@@ -55,6 +56,8 @@ def cleaner(use_ftfy: bool, use_wikitext: bool) -> Callable[[str], str]:
         steps.append(lambda text: ftfy.fix_text(text, normalization="NFKC"))
     if use_wikitext:
         steps.append(wikitext_detokenize)
+    if not steps:
+        return None
 
     def clean(text: str) -> str:
         for step in steps:
@@ -66,10 +69,9 @@ def cleaner(use_ftfy: bool, use_wikitext: bool) -> Callable[[str], str]:
 
 TEXT_COLUMN = "text"
 BYTE_ORDER_MARK = "\ufeff"
-# Documents longer than this are cleaned and tokenised in pieces, so that they need not fit in
-# memory.  The tokenizer is fastest with pieces of about this size.
+# Documents longer than this are read and, if possible, tokenised in pieces, so that they need not
+# fit in memory.  The tokenizer is fastest with pieces of about this size.
 PIECE_CHARACTERS = 1 << 14
-MAX_UNCUT_CHARACTERS = 1 << 20  # characters; longer text without a safe place to cut is cut anyway
 
 
 class Piece(NamedTuple):
@@ -101,7 +103,7 @@ def read_pieces(
     progress: Callable[[int], object],
     column: str = TEXT_COLUMN,
 ) -> Iterator[Piece]:
-    """Yield the documents of a file, piece by piece.
+    """Yield the documents of a file, in pieces that are cut anywhere (see `recut`).
 
     Args:
       separator: the text that separates documents, such as "<|endoftext|>"; empty documents are
@@ -149,6 +151,18 @@ def without_bad(
         is_dropped = is_dropped and not is_first
 
 
+def without_first(pieces: Iterable[Piece], documents: int) -> Iterator[Piece]:
+    """Yield the pieces of all documents except the first ones.
+
+    Args:
+      documents: the number of documents to leave out, unusable ones included.
+    """
+    for piece in pieces:
+        if documents <= 0:
+            yield piece
+        documents -= piece.is_end or piece.is_bad
+
+
 def _pieces(texts: Iterable[tuple[str, TextIO]], separator: str) -> Iterator[Piece]:
     for where, text in texts:
         number = 1
@@ -176,51 +190,55 @@ def unknown_error(where: str, text: str, alphabet: frozenset[str]) -> BadInputEr
 
 
 def split_documents(text: TextIO, separator: str) -> Iterator[tuple[str, bool]]:
-    """Split a text of any length into documents, and long documents into pieces.
+    """Split a text of any length into documents, and long documents into pieces, cut anywhere.
 
     Yields (piece, is_end), where `is_end` marks the last piece of a document.
-
-    A long document is cut only directly before a newline or space that follows a visible character.
-    GPT-2's tokenizer never forms a token across such a place, so tokenising the pieces separately
-    gives the same tokens as tokenising the whole document.  If about a million characters
-    (`MAX_UNCUT_CHARACTERS`) have no such place, the document is cut anyway, and the tokens at the
-    cut may differ.
 
     Args:
       separator: the text that separates documents; empty documents are dropped.
     """
-    rest, started, searched = "", False, 0
+    rest, started = "", False
     while block := text.read(PIECE_CHARACTERS):
         *documents, rest = (rest + block).split(separator)
         for document in documents:
             if document or started:
                 yield document, True
-            started, searched = False, 0
-        if len(rest) > PIECE_CHARACTERS:
-            cut = _last_safe_cut(rest, searched)
-            if not cut and len(rest) > MAX_UNCUT_CHARACTERS:
-                cut = len(rest) - len(separator)  # the end may be part of a separator
-            if cut:
-                yield rest[:cut], False
-                rest, started = rest[cut:], True
-            searched = 0 if cut else len(rest)
+            started = False
+        cut = len(rest) - len(separator) + 1  # the end may be part of a separator
+        if len(rest) > PIECE_CHARACTERS and cut > 0:
+            yield rest[:cut], False
+            rest, started = rest[cut:], True
     if rest or started:
         yield rest, True
 
 
-def _last_safe_cut(text: str, start: int) -> int:
-    """Return the position of the last newline that directly follows a visible character.
+def recut(pieces: Iterable[Piece], cuts: Cuts | None) -> Iterator[Piece]:
+    """Yield the same documents in pieces that end where `cuts` allows; whole if it is None.
 
-    If there is no such newline, return the position of the last space that directly follows a
-    visible character, or else 0.  Only positions from `start` on are searched.
+    The pieces are not much longer than those of `read_pieces`, if there are enough places to cut.
     """
-    for mark in "\n ":
-        cut = text.rfind(mark, start)
-        while cut > 0 and text[cut - 1].isspace():
-            cut = text.rfind(mark, start, cut)
-        if cut > 0:
-            return cut
-    return 0
+    waiting: list[str] = []  # the text of the document that is not yielded yet
+    size = 0
+    for piece in pieces:
+        if piece.is_bad:
+            yield piece
+            waiting, size = [], 0
+            continue
+        for start in range(0, max(len(piece.text), 1), PIECE_CHARACTERS):
+            text = piece.text[start : start + PIECE_CHARACTERS]
+            size += len(text)
+            if cuts and size > PIECE_CHARACTERS:
+                before = waiting[-1][-1:] if waiting else ""
+                if cut := cuts.last(before + text):
+                    head = text[: cut - len(before)]
+                    yield piece._replace(text="".join([*waiting, head]), is_end=False)
+                    text = text[len(head) :]
+                    waiting, size = [], len(text)
+            if text:
+                waiting.append(text)
+        if piece.is_end:
+            yield piece._replace(text="".join(waiting))
+            waiting, size = [], 0
 
 
 def _texts(raw: IO, path: str, bad: BadInputHandler, column: str) -> Iterator[tuple[str, TextIO]]:

@@ -57,7 +57,7 @@ def main() -> int:
 
     def ours() -> float:
         with tempfile.TemporaryDirectory() as folder:
-            tokenizing = Tokenizing(Path(folder), files, tokenizer, {}, str, False)
+            tokenizing = Tokenizing(Path(folder), files, tokenizer, {}, None, False)
             began = time.perf_counter()
             tokenizing.run()
             return time.perf_counter() - began

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from mesh_transformer.cli import text_records as script
 from mesh_transformer.data import corpus, documents, packing
 from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.loader import TFRecordNewInputs
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer import character_tokenizer, load_tokenizer
 from mesh_transformer.util import InputError
 from tests.long import killed_tokenizing
 
@@ -90,6 +91,40 @@ def test_run_that_is_stopped_and_resumed_writes_the_same_bytes(
             except Stopped:
                 assert not list(out.glob("*.tfrecords"))
         assert create(source, out, *options) == expected, place
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "characters"])
+def test_run_that_leaves_out_and_cleans_documents_is_resumed_after_any_save(
+    tmp_path, monkeypatch, tokenizer, kind
+):
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 64)
+    monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 400)
+    monkeypatch.setattr(corpus, "SAVE_EVERY", 1)
+    long = "to be , or not to be ; " * 30
+    parts = [long, "short", f"{long}caf\udce9", "\udcff", f"z{long}", f"{long}z", "end", long]
+    text = "<|endoftext|>".join(parts).encode(errors="surrogateescape")
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "in" / name).write_bytes(text)
+    known = character_tokenizer([long, "short", "end"])  # not the letter z
+    monkeypatch.setattr(
+        script, "load_tokenizer", lambda _: known if kind == "characters" else tokenizer
+    )
+    options = ("--normalize-with-wikitext-detokenize", "--skip-bad")
+    expected = create(tmp_path / "in", tmp_path / "whole", *options)
+    manifest = json.loads(expected["set.manifest.json"])
+    assert manifest["documents"] == 2 * (4 if kind == "characters" else 6)
+    stopped = 0
+    for number in count(1):
+        try:
+            stop_at(monkeypatch, corpus.Progress, "save", number)
+            made = create(tmp_path / "in", tmp_path / str(number), *options)
+            assert made == expected
+            break
+        except Stopped:
+            stopped += 1
+        assert create(tmp_path / "in", tmp_path / str(number), *options) == expected
+    assert stopped > 5
 
 
 def test_run_stopped_during_the_clean_up_starts_again(tmp_path, monkeypatch, source):
@@ -239,7 +274,7 @@ def test_long_documents_are_read_in_small_pieces(tmp_path):
         bad = BadInputHandler(False)
         for piece in documents.read_pieces(str(tmp_path / name), "<|end|>", bad, int):
             longest = max(longest, len(piece.text))
-    assert longest <= documents.MAX_UNCUT_CHARACTERS + documents.PIECE_CHARACTERS
+    assert longest <= 2 * documents.PIECE_CHARACTERS
 
 
 @pytest.mark.slow
