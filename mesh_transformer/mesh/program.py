@@ -96,6 +96,28 @@ def compile_together() -> None:
     compiler.compile_or_get_cached = compile_and_wait
 
 
+def bind_collectives(address: str) -> None:
+    """Let this process's CPUs communicate with those of other processes at `address`.
+
+    By default, Gloo looks up the machine's host name, which fails where that has no address, and
+    on many machines is a loopback address that other machines cannot reach.
+
+    JAX has no setting for this, so this function wraps a private JAX function.  In a JAX version
+    that lacks the private function, nothing changes.
+
+    Args:
+      address: an IP address of this machine, at which the other processes reach this one.
+    """
+    try:
+        from jax._src import xla_bridge
+
+        module: Any = xla_bridge._jax
+        make = module.make_gloo_tcp_collectives
+    except (ImportError, AttributeError):
+        return
+    module.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+
+
 # TPUs with a separate engine for collectives.  On older TPUs, the options for asynchronous
 # collectives (see `compiler_options`) have no effect.
 ASYNC_KINDS = ("TPU v5", "TPU v6")

@@ -122,6 +122,7 @@ class TPUCluster:
         refs = [
             actor.start.remote(
                 self.config.as_dict(),
+                address=host.address,
                 coordinator=f"{address}:{port}",
                 processes=len(self.hosts),
                 heartbeat=self.heartbeat,

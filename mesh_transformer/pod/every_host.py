@@ -36,7 +36,7 @@ from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import AllRows
-from mesh_transformer.mesh.program import compile_together
+from mesh_transformer.mesh.program import bind_collectives, compile_together
 from mesh_transformer.network import TrainSet
 from mesh_transformer.pod.lockstep import ADVICE, Lockstep
 from mesh_transformer.pod.meeting import Meeting, Place
@@ -407,6 +407,7 @@ def _start_jax(
         _report_aborts(lockstep)
         jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
         bypass_proxy(place.host)
+        bind_collectives(meeting.address)
         with contextlib.suppress(AttributeError):  # a JAX version without this setting
             jax.config.update("jax_check_proxy_envs", False)  # it would warn of `no_proxy`
         port = meeting.coordinator.rpartition(":")[2]

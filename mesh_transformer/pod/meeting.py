@@ -11,6 +11,7 @@ without leaving the meeting is noticed at once, because the operating system clo
 
 import contextlib
 import dataclasses
+import ipaddress
 import json
 import os
 import selectors
@@ -77,6 +78,7 @@ class Meeting:
 
     Attributes:
       place: the place of this process in the run.
+      address: IP address of this process, at which the others can reach it.
       coordinator: "HOST:PORT" of a free port of process 0, for JAX's coordinator.
       hosts: the host name of each process.
     """
@@ -119,6 +121,8 @@ class Meeting:
             self._socket.close()
             lost = f"process 0 at {place.address} ended before all processes were connected"
             raise InputError(answer.get("refused") or f"{lost}; see its output")
+        own = _address(self._socket)
+        self.address: str = answer["welcome"]["address"] if _is_loopback(own) else own
         self.coordinator: str = answer["welcome"]["coordinator"]
         self.hosts: list[str] = answer["welcome"]["hosts"]
 
@@ -264,7 +268,10 @@ class _Hub:
         port = _free_port(self._place)
         hosts = [self._hellos[index]["host"] for index in range(self._place.count)]
         coordinator = f"{self._place.address.rpartition(':')[0]}:{port}"
-        self._broadcast({"welcome": {"coordinator": coordinator, "hosts": hosts}})
+        reached = [_address(connection) for connection, _ in self._members.values()]
+        address = max(reached, key=lambda address: (not _is_loopback(address), address))
+        welcome = {"coordinator": coordinator, "hosts": hosts, "address": address}
+        self._broadcast({"welcome": welcome})
         self._relay()
 
     def _assemble(self) -> str | None:
@@ -483,6 +490,17 @@ def _set_options(connection: socket.socket, heartbeat: int) -> None:
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _address(connection: socket.socket) -> str:
+    """Return the IP address of this end of a connection; "" if it is not a TCP connection."""
+    name = connection.getsockname()
+    return name[0].removeprefix("::ffff:") if isinstance(name, tuple) else ""
+
+
+def _is_loopback(address: str) -> bool:
+    """Return whether only processes on the same machine can use an address; also for ""."""
+    return not address or ipaddress.ip_address(address).is_loopback
 
 
 def _is_closed(connection: socket.socket) -> bool:

@@ -24,7 +24,11 @@ from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import process_rows
-from mesh_transformer.mesh.program import compile_together, use_compilation_cache
+from mesh_transformer.mesh.program import (
+    bind_collectives,
+    compile_together,
+    use_compilation_cache,
+)
 from mesh_transformer.pod.keeper import Copy, receive, send
 from mesh_transformer.pod.shared_folder import create_marker
 from mesh_transformer.pod.steps import StepReport
@@ -124,6 +128,7 @@ class NetworkRunner:
         self,
         config: dict[str, Any],
         *,
+        address: str,
         coordinator: str,
         processes: int,
         heartbeat: int,
@@ -133,6 +138,7 @@ class NetworkRunner:
 
         Args:
           config: the config's keys and values.
+          address: IP address at which the other processes reach this one.
           coordinator: "host:port" where process 0 listens.
           processes: number of processes in the mesh.
           heartbeat: number of silent seconds after which a process is declared dead and all other
@@ -150,6 +156,7 @@ class NetworkRunner:
         if processes > 1:
             jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
             bypass_proxy(coordinator.rpartition(":")[0])
+            bind_collectives(address)
             jax.distributed.initialize(
                 coordinator,
                 num_processes=processes,

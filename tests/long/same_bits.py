@@ -63,6 +63,7 @@ def work(task: dict[str, Any]) -> None:
     runner = NetworkRunner(task["rank"])
     runner.start(
         config.as_dict(),
+        address="127.0.0.1",
         coordinator=task["coordinator"],
         processes=task["processes"],
         heartbeat=60,

@@ -81,6 +81,23 @@ def test_all_receive_the_same_news_in_the_same_order(host):
     leave(meetings)
 
 
+def test_a_process_knows_the_address_at_which_the_others_reach_it():
+    for host in ("127.0.0.1", "127.0.0.2", own_address()):
+        meetings = meet(2, host)
+        assert {member.address for member in meetings} == {host}
+        for member in meetings:
+            member.listen([].append)
+        leave(meetings)
+
+
+def own_address() -> str:
+    """Return an address of this machine that is not a loopback address, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
 def test_a_process_that_ends_without_notice_is_named():
     meetings = meet(3)
     received: list[list[Any]] = [[] for _ in meetings]

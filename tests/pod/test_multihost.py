@@ -1,5 +1,6 @@
 """Several processes that form one mesh, without Ray, compute the same as one process."""
 
+import subprocess
 from typing import Any
 
 import jax
@@ -45,6 +46,16 @@ def one_process(
         metrics = network.train(sample)
         steps.append({k: float(v) for k, v in metrics.items()})
     return network, steps
+
+
+@pytest.mark.slow
+def test_a_machine_needs_no_name_that_can_be_looked_up(tmp_path):
+    """Gloo would look it up, and refuse to start."""
+    name = "nameless.invalid"
+    if subprocess.run(["unshare", "--uts", "hostname", name], check=False).returncode:
+        pytest.skip("not root, so a process cannot have a host name of its own")
+    config = VALUES | {"layers": 1, "tpu_size": 2, "cores_per_replica": 2}
+    run(tmp_path / "hosts", config, 2, random_batches(Config(**config)), [], hostname=name)
 
 
 @pytest.mark.slow

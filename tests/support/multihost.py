@@ -70,16 +70,19 @@ def started(
     *,
     pipes: bool = False,
     environment: dict[str, str] | None = None,
+    hostname: str = "",
 ) -> Iterator[list[subprocess.Popen]]:
     """Start processes that make these calls; those that still run at the end are killed.
 
     With `pipes`, each has text pipes as standard input and output; else its output is in its log.
-    `environment` has variables that they get besides this process's.
+    `environment` has variables that they get besides this process's.  With `hostname`, which
+    requires root, their machine has this name.
     """
     folder.mkdir()
     np.savez(folder / "batches.npz", **batches)
     port = free_port()
     start = {
+        "address": "127.0.0.1",
         "coordinator": f"127.0.0.1:{port}",
         "processes": hosts,
         "heartbeat": 10,
@@ -99,6 +102,9 @@ def started(
             path = folder / f"{rank}.json"
             path.write_text(json.dumps(spec))
             command = [sys.executable, "-m", "tests.support.host_process", str(path)]
+            if hostname:
+                rename = f'hostname {hostname} && exec "$0" "$@"'
+                command = ["unshare", "--uts", "sh", "-c", rename, *command]
             with (folder / f"{rank}.log").open("w") as log:
                 to, out = (subprocess.PIPE,) * 2 if pipes else (None, log)
                 # This proxy does not answer, because hosts must reach each other without it.
@@ -131,9 +137,10 @@ def run(
     hosts: int,
     batches: dict[str, np.ndarray],
     calls: list[tuple[str, Any]],
+    **options: Any,
 ) -> list[dict[str, np.ndarray]]:
-    """Return the results of each of `hosts` processes."""
-    with started(folder, config, hosts, batches, calls) as processes:
+    """Return the results of each of `hosts` processes; `options` are those of `started`."""
+    with started(folder, config, hosts, batches, calls, **options) as processes:
         for rank, process in enumerate(processes):
             status = process.wait(SECONDS)
             assert status == 0, (folder / f"{rank}.log").read_text()[-3000:]
