@@ -28,6 +28,7 @@ class Batch(Protocol):
     rows: int
     left: np.ndarray
 
+    def bad_weights(self) -> str | None: ...
     def reserve(self, positions: int) -> None: ...
     def insert(
         self,

@@ -25,15 +25,17 @@ from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
 from mesh_transformer.generation.prompts import check_pooled
 from mesh_transformer.generation.speculation import draft_config
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.device_order import first_devices
 from mesh_transformer.mesh.devices import fit_to_devices, make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows, limit_in_flight, process_rows
+from mesh_transformer.mesh.program import check_not_traced
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import step as steps
-from mesh_transformer.util import InputError, UncountedWarning
+from mesh_transformer.util import InputError, NonFiniteError, UncountedWarning
 
 
 class CausalTransformer:
@@ -82,6 +84,7 @@ class CausalTransformer:
         self._folder: str | None = None  # the folder of `_checkpoints`, as the caller passed it
         self.step = 0  # a copy on the host; reading the step in `state` would wait for the device
         self._replaced = True  # whether `init` or `load` came after the last `save` or `restore`
+        self._unchecked = False  # whether loaded weights may be NaN
         self.state: steps.State | None = None
         self._base: adapters.Base | None = None  # the base model that the adapters are trained on
         if init:
@@ -90,11 +93,7 @@ class CausalTransformer:
     if not TYPE_CHECKING:  # A type checker should know only the attributes that exist.
 
         def __getattr__(self, name: str) -> Any:
-            """Raise AttributeError.
-
-            If the original mesh-transformer-jax had an attribute `name`, the message names its
-            replacement.
-            """
+            """Raise AttributeError, which names the replacement of an original attribute."""
             if line := old_names.error_line(f"{__name__}.CausalTransformer.{name}"):
                 raise AttributeError(line)
             return object.__getattribute__(self, name)  # raises the usual error
@@ -113,7 +112,7 @@ class CausalTransformer:
         self._generator = self._generator.of_next_params()
         key = jax.random.key(self.config.seed)
         self.state = steps.compile_init(self.config, self.mesh)(key)
-        self.step, self._replaced = 0, True
+        self.step, self._replaced, self._unchecked = 0, True, False
 
     @property
     def dp(self) -> int:
@@ -134,10 +133,9 @@ class CausalTransformer:
     def noise_batches(self) -> tuple[int, int]:
         """The batch sizes (small, big), in sequences, for estimating the gradient noise scale.
 
-        In the metrics that `train` returns, `grad_square_micro` is the mean squared norm of the
-        gradients of small batches, and `grad_norm` is the norm of the gradient of one big batch.  A
-        small batch is one replica's part of a microbatch (with ZeRO 3, the whole microbatch).  A
-        big batch has all sequences of an update, after the ramp of `batch_ramp_steps`.
+        Of the metrics of `train`, `grad_square_micro` is that of small batches: one replica's part
+        of a microbatch (with ZeRO 3, the whole microbatch).  `grad_norm` is that of a big batch:
+        all sequences of an update, after the ramp of `batch_ramp_steps`.
         """
         replicas = steps.gradient_replicas(self.config, self.mesh)
         accumulation = self.config.gradient_accumulation_steps
@@ -197,6 +195,9 @@ class CausalTransformer:
                 f"expected a multiple of the {self._rows.multiple} replicas"
             )
         state = self._loaded()
+        if self._unchecked and (bad := describe_bad_weights(self._params(), self.mesh)):
+            raise NonFiniteError(f"train: {bad}; train from other weights")
+        self._unchecked = False
         self._generator.drop_weights()
         if "opt_state" not in state:
             state["opt_state"] = self._fresh_moments(state)
@@ -233,8 +234,11 @@ class CausalTransformer:
         """Return the next-token logits f32 [B, T, n_vocab] at each position of `tokens` [B, T]."""
         tokens = check_tokens(self.config, "tokens", tokens, 2)
         rows = self._eval_rows
-        logits = self._logits(self._params(), rows.place(rows.pad(tokens), P("dp")))
-        return rows.fetch(logits.block_until_ready(), len(tokens))
+        outputs = self._logits(self._params(), rows.place(rows.pad(tokens), P("dp")))
+        logits, finite = (rows.fetch(x, len(tokens)) for x in jax.block_until_ready(outputs))
+        with blaming(lambda: self._generator.bad_weights(self._params())):
+            check_finite((np.where(finite, 0, np.nan),), "logits")
+        return logits
 
     def score(
         self,
@@ -314,6 +318,7 @@ class CausalTransformer:
 
         Raises:
           InputError: for an invalid argument or option.
+          NonFiniteError: if the model's logits are NaN or infinite.
         """
         return self._generator.generate(
             self._own_params(), ctx, ctx_length, gen_length, sampler_options or {}
@@ -383,10 +388,9 @@ class CausalTransformer:
         """Start saving the state in the background, to `folder`/step_N, where N is `step`.
 
         Call `wait` to be sure that the save has succeeded.  A single process that ends waits, too,
-        but a failure does not change its exit status.  If `step` was saved to this folder or
-        restored from it in the last call of `save` or `restore`, and `init` or `load` did not
-        follow, nothing is saved.  If the config sets `lora_rank`, the base model's parameters are
-        not saved, only its path and checksums.
+        but a failure does not change its exit status.  Nothing is saved if the last call of `save`
+        or `restore` was for this folder and step, and `init` or `load` did not follow.  If the
+        config sets `lora_rank`, only the path and checksums of the base model are saved.
 
         Args:
           aux: JSON values to save with the state; `restore` returns them in its dict.  For the
@@ -485,7 +489,7 @@ class CausalTransformer:
             frozen, self._base = loading.load_base(where, self.config, self.mesh, places, recorded)
         self._generator = self._generator.of_next_params()
         self.state = steps.padded(state | {"frozen": frozen}, self.config, self.mesh)
-        self.step, self._replaced = step, False
+        self.step, self._replaced, self._unchecked = step, False, True
 
     def load(
         self, path: AnyPath | Source, *, fresh_opt: bool = False, only_params: bool = False
@@ -516,7 +520,7 @@ class CausalTransformer:
             state["opt_state"] = self._fresh_moments(state)
         zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
         self._generator = self._generator.of_next_params()
-        self.step, self._base, self._replaced = 0, loaded.base, True
+        self.step, self._base, self._replaced, self._unchecked = 0, loaded.base, True, True
         self.state = state | {"step": zero} | self._fresh_history()
 
     def _fresh_history(self) -> steps.State:
@@ -535,6 +539,7 @@ class CausalTransformer:
         return self._checkpoints
 
     def _loaded(self) -> steps.State:
+        check_not_traced()
         if self.state is None:
             raise InputError("the model has no weights yet; call init, restore or load")
         return self.state
@@ -544,7 +549,7 @@ class CausalTransformer:
 
         After `only_generate` there is no state, but the generator keeps its copy of the weights.
         """
-        return None if self.state is None else steps.all_params(self.state)
+        return None if self.state is None else self._params()
 
     def _params(self) -> Any:
         return steps.all_params(self._loaded())
@@ -587,10 +592,5 @@ def load(
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
 
     def __getattr__(name: str) -> Any:
-        """Return the replacement for `name`, which the original mesh-transformer-jax defined here.
-
-        Raises:
-          ImportError: if no object replaces `name`; the message says what to use instead.
-          AttributeError: if the original module did not have this name either.
-        """
+        """Return the replacement of an original name; see `old_names.find`."""
         return old_names.find(__name__, name)

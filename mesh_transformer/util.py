@@ -57,6 +57,10 @@ class DamagedError(InputError):
         return self.args[0]
 
 
+class NonFiniteError(InputError, ArithmeticError):
+    """The model's results are NaN or infinite, as a rule because its weights are."""
+
+
 class UncountedWarning(UserWarning):
     """No target of a training batch counts in the loss, so that its update is skipped."""
 

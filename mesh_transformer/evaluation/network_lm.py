@@ -20,6 +20,7 @@ from mesh_transformer.data.special_tokens import (
     start_token,
     with_beginning,
 )
+from mesh_transformer.generation.finite import check_finite
 from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.network import Network
@@ -156,6 +157,7 @@ class NetworkLM(TemplateLM):
 
         def read(group: Sequence[int], scored: dict[str, Any]) -> None:
             loss_BT, correct_BT = (np.asarray(scored[key]) for key in ("all_loss", "correct"))
+            check_finite((loss_BT,), "losses")
             for row, index in enumerate(group):
                 end = len(texts[index]) - 1
                 span = slice(end - sizes[index], end)

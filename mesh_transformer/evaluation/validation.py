@@ -15,6 +15,7 @@ from mesh_transformer.data.in_memory import InOrder
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import harness
+from mesh_transformer.generation.finite import check_finite
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.util import InputError
 
@@ -58,9 +59,14 @@ class Scores:
           losses: the result of `TrainableNetwork.eval` for this batch.
           bytes_of: the number of bytes of each token id's text, [n_vocab]; None: bytes are not
             counted.
+
+        Raises:
+          NonFiniteError: if a loss is NaN or infinite.
         """
         mask = np.asarray(sample.get("loss_mask", np.ones(sample["obs"].shape)), bool)
-        self.nats += float(np.asarray(losses["all_loss"], np.float64)[mask].sum())
+        nats = np.asarray(losses["all_loss"], np.float64)[mask]
+        check_finite((nats,), "losses")
+        self.nats += float(nats.sum())
         self.tokens += int(mask.sum())
         self.correct += int(np.asarray(losses["correct"])[mask].sum())
         if bytes_of is not None:

@@ -18,6 +18,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.blocks import Chunks, Pool, most_slots
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
+from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
 from mesh_transformer.generation.prompts import (
     check_adapters,
     check_biases,
@@ -180,6 +181,8 @@ class Generator:
         compute = self._score(max(alternatives, 1), text is not None)
         scored = compute(weights, placed[:, :-1], placed[:, 1:], text, number)
         scored = jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
+        with blaming(self.bad_weights):
+            check_finite((scored.logprob, scored.top_logprob), "logits")
         return scored._replace(
             top_token=scored.top_token[..., :alternatives],
             top_logprob=scored.top_logprob[..., :alternatives],
@@ -197,7 +200,23 @@ class Generator:
         check_adapters(adapter, len(self.adapters))
         rows = [self.rows.place(self.rows.pad(x), P("dp")) for x in (tokens, lengths)]
         vectors = self._embed(pooling)(self.weights(params), *rows, np.array([adapter], np.int32))
-        return np.asarray(self.rows.fetch(vectors, len(tokens)))
+        result = np.asarray(self.rows.fetch(vectors, len(tokens)))
+        with blaming(self.bad_weights):
+            check_finite((result,), "vectors")
+        return result
+
+    def bad_weights(self, weights: Any = None, *, together: bool = False) -> str | None:
+        """Name the weights that are not finite; see `describe_bad_weights`.
+
+        Args:
+          weights: the weights (default: those that were used last).
+          together: whether all processes make this call.  If not, and there are several, the result
+            is None, which stands for unknown.
+        """
+        if not (self.rows.alone or together):
+            return None
+        weights = self.weights(None) if weights is None else weights
+        return describe_bad_weights(weights, self.mesh)
 
     def _text(self, weights: Weights, tokens: np.ndarray, adapter: np.ndarray) -> decode.Before:
         """Return the keys and values of the text that all rows follow, token ids [T]."""
@@ -454,6 +473,10 @@ class Batch:
         places = np.concatenate(groups)
         order = np.argsort(places)[np.count_nonzero(places < 0) :]
         return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *results)
+
+    def bad_weights(self, *, together: bool = False) -> str | None:
+        """Name the weights that are not finite; see `Generator.bad_weights`."""
+        return self._generator.bad_weights(self._weights, together=together)
 
     def release(self, rows: Sequence[int] | np.ndarray) -> None:
         """Make `rows` idle, so that they generate no more tokens."""

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Config
+from mesh_transformer.generation.finite import tokens_or_none
 from mesh_transformer.generation.forward import context_of, forward, full_logits, own_logits
 from mesh_transformer.generation.sampling import (
     SamplerSettings,
@@ -68,7 +69,7 @@ class Chosen(NamedTuple):
     settings.
     """
 
-    token: Any  # [B], or [B, M]
+    token: Any  # [B], or [B, M]; `finite.NO_TOKEN` where the logits are not finite
     logprob: Any = None  # of `token`, in nats
     top_token: Any = None  # the most likely tokens, [..., N]
     top_logprob: Any = None  # of `top_token`, in nats
@@ -312,6 +313,7 @@ def prefill(
     generated_P = jnp.zeros_like(length_P)
     count_PV = jnp.zeros((count, config.n_vocab), jnp.int32)
     token_P = choose(logits_PV, settings, generated_P, lambda: (seen_PV, count_PV), allowed_PW)
+    token_P = tokens_or_none(token_P, logits_PV)
     answered_PV = seen_PV.at[prompt_rows[:, 0], token_P].set(True)
     counted_PV = count_PV.at[prompt_rows[:, 0], token_P].set(1)
     history_BS = put(state.history_BS, tokens_PS, slice(slots))
@@ -413,6 +415,7 @@ def _step(
     )
     x_BTD, caches = _append(weights, state, tokens_BT, active_B, config, par)
     logits_NV = full_logits(weights, x_BTD, config, par)  # N: all positions of all rows
+    own_NV = logits_NV
     if config.n_vocab != state.seen_BV.shape[1]:  # a draft's, which has other padding
         more = state.seen_BV.shape[1] - config.n_vocab
         logits_NV = jax.lax.pad(logits_NV, -jnp.inf, ((0, 0, 0), (0, more, 0)))
@@ -435,7 +438,7 @@ def _step(
         occurrences,
         None if allowed_BW is None else jnp.repeat(allowed_BW, 1 + guesses, axis=0),
     )
-    chosen_BT = chosen_N.reshape(tokens_BT.shape)
+    chosen_BT = tokens_or_none(chosen_N, own_NV).reshape(tokens_BT.shape)
     added_B = active_B.astype(jnp.int32)
     if guesses:
         right_BG = jnp.cumprod(chosen_BT[:, :-1] == guess_BG, axis=1, dtype=jnp.int32)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from mesh_transformer.generation.finite import blaming, check_tokens_chosen
 from mesh_transformer.generation.sampling import SamplerSettings
 
 MOST_STEPS = 32  # maximum number of steps per decode call
@@ -35,14 +36,23 @@ def stream_tokens(
       seconds: target duration of a decode call in seconds, to which n is adapted; None decodes
         `most` tokens per call.
       insert: function to call instead of `batch.insert`.
+
+    Raises:
+      NonFiniteError: if the model's logits are NaN or infinite.
     """
     count = len(prompts)
+
+    def checked(tokens: np.ndarray) -> np.ndarray:
+        with blaming(lambda: batch.bad_weights()):
+            check_tokens_chosen(tokens)
+        return tokens
+
     first = (insert or batch.insert)(range(count), prompts, lengths, settings)
-    yield first.token[:, None]
+    yield checked(first.token[:, None])
     steps = most if seconds is None else 1
     while left := int(batch.left[:count].max()):
         steps, began = min(steps, left, most), time.perf_counter()
         tokens = batch.decode(steps).token[:count]
         if seconds is not None:
             steps = max(int(steps * seconds / (time.perf_counter() - began)), 1)
-        yield tokens
+        yield checked(tokens)

@@ -14,7 +14,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto, Manual, Parallel
 from mesh_transformer.mesh.virtual import virtual, virtual_mesh
-from mesh_transformer.util import cache_folder
+from mesh_transformer.util import InputError, cache_folder
 
 COMPILE_SECONDS = 3600  # the longest time that one process waits for another's compilation
 CACHE_VARIABLE = "MESH_TRANSFORMER_CACHE"
@@ -116,6 +116,25 @@ def bind_collectives(address: str) -> None:
     except (ImportError, AttributeError):
         return
     module.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+
+
+def check_not_traced() -> None:
+    """Raise InputError inside `jax.grad`, `jax.jit` or another transformation of a function.
+
+    The programs of a network would run there as usual, but without gradients for its parameters,
+    which are no arguments of the function.  JAX has no public function that tells; in a version
+    without the private one, nothing is checked.
+    """
+    try:
+        from jax._src.core import trace_state_clean
+    except ImportError:
+        return
+    if not trace_state_clean():
+        raise InputError(
+            "jax.grad, jax.jit and other transformations take the weights of a network for "
+            "constants; use mesh_transformer.model.transformer.logits(params, tokens, config, par) "
+            "with params = network.state['params'] and par = mesh_transformer.mesh.parallel.Auto()"
+        )
 
 
 # TPUs with a separate engine for collectives.  On older TPUs, the options for asynchronous

@@ -80,6 +80,10 @@ class ClusterBatch:
         self._cluster, self._guesses = cluster, guesses
         cluster.call("batch", *[(len(own), pool, guesses) for own in self._host_rows])
 
+    def bad_weights(self) -> str | None:
+        """Name the weights that are not finite; see `Generator.bad_weights`."""
+        return self._call("bad_weights")[0]
+
     def reserve(self, positions: int) -> None:
         """Grow the KV cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
         self._call("reserve", *[(positions,)] * len(self._host_rows))

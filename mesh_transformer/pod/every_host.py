@@ -214,6 +214,10 @@ class _Batch:
     def left(self) -> np.ndarray:
         return self._batch.left
 
+    def bad_weights(self) -> str | None:
+        with self._call():
+            return self._batch.bad_weights(together=True)
+
     def reserve(self, positions: int) -> None:
         with self._call():
             self._batch.reserve(positions)

@@ -277,6 +277,11 @@ class NetworkRunner:
         self._batch = self._started.batch(rows, pool, guesses)
 
     @_one_line_errors
+    def bad_weights(self) -> str | None:
+        """Name the weights that are not finite; all processes make this call."""
+        return self._running.bad_weights(together=True)
+
+    @_one_line_errors
     def reserve(self, positions: int) -> None:
         """Grow the KV cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
         self._running.reserve(positions)

@@ -14,6 +14,7 @@ from mesh_transformer.serving.engine import (
     StoppedEngineError,
 )
 from mesh_transformer.serving.errors import ApiError
+from mesh_transformer.util import NonFiniteError
 
 Name = TypeVar("Name")
 QUEUE_FULL = "queue_full"  # the code of an error
@@ -53,14 +54,15 @@ def submit(engine: Engine, requests: Sequence[Request]) -> None:
     """Submit requests to the engine.
 
     Raises:
-      ApiError: if the engine's queue is full (status 429), or the engine has stopped (503).
+      ApiError: if the engine's queue is full (status 429), the engine has stopped (503), or the
+        weights are not finite (500).
     """
     try:
         engine.submit(requests)
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_after)}
         raise ApiError(429, str(error), code=QUEUE_FULL, headers=headers) from None
-    except StoppedEngineError as error:
+    except (StoppedEngineError, NonFiniteError) as error:
         raise failed(error) from None
 
 
@@ -71,4 +73,6 @@ def failed(error: Exception) -> ApiError:
     if isinstance(error, ConstraintError):
         message = f"response_format: {error}; change the schema"
         return ApiError(400, message, param="response_format")
+    if isinstance(error, NonFiniteError):
+        return ApiError(500, str(error))
     return ApiError(500, "the model failed; send the request again")

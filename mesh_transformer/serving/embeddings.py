@@ -120,7 +120,8 @@ class Embeddings:
     def _encoded(self, vector: np.ndarray | None) -> list[float] | str:
         """Scale a vector to length 1, and return its numbers, or their little-endian f32 bytes."""
         assert vector is not None
-        unit = (vector / max(np.linalg.norm(vector), 1e-12)).astype("<f4")
+        exact = vector.astype(np.float64)  # the squares of f32 numbers can overflow
+        unit = (exact / max(np.linalg.norm(exact), 1e-12)).astype("<f4")
         return base64.b64encode(unit.tobytes()).decode() if self._in_base64 else unit.tolist()
 
     def usage(self) -> dict[str, Any]:

@@ -17,12 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.generation.blocks import of_adapter
+from mesh_transformer.generation.finite import NO_TOKEN
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
@@ -34,8 +35,16 @@ from mesh_transformer.serving.prefill import (
     Prefiller,
     allowed_in,
 )
+from mesh_transformer.serving.progress import (
+    Constraint,
+    ConstraintError,
+    Progress,
+    Token,
+    part_of,
+    tokens_of,
+)
 from mesh_transformer.serving.speculation import Speculation
-from mesh_transformer.util import bucket, start_thread
+from mesh_transformer.util import NonFiniteError, bucket, start_thread
 
 STOPPING = "the server is stopping"
 # While requests run, chunks take at most this share of a decode call's time, as far as possible,
@@ -44,64 +53,6 @@ CHUNK_SHARE = 0.75
 STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as stalled
 
 log = logging.getLogger(__name__)
-
-
-class Token(NamedTuple):
-    """A token and, if requested, its logprob and the most likely tokens at its position.
-
-    Attributes:
-      number: the token's id.
-      logprob: the token's log probability; None if not requested, and for a prompt's first token.
-      top: (token id, logprob) pairs of the most likely tokens, most likely first.
-    """
-
-    number: int
-    logprob: float | None = None  # in nats
-    top: tuple[tuple[int, float], ...] = ()  # tokens and their logprobs, most likely first
-
-
-class Progress(NamedTuple):
-    """An update on a running request, delivered by the engine.
-
-    Attributes:
-      tokens: newly generated tokens.
-      prompt: the prompt's tokens with their logprobs.  None if the request does not set `score`,
-        and in all updates but the first.
-      vector: the prompt's vector, f32 [D], if the request sets `embed`.
-      ended: whether this is the last update of the request.
-      complete: whether the request's constraint lets no token follow.
-      error: the exception that has ended the request, or None.
-    """
-
-    tokens: Sequence[Token] = ()
-    prompt: list[Token] | None = None
-    vector: np.ndarray | None = None
-    ended: bool = False
-    complete: bool = False
-    error: Exception | None = None
-
-
-class Constraint(Protocol):
-    """Which tokens may come next in an answer.
-
-    Attributes:
-      allowed: the tokens that may come next, as bits of uint32 words [W]: for token t, bit t mod 32
-        of word t // 32.
-    """
-
-    allowed: np.ndarray
-
-    def add(self, token: int) -> bool:
-        """Add a token to the answer, and return whether no token may follow.
-
-        Raises:
-          ConstraintError: if the answer cannot be continued.
-        """
-        ...
-
-
-class ConstraintError(Exception):
-    """The constraint of an answer cannot be met."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -237,6 +188,7 @@ class Engine:
         )
         self._prefiller = self._new_prefiller()
         self.failure: Exception | None = None
+        self._bad_weights: str | None = None  # "" if they are finite; None if nobody has looked
         self._metrics = metrics
         self._waiting: collections.deque[Request] = collections.deque()
         self._admitted: list[Request] = []  # taken from the queue, but not yet in a row
@@ -267,9 +219,9 @@ class Engine:
 
     @property
     def health_problem(self) -> str | None:
-        """Why the network cannot answer now (a failure or a stall), or None if it can."""
-        if self.failure is not None:
-            return str(self.failure)
+        """Why the network cannot answer now (it failed, stalls or is not finite), or None."""
+        if self.failure is not None or self._bad_weights:
+            return str(self.failure or self._bad_weights)
         began = self._turn_began
         seconds = 0.0 if began is None else time.monotonic() - began
         if seconds <= self.stall_seconds:
@@ -285,9 +237,13 @@ class Engine:
         config = self.network.config
         widths = sorted({bucket(n, MIN_WIDTH, config.seq) for n in range(1, config.seq + 1)})
         for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
-            self._score_text(np.zeros(width, np.int32))
-            if self.pooling is not None:
-                self._vector(np.zeros(width, np.int32))
+            try:
+                self._score_text(np.zeros(width, np.int32))
+                if self.pooling is not None:
+                    self._vector(np.zeros(width, np.int32))
+            except NonFiniteError:
+                log.error("%s; requests will get this error", self._not_finite())
+                break
         self._prefiller.warm_up()
         # In fixed shapes, a request for logprobs must not change the program of the others.
         for alternatives in (ALTERNATIVES,) if self._fixed else (None, ALTERNATIVES):
@@ -298,9 +254,12 @@ class Engine:
         """Put all of the requests in the queue, or none of them.
 
         Raises:
+          NonFiniteError: if the weights are known to be NaN or infinite.
           QueueFullError: if there is no room for all of the requests.
           StoppedEngineError: if the engine accepts no more requests.
         """
+        if self._bad_weights:
+            raise self._not_finite()
         with self._wake:
             if self._closing or self.failure is not None:
                 raise StoppedEngineError(STOPPING)
@@ -451,9 +410,13 @@ class Engine:
 
         A request that must also generate tokens is put back at the front of the queue.
         """
-        scores = self._score_text(request.prompt, request.settings.adapter)
         self._metrics.prompt_tokens(len(request.prompt))
-        prompt = [Token(int(request.prompt[0])), *_tokens(scores)]
+        try:
+            scores = self._score_text(request.prompt, request.settings.adapter)
+        except NonFiniteError:
+            self._deliver(request, Progress(ended=True, error=self._not_finite()))
+            return
+        prompt = [Token(int(request.prompt[0])), *tokens_of(scores)]
         self._deliver(request, Progress(prompt=prompt, ended=request.length == 0))
         request.score = False
         if request.length and not request.cancelled:
@@ -463,9 +426,13 @@ class Engine:
     def _embed(self, request: Request) -> None:
         """Deliver the prompt's vector."""
         self._metrics.prompt_tokens(len(request.prompt))
-        vector = self._vector(request.prompt, request.settings.adapter)
+        vector, error = None, None
+        try:
+            vector = self._vector(request.prompt, request.settings.adapter)
+        except NonFiniteError:
+            error = self._not_finite()
         self._finished.append(time.perf_counter())
-        self._deliver(request, Progress(vector=vector, ended=True))
+        self._deliver(request, Progress(vector=vector, ended=True, error=error))
 
     def _vector(self, text: np.ndarray, adapter: int = 0) -> np.ndarray:
         """Return the vector of token ids [T], f32 [D]."""
@@ -480,7 +447,7 @@ class Engine:
         padded = np.zeros((1, width + 1), np.int32)
         padded[0, : len(text)] = text
         scored = self.network.score(padded, ALTERNATIVES, adapter=adapter)
-        return _part(scored, (0, slice(len(text) - 1)))
+        return part_of(scored, (0, slice(len(text) - 1)))
 
     def _prefill(self, admitted: list[Request]) -> None:
         """Put requests into free batch rows, and deliver the first token of each answer."""
@@ -492,7 +459,7 @@ class Engine:
             [request.constraint for request in admitted],
         )
         for index, request in enumerate(admitted):
-            self._begin_answer(request, _tokens(_part(chosen, slice(index, index + 1))))
+            self._begin_answer(request, tokens_of(part_of(chosen, slice(index, index + 1))))
 
     def _fill(self) -> None:
         """Insert the next chunks of prompts; after a prompt's last one, deliver its first token."""
@@ -515,7 +482,7 @@ class Engine:
             if chosen is None:
                 self._filling.append(request)
             else:
-                self._begin_answer(request, _tokens(chosen))
+                self._begin_answer(request, tokens_of(chosen))
             if left <= 0:
                 break
 
@@ -547,14 +514,17 @@ class Engine:
         self._speculation.observe(speculate, seconds, steps, full)
         self._metrics.decode(seconds, steps)
         for row, request in list(self._active.items()):
-            self._advance(row, request, _tokens(_part(chosen, (row, slice(made[row])))))
+            self._advance(row, request, tokens_of(part_of(chosen, (row, slice(made[row])))))
 
     def _advance(self, row: int, request: Request, tokens: list[Token]) -> None:
         """Deliver a row's new tokens, and free the row if its request has ended."""
         ends = [end for end, token in enumerate(tokens, 1) if token.number in request.stop]
         tokens = tokens[: min(ends, default=None)]
+        error: Exception | None = None
+        complete = False
+        if any(token.number == NO_TOKEN for token in tokens):
+            tokens, error = [], self._not_finite()
         request.generated += len(tokens)
-        error, complete = None, False
         if request.constraint is not None and not ends:
             try:
                 for token in tokens:
@@ -570,6 +540,13 @@ class Engine:
             tokens = [Token(token.number) for token in tokens]
         self._deliver(request, Progress(tokens, ended=ended, complete=complete, error=error))
 
+    def _not_finite(self) -> NonFiniteError:
+        """Return the error of a request for which the network's results are not finite."""
+        if self._bad_weights is None:
+            self._bad_weights = self._prefiller.batch.bad_weights() or ""
+        cause = self._bad_weights or "an activation has overflowed; change the prompt"
+        return NonFiniteError(f"the model's results are NaN or infinite: {cause}")
+
     def _free(self, row: int) -> None:
         """Remove the request from a batch row, and make the row idle so that it can be reused."""
         del self._active[row]
@@ -581,20 +558,3 @@ class Engine:
             self._free(row)
         self._prefiller.release([request.row for request in self._filling if request.cancelled])
         self._filling = collections.deque(r for r in self._filling if not r.cancelled)
-
-
-def _part(chosen: Any, index: Any) -> Any:
-    """Return a `Chosen` tuple with `x[index]` in place of each array x of `chosen`."""
-    return type(chosen)(*(None if x is None else x[index] for x in chosen))
-
-
-def _tokens(chosen: Any) -> list[Token]:
-    """Convert a `Chosen` tuple of arrays [M] or [M, N] to a list of M `Token` objects."""
-    if chosen.logprob is None:
-        return [Token(number) for number in chosen.token.tolist()]
-    tops = zip(chosen.top_token.tolist(), chosen.top_logprob.tolist(), strict=True)
-    numbers, logprobs = chosen.token.tolist(), chosen.logprob.tolist()
-    return [
-        Token(number, logprob, tuple(zip(*top, strict=True)))
-        for number, logprob, top in zip(numbers, logprobs, tops, strict=True)
-    ]

@@ -7,6 +7,7 @@ single process and on a TPU pod.
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ from mesh_transformer.util import (
     DamagedError,
     HostError,
     InputError,
+    NonFiniteError,
     StoppedError,
     UncountedWarning,
 )
@@ -340,7 +342,7 @@ class _Run:
                     self._score(unscored, received)
                 while self.network.step < self.total and not (received or self.best.is_over):
                     self._step(received)
-            except StoppedError:  # a non-finite loss or lost hosts: do not save
+            except (StoppedError, NonFiniteError):  # not finite, or lost hosts: do not save
                 raise
             except Exception as error:
                 if self.agreement.can_save(error):
@@ -488,10 +490,16 @@ class _Run:
                 task_scores = harness.metric_values(results)
                 scores |= {f"eval/{name}": value for name, value in task_scores.items()}
                 summary += [f"{name} {value:.4f}" for name, value in task_scores.items()]
-            newest = newest | scores
-            is_best = self.best.add(self.network.step, newest)
+            is_best = self.best.add(self.network.step, newest | scores)
+            # NaN, the loss of a set without tokens, is not JSON.
+            newest = newest | {k: score for k, score in scores.items() if math.isfinite(score)}
         except validation.StoppedScoringError:
             summary = []
+        except NonFiniteError as error:
+            raise StoppedError(
+                f"step {self.network.step}: validation: {error}{self.rows.unsaved}; lower lr, or "
+                "check the data"
+            ) from None
         finally:
             self.ledger.switch(kind)
             self._log([newest])

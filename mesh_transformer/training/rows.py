@@ -39,6 +39,7 @@ class MetricsRows:
       saved: what `state` returned when the run that continues was saved; other entries are ignored.
 
     Attributes:
+      unsaved: as above.
       peak: total peak FLOP/s of the devices; None if unknown.
     """
 
@@ -51,7 +52,7 @@ class MetricsRows:
         saved: dict[str, Any],
     ):
         self.config, self.peak = network.config, network.peak_flops
-        self._network, self._ledger, self._unsaved, self._report = network, ledger, unsaved, report
+        self._network, self._ledger, self.unsaved, self._report = network, ledger, unsaved, report
         self._skipped = {"total": 0, "in_row": 0} | saved.get("skipped", {})  # numbers of updates
         self._noise = NoiseScale(self.config.noise_scale_alpha, *network.noise_batches)
         if "noise" in saved:
@@ -117,4 +118,4 @@ class MetricsRows:
             count = self._skipped["in_row"]
             check = "lower lr, or check the data" if values["counted"] else "check the loss masks"
             remedy = f"{count} updates in a row were skipped; {check}"
-        raise StoppedError(f"{problem}{self._unsaved}; {remedy}")
+        raise StoppedError(f"{problem}{self.unsaved}; {remedy}")

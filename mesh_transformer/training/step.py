@@ -412,10 +412,14 @@ def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[
     }
 
 
-def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> Array:
-    """Return the next-token logits [B, T, V], in f32, after each of `tokens` [B, T]."""
+def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> tuple[Array, Array]:
+    """Return the next-token logits [B, T, V], in f32, after each of `tokens` [B, T].
+
+    Also returns whether all logits of each row are finite, [B].
+    """
     params = par.compute_copy(params, transformer.declarations(config), config.dtype)
-    return par.gather(transformer.logits(params, tokens, config, par))[..., : config.n_vocab]
+    logits = par.gather(transformer.logits(params, tokens, config, par))[..., : config.n_vocab]
+    return logits, jnp.isfinite(logits).all(axis=(1, 2))
 
 
 def check_zero(config: Config, mesh: Mesh) -> None:
@@ -468,8 +472,8 @@ def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
 
 
 def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
-    """Return a compiled `logits_step` for the mesh: a function (params, tokens) -> logits."""
-    return _compile_forward(logits_step, config, mesh, P("dp"))
+    """Return a compiled `logits_step` for the mesh: a function (params, tokens) -> its results."""
+    return _compile_forward(logits_step, config, mesh, (P("dp"), P("dp")))
 
 
 def _compile_forward(

@@ -1,0 +1,163 @@
+"""Weights that are NaN or infinite: an error that names them, wherever results would show it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mesh_transformer
+from mesh_transformer.generation.blocks import BLOCK, Chunks, Pool
+from mesh_transformer.generation.finite import NO_TOKEN
+from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import transformer
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError, NonFiniteError
+from tests.conftest import SMALL, random_batch
+
+TOKEN = 9  # the token whose embedding `with_bad_token` damages
+BAD = [np.nan, np.inf, -np.inf]
+WAYS = {
+    "one device": (1, 1, {}),
+    "shard_map": (2, 4, {}),
+    "jit": (2, 2, {"partitioning": "jit", "zero": 1}),
+    "offload": (1, 2, {"offload": "params"}),
+    "int8": (1, 1, {"weight_bits": 8, "int8_cache": True}),
+}
+
+
+def network_of(way: str, **changes: Any) -> CausalTransformer:
+    dp, mp, own = WAYS[way]
+    sizes = {"layers": 2, "cores_per_replica": mp, "tpu_size": dp * mp, "total_steps": 3}
+    return CausalTransformer(SMALL | sizes | own | changes, devices=jax.devices()[: dp * mp])
+
+
+def damaged(network: CausalTransformer, value: float, seed: int = 0) -> str:
+    """Put a value into a random place of a random matrix of the layers; return its name."""
+    assert network.state is not None
+    params, rng = network.state["params"], np.random.default_rng(seed)
+    paths, tree = jax.tree.flatten_with_path(params)
+    places = [i for i, (path, x) in enumerate(paths) if path[0].key == "layers" and x.ndim > 2]
+    place = int(rng.choice(places))
+    leaves = [x for _, x in paths]
+    changed = np.array(leaves[place])
+    changed[tuple(rng.integers(changed.shape))] = value
+    leaves[place] = jax.device_put(changed, leaves[place].sharding)
+    network.state["params"] = jax.tree.unflatten(tree, leaves)
+    return jax.tree_util.keystr(paths[place][0], simple=True, separator="/")
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", BAD)
+def test_results_of_such_weights_are_an_error_that_names_them(way, value):
+    network = network_of(way)
+    name = damaged(network, value, seed=len(way))
+    tokens = np.random.default_rng(0).integers(0, network.config.n_vocab, (2, 8))
+    calls = {
+        "generate": lambda: network.generate(tokens, [8, 5], 4),
+        "greedy": lambda: network.generate(tokens, [8, 5], 4, {"temp": 0}),
+        "score": lambda: network.score(tokens, 3),
+        "logits": lambda: network.logits(tokens),
+        "embed": lambda: network.embed(tokens, [8, 3]),
+    }
+    for what, call in calls.items():
+        with pytest.raises(NonFiniteError, match=r"model's .* are NaN or infinite: ") as error:
+            call()
+        assert isinstance(error.value, ArithmeticError), what
+        # Generation unstacks the layers; quantization spreads NaN over a column.
+        assert name.rpartition("/")[2] in str(error.value) or network.config.weight_bits, what
+        assert "of the weights layers/" in str(error.value), what
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("way", ["one device", "shard_map", "offload"])
+def test_training_from_such_weights_blames_them(way, tmp_path, capsys):
+    network = network_of(way, ckpt_every=1)
+    name = damaged(network, np.nan)
+    network.save(str(tmp_path / "bad"))
+    network.close()
+    batch = random_batch(network.config, 1, network.batch_size)
+    loaded = CausalTransformer(network.config, devices=network.mesh.devices.flat, init=False)
+    loaded.load(tmp_path / "bad")
+    with pytest.raises(NonFiniteError, match=f"train: 1 of .* of the weights {name} are NaN"):
+        loaded.train(batch)
+    assert loaded.step == 0
+    data = np.random.default_rng(0).integers(0, network.config.n_vocab, 500)
+    with pytest.raises(NonFiniteError, match=f"of the weights {name} are NaN"):
+        mesh_transformer.fit(loaded, data, tmp_path / "model")
+    assert not list((tmp_path / "model").glob("step_*"))
+    restored = CausalTransformer(network.config, devices=network.mesh.devices.flat, init=False)
+    restored.restore(tmp_path / "bad")
+    with pytest.raises(NonFiniteError, match=f"of the weights {name} are NaN"):
+        restored.train(batch)
+    restored.init()
+    assert np.isfinite(float(restored.train(batch)["loss"]))
+    for each in (loaded, restored):
+        each.close()
+
+
+def with_bad_token() -> CausalTransformer:
+    """Return a network whose results are not finite for texts with `TOKEN`, and only for those."""
+    network = network_of("one device", layers=1)
+    assert network.state is not None
+    # Finite, because a product with one-hot rows would turn NaN in one row into NaN for all.
+    embedding = network.state["params"]["embed"]["embedding"]
+    embedding["w"] = embedding["w"].at[TOKEN].set(3e38)
+    return network
+
+
+def test_only_the_rows_that_overflow_lack_a_token():
+    network, rng = with_bad_token(), np.random.default_rng(1)
+    prompts = [rng.integers(TOKEN + 1, network.config.n_vocab, 6) for _ in range(4)]
+    settings = sampler_settings({"temp": [0, 1, 0, 1], "logit_bias": {TOKEN: -100}}, 4)
+    expected = network.batch(4)
+    first = expected.insert(range(4), prompts, [5] * 4, settings).token
+    rest = expected.decode(4).token
+    bad = [prompts[0], np.append(prompts[1], TOKEN), prompts[2], prompts[3]]
+    for pool in (None, Pool(16, BLOCK)):
+        batch = network.batch(4, pool)
+        chunks = None
+        if pool is not None:
+            slots = network.config.window // BLOCK or 1
+            block_PJ = np.arange(4 * slots, dtype=np.int32).reshape(4, slots)
+            chunks = Chunks(np.zeros(4, np.int32), block_PJ, block_PJ)
+        actual = batch.insert(range(4), bad, [5] * 4, settings, chunks=chunks).token
+        later = batch.decode(4).token
+        assert actual[1] == NO_TOKEN
+        assert (later[1] == NO_TOKEN).all()
+        others = [0, 2, 3]
+        np.testing.assert_array_equal(actual[others], first[others])
+        np.testing.assert_array_equal(later[others], rest[others])
+        assert batch.bad_weights() == ""
+    with pytest.raises(NonFiniteError, match="weights are finite, so an activation has overflowed"):
+        network.generate([[TOKEN]], [1], 2)
+
+
+def test_a_network_inside_a_transformation_names_the_function_to_use():
+    network = network_of("one device", layers=1)
+    assert network.state is not None
+    params, tokens = network.state["params"], np.arange(8)[None]
+
+    def wrong(params: Any) -> Any:
+        network.state["params"] = params
+        return jnp.sum(network.logits(tokens)[..., 3])
+
+    def scale(factor: Any) -> Any:
+        return factor * jnp.sum(network.score(tokens, 1).logprob)
+
+    for transformed in (jax.grad(wrong), jax.jit(wrong), jax.value_and_grad(wrong)):
+        with pytest.raises(InputError, match=r"use mesh_transformer.model.transformer.logits\("):
+            transformed(params)
+    with pytest.raises(InputError, match="take the weights of a network for constants"):
+        jax.jvp(scale, (1.0,), (1.0,))
+    network.state["params"] = params
+
+    def right(params: Any) -> Any:
+        return jnp.sum(transformer.logits(params, tokens, network.config, Auto())[..., 3])
+
+    gradient = jax.grad(right)(params)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient["layers"]))
+    np.testing.assert_allclose(right(params), jnp.sum(network.logits(tokens)[..., 3]), rtol=1e-4)
