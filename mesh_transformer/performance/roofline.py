@@ -329,8 +329,11 @@ def decode_traffic(text: str, config: Config, mesh: Mesh, width: int = 1) -> Tra
 def _all_reduced(collective: hlo.Collective, size: int, mesh: Mesh) -> int:
     """Return the number of elements of an array with `size` that a collective all-reduces.
 
-    This is 0 if it does something else, or works on another array.
+    This is 0 if it does something else, works on another array, or is not over mp: over dp, the
+    gradient of a parameter may have the same size.
     """
+    if _axis_of(collective.groups, mesh)[0] != "mp":
+        return 0
     elements = math.prod(collective.shape)
     # An all-reduce of a virtual mesh begins with an all-to-all.  For CPUs, this has one array per
     # device.

@@ -26,7 +26,7 @@ from mesh_transformer.training.agreement import Agreement
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, NoLog, StepClock, row_of, start_wandb
-from mesh_transformer.training.rows import MetricsRows, Step
+from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes
 from mesh_transformer.util import (
@@ -174,6 +174,8 @@ def _train(
             print(f"resuming {folder} from step {network.step}: {tune_model_path} is not loaded")
         if changes := schedule_changes(config, aux.get("config", {})):
             print(f"resuming {folder} with another learning rate schedule: {changes}")
+        if changes := check_same_batch(network, aux, folder):
+            print(f"resuming {folder} with {changes}")
         best = BestStep(config)
         best.restore(aux.get("best"))
         unscored = None

@@ -285,8 +285,14 @@ class StepClock:
     """Measures the duration of each training step while several steps are in flight.
 
     The time between two calls of `record_finished` is divided equally among the steps that finished
-    in that time.  The durations of all steps therefore add up to the time since `restart`.
+    in that time.  The durations of all steps therefore add up to the time since `restart`, with one
+    exception.  If a step's end is noticed late, the next step may end right after that, and would
+    have taken no time.  It gets the mean of both durations.
     """
+
+    # A step that was in flight when the one before was recorded, and took less than this part of
+    # that one's time, has probably run during that time.
+    SHORT = 0.25
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque()  # of finished steps; `pop_seconds` removes them
@@ -295,6 +301,7 @@ class StepClock:
     def restart(self) -> None:
         """Restart the clock; no step may be in flight."""
         self._last = time.perf_counter()
+        self._before = 0.0  # the duration of the newest finished step, if others were in flight
 
     def record_finished(self, unread: Iterable[Mapping[str, Any]], *, read: int = 0) -> int:
         """Record which steps have finished; return the number of finished steps in `unread`.
@@ -305,12 +312,16 @@ class StepClock:
           read: number of steps before `unread` whose metrics have been read, but whose durations
             `pop_seconds` has not returned yet.  The returned number does not include these steps.
         """
+        unread = list(unread)
         finished = sum(1 for _ in takewhile(lambda metrics: metrics["loss"].is_ready(), unread))
         new = read + finished - len(self._seconds)
         if new > 0:
             now = time.perf_counter()
-            self._seconds.extend([(now - self._last) / new] * new)
-            self._last = now
+            seconds = (now - self._last) / new
+            if seconds < self.SHORT * self._before:
+                seconds = (self._before + seconds) / 2
+            self._seconds.extend([seconds] * new)
+            self._last, self._before = now, seconds if finished < len(unread) else 0.0
         return finished
 
     def pop_seconds(self) -> float:

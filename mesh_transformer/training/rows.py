@@ -9,7 +9,7 @@ from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import NoiseScale
-from mesh_transformer.util import StoppedError
+from mesh_transformer.util import InputError, StoppedError
 
 
 class Step(NamedTuple):
@@ -27,6 +27,43 @@ class Step(NamedTuple):
     metrics: dict[str, Any]
     before: dict[str, Any]
     after: dict[str, Any]
+
+
+def full_batch(network: TrainableNetwork) -> int:
+    """Return the number of sequences of an update, after the ramp of `batch_ramp_steps`."""
+    return network.batch_size * network.config.gradient_accumulation_steps
+
+
+def check_same_batch(network: TrainableNetwork, saved: dict[str, Any], folder: str) -> str:
+    """Describe how the batches of a resumed run differ from those before; "" if they do not.
+
+    Args:
+      saved: what the checkpoint holds beside the network's state; see `MetricsRows.state`.
+      folder: the model folder, for error messages.
+
+    Raises:
+      InputError: if they differ, but none of the keys that exist to choose them do.
+    """
+    batch, before = full_batch(network), saved.get("batch")
+    if before in (None, batch):
+        return ""
+    config, old = network.config, saved.get("config", {})
+    keys = ("per_replica_batch", "gradient_accumulation_steps")
+    changes = [
+        f"{key} is {getattr(config, key)}, was {old[key]}"
+        for key in keys
+        if key in old and getattr(config, key) != old[key]
+    ]
+    if changes:
+        return f"{batch} sequences per update, was {before}: {', '.join(changes)}"
+    replicas = config.replicas(network.dp) * config.gradient_accumulation_steps
+    rows, rest = divmod(before, replicas)
+    remedy = f"set per_replica_batch to {rows}" if not rest else f"change {' or '.join(keys)}"
+    raise InputError(
+        f"{folder}: its updates have {before} sequences, but on the mesh {network.dp}x"
+        f"{config.cores_per_replica} (dp x mp) they would have {batch}; {remedy}, or resume on the "
+        "mesh of before"
+    )
 
 
 class MetricsRows:
@@ -54,13 +91,24 @@ class MetricsRows:
         self.config, self.peak = network.config, network.peak_flops
         self._network, self._ledger, self.unsaved, self._report = network, ledger, unsaved, report
         self._skipped = {"total": 0, "in_row": 0} | saved.get("skipped", {})  # numbers of updates
+        earlier = sum(map(self._sequences, range(network.step))) * self.config.seq
+        self._tokens = saved.get("tokens", earlier)  # that all updates so far have read
         self._noise = NoiseScale(self.config.noise_scale_alpha, *network.noise_batches)
         if "noise" in saved:
             self._noise.restore(saved["noise"])
 
     def state(self) -> dict[str, Any]:
         """Return the counts and averages up to the newest row, to be stored in a checkpoint."""
-        return {"noise": self._noise.state(), "skipped": self._skipped}
+        return {
+            "noise": self._noise.state(),
+            "skipped": self._skipped,
+            "tokens": self._tokens,
+            "batch": full_batch(self._network),
+        }
+
+    def _sequences(self, step: int) -> int:
+        """Return the number of sequences of the update after `step` others."""
+        return self.config.microbatches(step) * self._network.batch_size
 
     def row(self, step: Step, values: dict[str, float], seconds: float) -> dict[str, float]:
         """Return a step's metrics row, without the metrics whose values are not finite.
@@ -81,7 +129,9 @@ class MetricsRows:
                 row[f"train/{name}"] = values[name]
         if self.config.skip_nonfinite or self.config.skip_spikes or self._skipped["total"]:
             row["train/skipped"] = self._skipped["total"]
-        sequences = self.config.microbatches(step.number - 1) * self._network.batch_size
+        sequences = self._sequences(step.number - 1)
+        self._tokens += sequences * step.length
+        row |= {"train/sequences": sequences, "train/tokens": self._tokens}
         row["train/tokens_per_sec"] = sequences * step.length / seconds
         if self.peak is not None:
             row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)

@@ -13,7 +13,7 @@ from mesh_transformer.data.tfrecords import write_records
 from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import validation
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, NonFiniteError
 
 ROWS = 11
 MESH = {"tpu_size": 8, "cores_per_replica": 4}  # batches of 2
@@ -56,6 +56,17 @@ def test_val_batch_multiplier_enlarges_validation_batches(small, masked):
     expected = validation.score(CausalTransformer(plain), index)
     assert (actual.tokens, actual.correct) == (expected.tokens, expected.correct)
     assert actual.loss == pytest.approx(expected.loss, rel=1e-6)  # f32, in batches of two sizes
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_losses_that_are_not_finite_are_an_error_unless_masked(value):
+    losses = {"all_loss": np.array([[1.0, value], [2.0, 3.0]]), "correct": np.zeros((2, 2), bool)}
+    sample = dict.fromkeys(("obs", "target"), np.zeros((2, 2), np.uint32))
+    with pytest.raises(NonFiniteError, match="the model's losses are NaN or infinite"):
+        validation.Scores().add(sample, losses, None)
+    scores = validation.Scores()
+    scores.add(sample | {"loss_mask": np.array([[1, 0], [1, 1]])}, losses, None)
+    assert scores.loss == 2
 
 
 def test_a_set_without_unmasked_tokens_has_loss_nan():

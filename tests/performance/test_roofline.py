@@ -342,6 +342,42 @@ def test_collectives_outside_loops_do_not_belong_to_a_layer():
     assert [exchange.place for exchange in result.exchanges] == ["step"]
 
 
+LAYERS = """%body (state: (s32[], f32[1,4,8])) -> (s32[], f32[1,4,8]) {
+  %state = (s32[], f32[1,4,8]{2,1,0}) parameter(0)
+  %a = f32[1,4,8]{2,1,0} get-tuple-element(%state), index=1
+  %one = f32[1,4,8]{2,1,0} all-reduce(%a), replica_groups=MP
+  %two = f32[1,4,8]{2,1,0} all-reduce(%one), replica_groups=MP, metadata={op_name="transpose(x)"}
+  %dp = f32[32]{0} all-reduce(%b), replica_groups=DP, metadata={op_name="transpose(y)"}
+  ROOT %next = (s32[], f32[1,4,8]{2,1,0}) tuple(%i, %two)
+}
+
+ENTRY %main (a: (s32[], f32[1,4,8])) -> (s32[], f32[1,4,8]) {
+  %a = (s32[], f32[1,4,8]{2,1,0}) parameter(0)
+  ROOT %loop = (s32[], f32[1,4,8]{2,1,0}) while(%a), condition=%c, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("dp", "mp", "groups", "expected"),
+    [
+        (2, 2, ("{{0,1},{2,3}}", "{{0,2},{1,3}}"), (1, 1)),
+        (1, 4, ("{{0,1,2,3}}", "{{0},{1},{2},{3}}"), (1, 1)),
+        (4, 1, ("{{0,1,2,3}}", "{{0,1,2,3}}"), (0, 0)),
+        (4, 1, ("{}", "[1,4]<=[4]"), (0, 0)),
+    ],
+)
+def test_only_sums_over_mp_are_those_of_activations(dp, mp, groups, expected):
+    """A gradient that is summed over dp in the loop over layers may have the same size."""
+    config = Config(layers=3, d_model=8, n_heads=2, n_vocab=8, seq=4, cores_per_replica=mp)
+    text = LAYERS.replace("MP", groups[0]).replace("DP", groups[1])
+    mesh = Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
+    config = config.replace(per_replica_batch=1, tpu_size=dp * mp)
+    result = traffic_of(text, config, mesh)
+    assert (result.layer_forward, result.layer_backward) == expected
+
+
 def test_the_estimate_for_gpt_j_on_a_v3_8():
     """58 all-reduces of 2048 x 4096 bf16 over 8 devices send 1.70 GB; there are none over dp."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(gradient_accumulation_steps=1)

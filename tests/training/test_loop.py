@@ -167,7 +167,8 @@ def test_rows_have_the_documented_keys(counter, tmp_path, capsys, peak):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert ("MFU" in capsys.readouterr().err) == (peak is not None)
-    train = ("loss", "last_loss", "grad_norm", "learning_rate", "tokens_per_sec")
+    train = ("loss", "last_loss", "grad_norm", "learning_rate", "tokens_per_sec", "sequences")
+    train = (*train, "tokens")
     always = {"step", *(f"train/{name}" for name in train)}
     if peak is not None:
         always.add("train/mfu")
