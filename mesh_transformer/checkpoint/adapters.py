@@ -23,7 +23,8 @@ class Base(NamedTuple):
     Attributes:
       path: the base model's path when the adapters were trained.
       checksums: {dtype: {leaf name: checksum of the leaf's values after a cast to dtype}}.  A leaf
-        name is "part/module/name", such as "layers/layer/q/w".
+        name is "part/module/name", such as "layers/layer/q/w".  Empty if none were recorded, as in
+        the format of the package peft.
     """
 
     path: str
@@ -45,8 +46,11 @@ class Base(NamedTuple):
         """Return the name of the first leaf whose checksum differs in `other`; None if all match.
 
         Compares the float32 checksums if both records have them, otherwise the bfloat16 ones.
+        Returns None, too, if no checksums were recorded.
         """
         common = self.checksums.keys() & other.checksums.keys()
+        if not self.checksums:
+            return None
         one, two = (base.checksums[max(common)] for base in (self, other))
         return next((leaf for leaf in sorted(one | two) if one.get(leaf) != two.get(leaf)), None)
 
@@ -137,10 +141,9 @@ def _merged(
     """
     layers, name = path[0] == "layers", "/".join(path)
     sums: dict[int | None, int] = {}  # the checksum of each layer read so far
-    checksum_dtype, expected = base.checksum_of(name)
 
-    def read(layer: int | None) -> np.ndarray:
-        values = np.asarray(source if layer is None else source[layer])
+    def check(layer: int | None, values: np.ndarray) -> None:
+        checksum_dtype, expected = base.checksum_of(name)
         sums[layer] = host_checksum(values, (layer or 0) * values.size, checksum_dtype)
         if (
             len(sums) == (source.shape[0] if layers else 1)
@@ -151,6 +154,11 @@ def _merged(
                 f"{name} differs); give the base model that they were trained on as --base (its "
                 f"recorded path is {base.path})"
             )
+
+    def read(layer: int | None) -> np.ndarray:
+        values = np.asarray(source if layer is None else source[layer])
+        if base.checksums:
+            check(layer, values)
         if factors:
             a, b = (np.asarray(factor[layer], np.float32) for factor in factors)
             values = values.astype(np.float32) + np.float32(scale) * np.tensordot(a, b, 1)

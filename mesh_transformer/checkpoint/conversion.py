@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mesh_transformer.checkpoint import hf, native_state, original, torch_model
-from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, merged_leaves
+from mesh_transformer.checkpoint import hf, native_state, original, peft, torch_model
+from mesh_transformer.checkpoint.adapters import Base, merged_leaves
 from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Format, Source, check_format, other_format
 from mesh_transformer.checkpoint.state_tree import check_same_model
@@ -115,18 +115,10 @@ def _merged(
       moved: the base model's current path (default: the recorded path).
       dtype: the dtype to cast the parameters to (default: their own).
     """
-    assert source.step is not None
-    own, adapters = native_state.read(source.step, optimizer=False)
+    base = source.base(moved)
+    own, adapters = source.read_adapters(config or base)
     config = (config or own).merged()
     check_same_model(config, own.as_dict(), source.path)
-    base_path = recorded.path if moved is None else local_path(moved)
-    try:
-        base = Source(base_path)
-    except InputError:
-        raise InputError(
-            f"{source.path}: the base model that its adapters were trained on is not at "
-            f"{base_path} (no checkpoint there); {BASE_MOVED_ADVICE}"
-        ) from None
     _, state = read(base, config, optimizer=False, lazy=True)
     params = merged_leaves(
         state["params"], adapters["params"], own.lora_scale, recorded, source.path, dtype=dtype
@@ -158,7 +150,8 @@ def convert(
     Args:
       source: a model folder (its newest step, or `step`), a step_N or a Hugging Face folder.
       source_kind: the format of `source`.
-      target_kind: the format of `target`.
+      target_kind: the format of `target`.  "peft" is only for adapters, which the other formats
+        merge into their base model.
       target: the model folder, step_N or Hugging Face folder to write, which must not exist yet.
       config: the model's config (default: the one stored in the source).
       shards: the number of shards to write, if `target_kind` is "original", the format of
@@ -171,7 +164,7 @@ def convert(
       trim_vocab: whether to cut the padding off the vocabulary, if `target_kind` is "hf".
       tokenizer: the model's tokenizer, as `load_tokenizer` accepts it (default: the config's).
       base: if `source` holds adapters, the path of their base model (default: the path that
-        `source` records).
+        `source` records).  With the target format "peft", the path or hub name to store.
       drop_extra: see `read`.
 
     Raises:
@@ -183,8 +176,11 @@ def convert(
     _check_target(target, target_kind)
     try:
         opened = Source(step_of(source, source_kind, step), source_kind)
-        config = (config or opened.config).merged()
-        own = None if source_kind == "original" else opened.config
+        if target_kind == "peft":
+            return _export_adapters(opened, target, base, dtype)
+        described = opened.base(base) if opened.kind == "peft" else opened
+        config = (config or described.config).merged()
+        own = None if source_kind == "original" else described.config
         if own and config.end_tokens is None and config.tokenizer == own.tokenizer:
             config = config.replace(end_tokens=own.end_tokens)
         if source_kind == "hf" and target_kind == "original":
@@ -194,8 +190,8 @@ def convert(
             config = config.replace(tokenizer=tokenizer)
             Tokenizer.of(tokenizer, config, must_fit=True)
         # Which formats can store the state of the config's optimizer.
-        stores = {"native": True, "original": config.optimizer == "adam", "hf": False}
-        optimizer = not slim and stores[source_kind] and stores[target_kind]
+        stores = {"native": True, "original": config.optimizer == "adam"}
+        optimizer = not slim and stores.get(source_kind, False) and stores.get(target_kind, False)
         options: Any = {"dtype": dtype, "optimizer": optimizer, "lazy": True, "base": base}
         _, state = read(opened, config, drop_extra=drop_extra, **options)
     except InputError:
@@ -213,6 +209,22 @@ def convert(
             original.write(folder, state, config, shards=shards)
     held = state["params"]["embed"]["embedding"]["w"].dtype.name
     return ConversionResult(written, config, held, "opt_state" in state)
+
+
+def _export_adapters(
+    source: Source, target: str, base: AnyPath | None, dtype: DTypeLike | None
+) -> ConversionResult:
+    """Write the adapters in `source` to a folder for the package peft; see `convert`."""
+    recorded = source.adapters
+    if recorded is None:
+        raise InputError(
+            f"{source.path} is a whole model, but the format peft is only for adapters; use --to hf"
+        )
+    own, state = source.read_adapters(None)
+    name = recorded.path if base is None else os.fspath(base)
+    peft.write(target, state["params"], own, name, dtype=dtype)
+    first = next(iter(jax.tree.leaves(state["params"])))
+    return ConversionResult(target, own, np.dtype(dtype or first.dtype).name, False)
 
 
 def _check_rows(target: str, config: Config, shards: int | None) -> None:
@@ -245,7 +257,7 @@ def _check_target(target: str, kind: Format) -> None:
       kind: the format to write.
     """
     check_absent(target)
-    if kind == "hf":
+    if kind in ("hf", "peft"):
         return
     folder, name = os.path.split(target)
     if step_number(target) is None:
@@ -287,7 +299,7 @@ def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
     path = local_path(path)
     if step is None:
         return path
-    if kind == "hf":
+    if kind in ("hf", "peft"):
         raise InputError(f"--step {step}: a Hugging Face folder has no steps; remove --step")
     if (own := step_number(path)) is not None:
         if own != step:
@@ -317,7 +329,7 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
     if named is None:
         return target
     step = int(state["step"])
-    if source_kind == "hf":
+    if source_kind in ("hf", "peft"):
         state["step"] = np.asarray(named, np.int32)
     elif step != named:
         raise InputError(

@@ -56,7 +56,7 @@ _HEAD_BIAS = ("proj", "projection/head", "b")
 _BY_VOCABULARY = (_EMBED, ("proj", "projection/head", "w"), _HEAD_BIAS)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A place in our parameters that holds the values of a Hugging Face tensor, or some of them.
 
     Attributes:
@@ -75,6 +75,11 @@ class _Place(NamedTuple):
     groups: int = 1
     nth: int = 0
     parts: int = 1
+
+    @property
+    def target(self) -> str:
+        """The name of the matrix in the config key `lora_targets`."""
+        return self.module.partition("/")[2] or self.leaf
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -107,6 +112,18 @@ class _Place(NamedTuple):
             start = (group * self.parts + self.nth) * size
             part, own = tensor[start : start + size], leaf[group * size : (group + 1) * size]
             yield part[: len(own)], own[: len(part)]
+
+    def outputs(
+        self, tensor: np.ndarray, leaf: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """As `views`, for the second factor of an adapter: tensor [out, R] and leaf [R, out]."""
+        return self._replace(out_axis=0).views(tensor, leaf)
+
+
+def shapes(config: Config) -> transformer.Params:
+    """Return a tree like the parameters, of arrays that show the shapes; they take no memory."""
+    declared = transformer.declarations(config)
+    return map_declared(lambda d: np.broadcast_to(0, d.shape), declared)
 
 
 def read(
@@ -143,12 +160,11 @@ def read(
     config = config or stored_config
     assert stored_config.hf_type is not None
     family = FAMILIES[stored_config.hf_type]
-    places = _places(stored_config, family)
+    places = places_of(stored_config, family)
     optional = family.head_weights if stored_config.tie_head else ()
     stored = _with_full_names(hf_files.find(folder, optional), stored_config, family)
     stored = _select_weights(folder, stored, places, drop_extra)
-    declared = transformer.declarations(stored_config)
-    _check_stored(stored, places, map_declared(lambda d: np.broadcast_to(0, d.shape), declared))
+    _check_stored(stored, places, shapes(stored_config))
     dtypes = _leaf_dtypes(stored, places, _dtype(dtype))
     params = {
         part: {
@@ -198,7 +214,7 @@ def write(
     check_state(state, transformer.declarations(config))
     chosen = Tokenizer.of(tokenizer, config, must_fit=trim_vocab)
     rows = len(chosen.loaded) if trim_vocab else config.n_vocab
-    places = _places(config, family)
+    places = places_of(config, family)
     tensors = list(_tensors(state["params"], places, rows, _dtype(dtype)))
     total = sum(tensor.n_bytes for tensor in tensors)
     with atomic_folder(folder) as temporary:
@@ -218,35 +234,35 @@ def _dtype(dtype: DTypeLike | None) -> np.dtype | None:
     return result
 
 
-def _places(config: Config, family: Family) -> dict[str, list[_Place]]:
+def places_of(config: Config, family: Family) -> dict[str, list[Place]]:
     """Return {Hugging Face tensor name: the places of its values}, in Hugging Face's order."""
-    places = {family.embedding_weight: [_Place(*_EMBED)]}
+    places = {family.embedding_weight: [Place(*_EMBED)]}
     if family.positions:
         name = f"{family.prefix}{family.positions}.weight"
-        places[name] = [_Place("embed", "embedding", "pos_embs")]
+        places[name] = [Place("embed", "embedding", "pos_embs")]
     declared = transformer.declarations(config)["layers"]
     groups = family.groups or config.n_heads
     for layer in range(config.layers):
         for name, leaves in family.layer.items():
             packing = {"groups": groups, "parts": len(leaves)} if len(leaves) > 1 else {}
             places[f"{family.prefix}{family.layers}.{layer}.{name}"] = [
-                _Place("layers", module, leaf, layer, axis, nth=nth, **packing)
+                Place("layers", module, leaf, layer, axis, nth=nth, **packing)
                 for nth, (module, leaf) in enumerate(leaves)
                 for axis in [family.out_axis if len(declared[module][leaf].shape) == 3 else None]
             ]
     for name, leaf in (("weight", "scale"), ("bias", "offset")):
-        places[f"{family.prefix}{family.norm}.{name}"] = [_Place("proj", "projection/norm", leaf)]
+        places[f"{family.prefix}{family.norm}.{name}"] = [Place("proj", "projection/norm", leaf)]
     if not config.tie_head:
-        places[family.head_weights[0]] = [_Place("proj", "projection/head", "w", out_axis=0)]
+        places[family.head_weights[0]] = [Place("proj", "projection/head", "w", out_axis=0)]
     if config.layer_kind.biased_ends:
-        places[f"{family.head}.bias"] = [_Place(*_HEAD_BIAS)]
+        places[f"{family.head}.bias"] = [Place(*_HEAD_BIAS)]
     return places
 
 
 def _with_full_names(
     stored: dict[str, StoredTensor], config: Config, family: Family
 ) -> dict[str, StoredTensor]:
-    """Return stored tensors by the names that `_places` uses.
+    """Return stored tensors by the names that `places_of` uses.
 
     Some files, such as those of GPT-2 on Hugging Face's hub, leave out the prefix of the names.
     Files may hold a tied output head a second time, or in place of the embedding.
@@ -298,7 +314,7 @@ def _check_same(folder: str, stored: Config, config: Config) -> None:
 def _select_weights(
     folder: str,
     stored: dict[str, StoredTensor],
-    places: dict[str, list[_Place]],
+    places: dict[str, list[Place]],
     drop_extra: bool,
 ) -> dict[str, StoredTensor]:
     """Return those stored tensors that are weights; drop constants such as attention masks.
@@ -332,7 +348,7 @@ def _select_weights(
 
 
 def _check_stored(
-    stored: dict[str, StoredTensor], places: dict[str, list[_Place]], expected: transformer.Params
+    stored: dict[str, StoredTensor], places: dict[str, list[Place]], expected: transformer.Params
 ) -> None:
     """Raise InputError if a tensor has an unexpected shape, or a dtype that is not in `DTYPES`.
 
@@ -356,7 +372,7 @@ def _check_stored(
 
 
 def _leaf_dtypes(
-    stored: dict[str, StoredTensor], places: dict[str, list[_Place]], dtype: np.dtype | None
+    stored: dict[str, StoredTensor], places: dict[str, list[Place]], dtype: np.dtype | None
 ) -> dict[tuple[str, str, str], np.dtype]:
     """Return the dtype to read each parameter in, as {(part, module, leaf): dtype}.
 
@@ -385,7 +401,7 @@ def _lazy(
     declaration: Declaration,
     dtypes: dict[tuple[str, str, str], np.dtype],
     stored: dict[str, StoredTensor],
-    places: dict[str, list[_Place]],
+    places: dict[str, list[Place]],
 ) -> Any:
     """Return one leaf of our parameters as a `LazyLeaf`, which reads one tensor per layer.
 
@@ -418,7 +434,7 @@ def _lazy(
 
 
 def _tensors(
-    params: transformer.Params, places: dict[str, list[_Place]], rows: int, dtype: np.dtype | None
+    params: transformer.Params, places: dict[str, list[Place]], rows: int, dtype: np.dtype | None
 ) -> Iterator[Tensor]:
     """Yield the tensors to write to a Hugging Face folder.
 
@@ -442,7 +458,7 @@ def _tensors(
 
 def _tensor_values(
     name: str,
-    places: list[_Place],
+    places: list[Place],
     params: transformer.Params,
     shape: tuple[int, ...],
     dtype: np.dtype,

@@ -56,7 +56,12 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def find(folder: str, optional: Container[str] = ()) -> dict[str, StoredTensor]:
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def find(
+    folder: str, optional: Container[str] = (), names: tuple[str, str] = WEIGHTS
+) -> dict[str, StoredTensor]:
     """Return all tensors in the weight files of a folder, by name.
 
     The files are model.safetensors, or the shards that model.safetensors.index.json lists.  If the
@@ -64,22 +69,20 @@ def find(folder: str, optional: Container[str] = ()) -> dict[str, StoredTensor]:
 
     Args:
       optional: names of tensors that an index may list although no shard has them.
+      names: the names of the safetensors file and of the .bin file.
 
     Raises:
       InputError: if a file or tensor is missing or damaged.
     """
-    for single, opener in (
-        ("model.safetensors", _safetensors),
-        ("pytorch_model.bin", torch_files.find),
-    ):
+    for single, opener in zip(names, (_safetensors, torch_files.find), strict=True):
         path = os.path.join(folder, single)
         if files.is_file(path):
             return opener(path)
         if files.is_file(f"{path}.index.json"):
             return _sharded(folder, f"{path}.index.json", opener, optional)
     raise InputError(
-        f"{folder}: found no weights; expected model.safetensors or pytorch_model.bin, or "
-        "shards of either with their .index.json"
+        f"{folder}: found no weights; expected {' or '.join(names)}, or shards of either with "
+        "their .index.json"
     )
 
 
@@ -199,12 +202,12 @@ def write(folder: str, tensors: Sequence[Tensor], shard_bytes: int, bar: tqdm) -
         shards[-1].append(tensor)
         room -= tensor.n_bytes
     if len(shards) == 1:
-        _write_file(os.path.join(folder, "model.safetensors"), shards[0], bar)
+        write_file(os.path.join(folder, "model.safetensors"), shards[0], bar)
         return
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_file(os.path.join(folder, name), shard, bar)
+        write_file(os.path.join(folder, name), shard, bar)
         weight_map |= {tensor.name: name for tensor in shard}
     total = sum(tensor.n_bytes for tensor in tensors)
     write_json(
@@ -219,7 +222,7 @@ def write_json(path: str, values: dict[str, Any]) -> None:
         file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _write_file(path: str, tensors: Sequence[Tensor], bar: tqdm) -> None:
+def write_file(path: str, tensors: Sequence[Tensor], bar: tqdm) -> None:
     """Write one .safetensors file, with a checksum of each tensor in its metadata."""
     sums = {tensor.name: "0" * 8 for tensor in tensors}  # not known yet
     start = _header(tensors, sums)

@@ -111,8 +111,7 @@ def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Load
         frozen, base = load_base(source.path, config, mesh, [source], None)
         fresh = compile_adapters(config, mesh)(jax.random.key(config.seed))
         return Loaded({"params": fresh, "frozen": frozen}, base)
-    assert source.step is not None
-    state = _read_native(source.step, config, template)
+    state = _read_adapters(source, config, template)
     frozen, base = load_base(source.path, config, mesh, [recorded.path], recorded)
     return Loaded(state | {"frozen": frozen}, base)
 
@@ -131,14 +130,14 @@ def load_adapter(source: Source, config: Config, params: Any, mesh: Mesh) -> Ada
     Raises:
       InputError: if the checkpoint holds no adapters, or those of another model.
     """
-    if source.adapters is None or source.step is None:
+    if source.adapters is None:
         raise InputError(f"{source.path}: holds a whole model, expected LoRA adapters")
     if config.lora_rank:
         raise InputError(
             f"{source.path}: adapters can be given to a base model only, but the model has some "
             "itself; load its base model"
         )
-    saved = source.config
+    saved = source.config if source.step is not None else source.read_adapters(config)[0]
     own = config.replace(
         lora_rank=saved.lora_rank,
         lora_alpha=saved.lora_alpha,
@@ -146,7 +145,7 @@ def load_adapter(source: Source, config: Config, params: Any, mesh: Mesh) -> Ada
         offload="none",
     )
     template = {"params": stored_state(own, mesh)["params"]}
-    adapters = steps.padded(_read_native(source.step, own, template), own, mesh)["params"]
+    adapters = steps.padded(_read_adapters(source, own, template), own, mesh)["params"]
     if config.offload == "params":
         declared = transformer.declarations(config)
         params = jax.jit(lambda x: device_copies(x, declared, config, np.float32))(params)
@@ -233,6 +232,15 @@ def _read(source: Source, config: Config, template: steps.State) -> steps.State:
     if "opt_state" in host:  # of mesh-transformer-jax, whose optimizer is Adam
         check_optimizer(config, "adam", source.path)
     return put_on_devices(host, {key: leaf for key, leaf in template.items() if key in host})
+
+
+def _read_adapters(source: Source, config: Config, template: steps.State) -> steps.State:
+    """Read a checkpoint of adapters into arrays with the template's shardings and dtypes."""
+    if source.step is not None:
+        return _read_native(source.step, config, template)
+    own, host = source.read_adapters(config)
+    check_same_model(config, own.as_dict(), source.path)
+    return put_on_devices(host, {"params": template["params"]})
 
 
 def _read_native(step: SavedStep, config: Config, template: steps.State) -> steps.State:

@@ -3,12 +3,12 @@
 import functools
 import os
 import sys
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from etils import epath
 
-from mesh_transformer.checkpoint import hf_config, native, original_files
-from mesh_transformer.checkpoint.adapters import Base, saved_base
+from mesh_transformer.checkpoint import hf_config, native, native_state, original_files, peft
+from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, saved_base
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.step_folders import committed_steps
 from mesh_transformer.config import Config
@@ -16,14 +16,16 @@ from mesh_transformer.storage import files
 from mesh_transformer.storage.access import AnyPath, check_bucket, local_path, step_number
 from mesh_transformer.util import InputError
 
-Format = Literal["original", "native", "hf"]  # a checkpoint's format
-FORMATS: tuple[Format, ...] = get_args(Format)
+# A checkpoint's format.  "peft" is that of the package peft, and only for LoRA adapters.
+Format = Literal["original", "native", "hf", "peft"]
+ALL_FORMATS: tuple[Format, ...] = get_args(Format)
+FORMATS: tuple[Format, ...] = ("original", "native", "hf")  # of whole models
 
 
 def check_format(kind: str) -> None:
-    """Raise InputError if `kind` is not a checkpoint format: "original", "native" or "hf"."""
-    if kind not in FORMATS:
-        raise InputError(f"format is {kind!r}, expected one of {', '.join(FORMATS)}")
+    """Raise InputError if `kind` is not a checkpoint format, one of `ALL_FORMATS`."""
+    if kind not in ALL_FORMATS:
+        raise InputError(f"format is {kind!r}, expected one of {', '.join(ALL_FORMATS)}")
 
 
 class Source:
@@ -33,8 +35,9 @@ class Source:
     afterwards.
 
     Attributes:
-      path: the absolute path or URI of a model folder, a step_N or a Hugging Face folder.
-      kind: the format: "original" (mesh-transformer-jax), "native" or "hf" (Hugging Face).
+      path: the absolute path or URI of a model folder, a step_N or a Hugging Face folder.  For a
+        model's folder in Hugging Face's cache, it is that of its snapshot.
+      kind: the format: "original" (mesh-transformer-jax), "native", "hf" (Hugging Face) or "peft".
       step: for native checkpoints, the step at `path` or, if `path` is a model folder, the newest
         step in it; None for other formats.
     """
@@ -47,11 +50,11 @@ class Source:
 
         Raises:
           InputError: if `kind` is not a format, or if there is no checkpoint at `path`.  The latter
-            is not checked if `kind` is "original" or "hf".
+            is not checked if `kind` is "original", "hf" or "peft".
         """
         if kind is not None:
             check_format(kind)
-        self.path = local_path(path)
+        self.path = snapshot_of(local_path(path))
         self.step: SavedStep | None = None
         if kind is None and _is_original(self.path):
             kind = "original"
@@ -60,9 +63,16 @@ class Source:
                 self.step, kind = native.find(self.path), "native"
             except InputError:
                 # Checked last, as any model folder may hold a config.json of its own.
-                if kind == "native" or not files.is_file(os.path.join(self.path, "config.json")):
+                whole = files.is_file(os.path.join(self.path, "config.json"))
+                adapters = peft.is_adapters(self.path)
+                if kind == "native" or not (whole or adapters):
                     raise
-                kind = "hf"
+                if whole and adapters:
+                    raise InputError(
+                        f"{self.path} holds both a model (config.json) and adapters of another "
+                        f"({peft.CONFIG}); move one of them to a folder of its own"
+                    ) from None
+                kind = "hf" if whole else "peft"
         self.kind: Format = kind
 
     @classmethod
@@ -102,6 +112,8 @@ class Source:
             return Config.from_dict(self.step.config, f"{self.path}: saved config")
         if self.kind == "hf":
             return hf_config.read_config(self.path)
+        if self.adapters is not None:
+            return self.read_adapters(None)[0]
         raise InputError(
             f"{self.path}: checkpoints of mesh-transformer-jax do not store a config; give the "
             "config that the model was trained with (--config)"
@@ -110,7 +122,71 @@ class Source:
     @functools.cached_property
     def adapters(self) -> Base | None:
         """The record of the base model if the checkpoint holds LoRA adapters, otherwise None."""
+        if self.kind == "peft":
+            name = peft.base_of(self.path)
+            cached = _in_cache(name)
+            here = files.is_folder(local_path(name)) or not files.is_folder(cached)
+            return Base(name if here else cached, {})
         return None if self.step is None else saved_base(self.step.aux, self.path)
+
+    def base(self, path: AnyPath | None) -> "Source":
+        """Return the base model of the adapters in this checkpoint.
+
+        Args:
+          path: the base model's current path (default: the one that the checkpoint names).
+        """
+        assert self.adapters is not None
+        path = self.adapters.path if path is None else local_path(path)
+        try:
+            return Source(path)
+        except InputError:
+            raise InputError(
+                f"{self.path}: the base model that its adapters were trained on is not at {path} "
+                f"(no checkpoint there); {BASE_MOVED_ADVICE}"
+            ) from None
+
+    def read_adapters(self, base: "Config | Source | None") -> tuple[Config, dict[str, Any]]:
+        """Return the config and the state, in host memory, of the adapters in this checkpoint.
+
+        Args:
+          base: the base model, or its config (default: the one that the checkpoint names).
+        """
+        if self.step is not None:
+            return native_state.read(self.step, optimizer=False)
+        base = self.base(None) if base is None else base
+        return peft.read(self.path, base if isinstance(base, Config) else base.config)
+
+
+def snapshot_of(path: str) -> str:
+    """Return the snapshot of a model in Hugging Face's cache; for other paths, `path` itself.
+
+    Args:
+      path: a folder such as models--org--name, which has the folders blobs, refs and snapshots.
+
+    Raises:
+      InputError: if there are several snapshots, and refs/main names none of them.
+    """
+    folder, main = os.path.join(path, "snapshots"), os.path.join(path, "refs", "main")
+    if not os.path.basename(path).startswith("models--") or not files.is_folder(folder):
+        return path
+    revisions = sorted(files.names(folder))
+    if files.is_file(main):
+        with files.open_file(main) as file:
+            named = file.read(100).decode("utf-8", "replace").strip()
+        revisions = [named] if named in revisions else revisions
+    if len(revisions) != 1:
+        raise InputError(
+            f"{path}: expected one snapshot, or one that refs/main names, found "
+            f"{', '.join(revisions) or 'none'}; give the path of a snapshot"
+        )
+    return os.path.join(folder, revisions[0])
+
+
+def _in_cache(name: str) -> str:
+    """Return the folder of a model of the hub in Hugging Face's cache, which need not exist."""
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    return os.path.join(cache, "models--" + name.replace("/", "--"))
 
 
 def saved_steps(folder: AnyPath) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mesh_transformer.checkpoint import conversion
 from mesh_transformer.checkpoint.host_arrays import FLOATS
-from mesh_transformer.checkpoint.source import FORMATS, Source
+from mesh_transformer.checkpoint.source import ALL_FORMATS, Source
 from mesh_transformer.cli.arguments import Parser, add_config_arguments, load_config, settings
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, StoppedError
@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
             dest=dest,
             nargs=2,
             required=True,
-            metavar=("|".join(FORMATS), metavar),
+            metavar=("|".join(ALL_FORMATS), metavar),
             help=f"format and path of the {dest}: {path}",
         )
     add_config_arguments(
@@ -56,8 +56,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--base",
         metavar="PATH",
-        help="base model of the adapters in SRC, which they are merged into (default: the path "
-        "stored with the adapters)",
+        help="base model of the adapters in SRC, which they are merged into, or with --to peft the "
+        "path or hub name to store (default: the path stored with the adapters)",
     )
     parser.add_argument(
         "--drop-extra",
@@ -73,8 +73,8 @@ def parse_args() -> argparse.Namespace:
     )
     args = parser.parse_args()
     for flag, (kind, _) in (("--from", args.source), ("--to", args.target)):
-        if kind not in FORMATS:
-            raise InputError(f"{flag} {kind}: expected one of {', '.join(FORMATS)}")
+        if kind not in ALL_FORMATS:
+            raise InputError(f"{flag} {kind}: expected one of {', '.join(ALL_FORMATS)}")
     for flag, is_given, kind in (
         ("--shards", args.shards is not None, "original"),
         ("--trim-vocab", args.trim_vocab, "hf"),

@@ -633,7 +633,7 @@ def test_scripts_exit_with_status_2_and_one_line(formats, config, tmp_path, monk
 
 
 def test_unknown_formats_are_refused(tmp_path):
-    message = "format is 'huggingface', expected one of original, native, hf"
+    message = "format is 'huggingface', expected one of original, native, hf, peft"
     with pytest.raises(InputError, match=message):
         conversion.convert(tmp_path, "native", tmp_path / "new", "huggingface")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=message):

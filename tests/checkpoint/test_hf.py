@@ -371,12 +371,12 @@ def test_config_of_another_model_is_refused(tmp_path, changes, message):
 
 
 def test_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    def write_two(path, *arguments, write_file=hf_files._write_file):
+    def write_two(path, *arguments, write_file=hf_files.write_file):
         if "00003" in path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_file(path, *arguments)
 
-    monkeypatch.setattr(hf_files, "_write_file", write_two)
+    monkeypatch.setattr(hf_files, "write_file", write_two)
     config = small_config()
     with pytest.raises(InputError, match="hf cannot be written: No space left on device"):
         hf.write(str(tmp_path / "hf"), host_state(config), config, shard_bytes=20_000)
