@@ -192,6 +192,8 @@ class Config:
     # After a failed save, training continues and saves again later, or it stops.
     on_save_failure: Literal["continue", "stop"] = "continue"
     tokenizer: str = "gpt2"  # folder, hub name, gpt2 or bytes
+    # Initial weights of a new run: a model folder, step_N or Hugging Face folder.  None: random
+    tune_model_path: str | None = None
     # Ids of tokens that end an answer, besides the tokenizer's end-of-text token.
     end_tokens: list[int] | None = field(default=None, hash=False)
     eval_harness_tasks: list[str] = field(default_factory=list, hash=False)  # lm-eval tasks

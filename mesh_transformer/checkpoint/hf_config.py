@@ -5,7 +5,6 @@ import hashlib
 import importlib.metadata
 import math
 import os
-import re
 import sys
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from mesh_transformer.checkpoint import hf_files
 from mesh_transformer.checkpoint.hf_files import write_json
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, read_json
 from mesh_transformer.config import Config
+from mesh_transformer.data.same_tokenizer import is_gpt2
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
@@ -46,7 +46,6 @@ _ACTIVATIONS = {
 _ROTARY_BASE = 10000
 # The SHA-256 of GPT-2's tokens in the order of their ids, one per line.
 _GPT2_DIGEST = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
-_FILLER = re.compile(r"<\|extratoken_\d+\|>")
 _Q, _K, _V = (("layer/q", "w"), ("layer/k", "w"), ("layer/v", "w"))
 _QKV_BIAS = (("layer/q", "b"), ("layer/k", "b"), ("layer/v", "b"))
 
@@ -423,38 +422,31 @@ def _end_tokens(folder: str, values: dict[str, Any], n_vocab: int) -> list[int] 
 def _tokenizer_in(folder: str) -> str:
     """Return the value of the config key `tokenizer` for a folder: its path, or "gpt2".
 
-    The result is "gpt2" if the folder holds GPT-2's tokenizer or none.  GPT-J's released tokenizer
-    counts as GPT-2's, because the tokens that it adds only pad the vocabulary.
+    The result is "gpt2" if the folder holds no tokenizer, or one that does exactly what GPT-2's
+    does, as GPT-J's released one: the tokens that it adds only pad the vocabulary.
     """
-    tokenizer_path, vocabulary_path, merges_path, added_path = (
-        os.path.join(folder, name)
-        for name in ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
-    )
-    if files.is_file(tokenizer_path):
-        vocabulary, added = _read_vocabulary(tokenizer_path)
-    elif files.is_file(vocabulary_path) and files.is_file(merges_path):
-        vocabulary = read_json(vocabulary_path)
-        added = set(read_json(added_path)) if files.is_file(added_path) else set()
+    names = set(files.names(folder))
+    if "tokenizer.json" in names:
+        vocabulary = _read_vocabulary(os.path.join(folder, "tokenizer.json"))
+    elif {"vocab.json", "merges.txt"} <= names:
+        vocabulary = read_json(os.path.join(folder, "vocab.json"))
     else:
-        return "gpt2"
+        other = names & {"tokenizer_config.json", "tokenizer.model"}
+        return local_path(folder) if other else "gpt2"
     if isinstance(vocabulary, dict) and all(type(id_) is int for id_ in vocabulary.values()):
         text = "\n".join(sorted(vocabulary, key=vocabulary.__getitem__))
-        only_fillers = all(token in vocabulary or _FILLER.fullmatch(token) for token in added)
         digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
-        if only_fillers and digest == _GPT2_DIGEST:
+        if digest == _GPT2_DIGEST and is_gpt2(folder):  # the second check takes seconds
             return "gpt2"
     return local_path(folder)
 
 
-def _read_vocabulary(path: str) -> tuple[Any, set[str]]:
-    """Return the vocabulary and the added tokens of a tokenizer.json.
-
-    The vocabulary is returned as it is stored, which is a dict only for some kinds of tokenizer.
-    """
+def _read_vocabulary(path: str) -> Any:
+    """Return the vocabulary in a tokenizer.json, which is a dict for some kinds of tokenizer."""
     values = read_json(path)
     try:
-        added = {str(entry["content"]) for entry in values.get("added_tokens", [])}
-        return values["model"].get("vocab"), added
+        [entry["content"] for entry in values.get("added_tokens", [])]
+        return values["model"].get("vocab")
     except (AttributeError, KeyError, TypeError):
         raise InputError(
             f"{path}: not a Hugging Face tokenizer: expected a mapping `model` and a list "

@@ -125,8 +125,9 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tune-model-path",
-        help="initial weights of a new run: model folder, step_N or Hugging Face folder; with "
-        "lora_rank, the base model (also give it to resume if the base model has moved)",
+        help="initial weights of a new run: model folder, step_N or Hugging Face folder (default: "
+        "the config's tune_model_path); with lora_rank, the base model (also give it to resume if "
+        "the base model has moved)",
     )
     parser.add_argument(
         "--fresh-opt",
@@ -159,8 +160,6 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     Raises:
       InputError: if flags contradict each other, or the config is invalid.
     """
-    if args.fresh_opt and args.tune_model_path is None:
-        raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
     for name in ("max_steps", "fresh_opt", "fall_back", "new"):
         if args.mode in EVAL_MODES and getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
@@ -168,6 +167,11 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     if args.mode == "eval_all" and args.tune_model_path is not None:
         raise InputError("--mode eval_all scores a model folder; give it as --model-dir")
     config = load_config(args, args.version)
+    base = args.tune_model_path or config.tune_model_path
+    if args.fresh_opt and base is None:
+        raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
+    if base is not None and args.mode in TRAIN_MODES:
+        _check_base(base, config)
     if args.mode == "train" and config.watched_set is not None:
         raise InputError(
             f"--mode train does not score {config.watched_set}, which keep_best and early_stop "
@@ -185,6 +189,19 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
         validate=args.mode == "train_and_eval",
     )
     return config, args.model_dir or config.model_folder(), options
+
+
+def _check_base(path: str, config: Config) -> None:
+    """Raise InputError if the model to fine-tune has another tokenizer than the config."""
+    from mesh_transformer.checkpoint.source import Source
+    from mesh_transformer.data.same_tokenizer import check_encoding
+
+    try:
+        source = Source(path)
+        own = None if source.kind == "original" else source.config.tokenizer
+    except InputError:  # which does not matter to a run that resumes
+        return
+    check_encoding(own, None, config.tokenizer, f"the model {path}")
 
 
 def model_parser(description: str | None) -> argparse.ArgumentParser:

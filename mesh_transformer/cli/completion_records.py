@@ -20,6 +20,7 @@ Records are in the order of the rows.
 """
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -38,9 +39,11 @@ from mesh_transformer.data.inputs import (
     format_counts,
     open_input,
 )
+from mesh_transformer.data.same_tokenizer import encoding
 from mesh_transformer.data.tables import Columns, read_rows
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 
@@ -148,17 +151,20 @@ def main(arguments: list[str] | None = None) -> None:
         raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; give another")
     bad = BadInputHandler(options.skip_bad)
     template = read_template(tokenizer, options.chat_template)
-    files = find_files(options.input_path, TABLE_TYPES, options.split, options.subset)
+    inputs = find_files(options.input_path, TABLE_TYPES, options.split, options.subset)
     names = Names(options.prompt_column, options.completion_column, options.messages_column)
     encoder = Encoder(tokenizer, options.seq, bad, template)
     with tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar:
-        rows = (row for file in files for row in read_texts(file, bad, bar.update, names))
+        rows = (row for file in inputs for row in read_texts(file, bad, bar.update, names))
         texts = encoder.texts(rows)
         records = pack_texts(texts, tokenizer.eos_token_id, options.seq, pack=options.pack)
         first = next(records, None)
         if first is None:
             raise no_pairs_error(options.input_path, bad)
         written, index, count = write_set(options.output_dir, options.name, chain([first], records))
+    made = {"name": options.tokenizer or "gpt2", "encoding": encoding(tokenizer)}
+    path = f"{index.removesuffix('.index')}.manifest.json"
+    files.write_text(path, json.dumps({"tokenizer": made}, indent=2) + "\n")
     notes = [f"chat template: {encoder.template.source}"] if encoder.template else []
     if encoder.cut:
         notes.append(f"cut: {encoder.cut} conversations into {encoder.parts} parts")

@@ -87,16 +87,18 @@ def base_config(path: str, config: str) -> Config:
 def check_same_tokenizer(train: str, val: str) -> None:
     """Raise InputError if training and validation records were created with different tokenizers.
 
-    The check is skipped if either tokenizer is unknown.
+    The check is skipped if either tokenizer is unknown.  Two names may be of the same tokenizer.
 
     Args:
       train: the path of the index of the training records.
       val: the path of the index of the validation records.
     """
-    from mesh_transformer.data.record_set import tokenizer_of
+    from mesh_transformer.data.record_set import manifest_tokenizer
 
-    names = [tokenizer_of(index) for index in (train, val)]
-    if None not in names and names[0] != names[1]:
+    made = [manifest_tokenizer(index) for index in (train, val)]
+    names, digests = ([entry.get(key) for entry in made] for key in ("name", "encoding"))
+    same = digests[0] == digests[1] if None not in digests else names[0] == names[1]
+    if None not in names and not same:
         raise InputError(
             f"{val} was created with the tokenizer {names[1]}, but {train} with {names[0]}; create "
             "both with the same --tokenizer"
@@ -119,16 +121,22 @@ def tokenizer_keys(name: str | None) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
 
-    from mesh_transformer.data.record_set import set_size, tokenizer_of
+    from mesh_transformer.data.record_set import check_tokenizer, set_size, tokenizer_of
+    from mesh_transformer.data.same_tokenizer import check_encoding
     from mesh_transformer.performance import recipe
     from mesh_transformer.performance.topology import slice_named, this_machine
 
     check_absent(args.output)
     base = base_config(args.base, args.base_config) if args.base else None
-    tokenizer = args.tokenizer or (None if base else tokenizer_of(args.train))
     if args.val:
         check_same_tokenizer(args.train, args.val)
-    changes = tokenizer_keys(tokenizer) | settings(args)
+    if base is None:
+        changes = tokenizer_keys(args.tokenizer or tokenizer_of(args.train))
+    else:
+        changes = {"tokenizer": args.tokenizer or base.tokenizer}
+        check_encoding(base.tokenizer, None, changes["tokenizer"], f"--base {args.base}")
+        check_tokenizer(args.train, changes["tokenizer"])
+    changes |= settings(args)
     corpus, held_out = set_size(args.train), set_size(args.val) if args.val else None
     if not args.topology:
         print("measuring this machine ...", file=sys.stderr)
@@ -146,6 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
     name = Path(args.output).stem
     paths = {"bucket": "./runs", "model_dir": name, "train_set": args.train, "name": name}
     paths |= {"val_set": {"val": args.val}} if args.val else {}
+    paths |= {"tune_model_path": args.base} if args.base else {}
     try:
         files.write_text(args.output, json.dumps(paths | result.values, indent=2) + "\n")
     except OSError as error:
@@ -153,5 +162,4 @@ def main(arguments: list[str] | None = None) -> None:
             f"{args.output} cannot be written ({error.strerror}); choose another --output"
         ) from error
     print("\n".join(result.reasons))
-    tune = f" --tune-model-path {args.base}" if args.base else ""
-    print(f"next: mesh-transformer train --config {args.output}{tune}")
+    print(f"next: mesh-transformer train --config {args.output}")

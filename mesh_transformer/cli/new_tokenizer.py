@@ -17,7 +17,12 @@ from mesh_transformer.data.cuts import GPT2_CUTS
 from mesh_transformer.data.documents import read_pieces, recut
 from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files
-from mesh_transformer.data.tokenizer import END_OF_TEXT, character_tokenizer, train_tokenizer
+from mesh_transformer.data.tokenizer import (
+    END_OF_TEXT,
+    character_tokenizer,
+    make_portable,
+    train_tokenizer,
+)
 from mesh_transformer.storage.access import check_absent
 from mesh_transformer.storage.files import size
 from mesh_transformer.util import InputError
@@ -78,4 +83,5 @@ def main(arguments: list[str] | None = None) -> None:
         tokenizer = train_tokenizer(pieces, args.size or SIZE)
     with atomic_folder(args.folder) as folder:
         tokenizer.save_pretrained(folder)
+        make_portable(folder)
     print(f"{args.folder}: a tokenizer with {len(tokenizer):,} tokens")

@@ -41,6 +41,7 @@ from mesh_transformer.data.documents import TEXT_COLUMN, cleaner
 from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import InputSet, find_set, find_sets, format_counts, left_out
 from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
+from mesh_transformer.data.same_tokenizer import encoding
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
 from mesh_transformer.storage.access import check_bucket, is_uri
 from mesh_transformer.storage.files import is_file, open_file, upload
@@ -173,6 +174,7 @@ def make(options: argparse.Namespace, inputs: InputSet, tokenizer, base: Path, w
     """
     settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
     tokenizer_entry = {"name": options.tokenizer or "gpt2", "sha256": fingerprint(tokenizer)}
+    tokenizer_entry["encoding"] = encoding(tokenizer)
     if not options.new:
         manifest = {"tokenizer": tokenizer_entry, "options": settings, "dataset": inputs.origin}
         check_same_settings(options, manifest)

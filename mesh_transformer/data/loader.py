@@ -12,7 +12,7 @@ import numpy as np
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.prefetch import Prefetch
-from mesh_transformer.data.record_set import Position, RecordSet, Row, random
+from mesh_transformer.data.record_set import Position, RecordSet, Row, check_tokenizer, random
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.util import InputError, brief
 
@@ -186,6 +186,8 @@ def open_train_set(
     `seq`.  For `columns`, see `TFRecordNewInputs`.
     """
     assert config.train_set is not None
+    for path in [config.train_set] if isinstance(config.train_set, str) else config.train_set:
+        check_tokenizer(path, config.tokenizer)
     return TFRecordNewInputs(
         config.train_set,
         (config.gradient_accumulation_steps, batch_size),

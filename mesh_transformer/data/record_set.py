@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh_transformer.data.same_tokenizer import check_encoding
 from mesh_transformer.data.tfrecords import (
     RecordFiles,
     features,
@@ -84,20 +85,36 @@ def set_size(index_path: str) -> SetSize:
 
 
 def tokenizer_of(index_path: str) -> str | None:
-    """Return the name of the tokenizer that the records of an index were created with.
+    """Return the name of the tokenizer of an index's records, or None; see `manifest_tokenizer`."""
+    return manifest_tokenizer(index_path).get("name")
 
-    The name is read from NAME.manifest.json next to the index NAME.index.  Returns None if there is
-    no manifest, or if an earlier version of this library wrote a manifest without the name.
+
+def check_tokenizer(index_path: str, tokenizer: str) -> None:
+    """Raise InputError if records give other tokens than a tokenizer does (see `check_encoding`).
+
+    Args:
+      index_path: the path of an index or folder of records.
+      tokenizer: the config key `tokenizer` of the model that reads them.
+    """
+    made = manifest_tokenizer(index_path)
+    check_encoding(made.get("name"), made.get("encoding"), tokenizer, index_path)
+
+
+def manifest_tokenizer(index_path: str) -> dict[str, Any]:
+    """Return what a manifest says of the tokenizer that an index's records were created with.
+
+    It is read from NAME.manifest.json next to the index NAME.index.  Returns {} if there is no
+    manifest, or if an earlier version of this library wrote a manifest without the name.
 
     Raises:
       InputError: if the manifest is damaged.
     """
     path = f"{find_index(index_path).removesuffix('.index')}.manifest.json"
     if not files.is_file(path):
-        return None
+        return {}
     try:
         with files.open_file(path) as file:
-            return json.loads(file.read()).get("tokenizer", {}).get("name")
+            return dict(json.loads(file.read()).get("tokenizer", {}))
     except (ValueError, AttributeError) as error:
         raise InputError(
             f"{path}: not the manifest of a record set; create the records again"

@@ -399,6 +399,7 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "tokenizer.model",
 )
 
 
@@ -465,6 +466,23 @@ class Tokenizer(NamedTuple):
             shutil.copy(path, folder)
         if not present:
             self.loaded.save_pretrained(folder)
+        make_portable(folder)
+
+
+def make_portable(folder: AnyPath) -> None:
+    """Let releases 4 of transformers load a tokenizer that release 5 has saved in a folder.
+
+    Release 5 has other names for a class and for a key; it knows the old ones, too.
+    """
+    path = Path(folder) / "tokenizer_config.json"
+    values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    before = dict(values)
+    if values.get("tokenizer_class") == "TokenizersBackend":
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(values.get("extra_special_tokens"), list):
+        values["additional_special_tokens"] = values.pop("extra_special_tokens")
+    if values != before:
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def byte_decoder() -> dict[str, int]:

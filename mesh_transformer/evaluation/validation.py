@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from mesh_transformer.data.in_memory import InOrder
 from mesh_transformer.data.loader import TFRecordNewInputs
+from mesh_transformer.data.record_set import check_tokenizer
 from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import harness
 from mesh_transformer.generation.finite import check_finite
@@ -99,6 +100,7 @@ def open_set(network: TrainableNetwork, source: Any) -> TFRecordNewInputs | InOr
     config, rows = network.config, batch_size(network)
     if not isinstance(source, str):
         return InOrder(source, config.seq, rows)
+    check_tokenizer(source, config.tokenizer)
     return TFRecordNewInputs(
         source, rows, config.seq, n_vocab=config.n_vocab, repeat=False, partial=True
     )

@@ -102,8 +102,9 @@ class _Fitted:
 
     def __init__(self, network: TrainableNetwork, data: Any):
         self._network, self._data = network, data
-        # Training requires this key.
-        self.config: Config = network.config.replace(train_set=_name(data))
+        # Training requires this key, and would load the weights that the other one names.
+        changes: dict[str, Any] = {"train_set": _name(data), "tune_model_path": None}
+        self.config: Config = network.config.replace(**changes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._network, name)

@@ -61,7 +61,7 @@ def train(
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
 
     Training resumes from the newest checkpoint in `folder`.  If there is none, training starts from
-    the model at `tune_model_path`, or from freshly initialised weights if no path is given.  With
+    the model at `tune_model_path` (default: the config's), or else from random weights.  With
     `fresh_opt`, the optimizer's state at `tune_model_path` is not loaded.  When a LoRA run resumes
     and its base model has moved, `tune_model_path` must be the base model's new location.
 
@@ -95,6 +95,7 @@ def train(
         Also if the network could have a larger mesh.  In the last two cases, the step is saved.
     """
     config, folder = network.config, local_path(folder)
+    tune_model_path = config.tune_model_path if tune_model_path is None else tune_model_path
     total = config.require_to_train(max_steps)
     if total < 1:
         key = "total_steps" if max_steps is None else "--max-steps"

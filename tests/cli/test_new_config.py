@@ -192,7 +192,8 @@ def test_the_base_may_have_any_format(tmp_path, capsys):
         output = tmp_path / f"{base.name}.json"
         call("--train", train, "--output", output, "--base", base, "--topology", "v3-8")
         assert json.loads(output.read_text())["layers"] == layers
-        line = f"next: mesh-transformer train --config {output} --tune-model-path {base}\n"
+        assert json.loads(output.read_text())["tune_model_path"] == str(base)
+        line = f"next: mesh-transformer train --config {output}\n"
         assert capsys.readouterr().out.endswith(line)
 
 
