@@ -280,7 +280,8 @@ def to_bf16(tree: Tree) -> Tree:
 def to_int8(x: "jax.Array", axis: int | tuple[int, ...]) -> "tuple[jax.Array, jax.Array]":
     """Round an array to 8-bit integers, with one scale for all entries along `axis`.
 
-    An entry changes by at most 1/254 of the largest magnitude of those that share its scale.
+    An entry changes by at most 1/254 of the largest magnitude of those that share its scale.  NaN
+    and infinite entries make their scale NaN.
 
     Returns:
       The integers (int8), and the scales (f32, with size 1 along `axis`) to multiply them by.
@@ -289,6 +290,7 @@ def to_int8(x: "jax.Array", axis: int | tuple[int, ...]) -> "tuple[jax.Array, ja
 
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / 127
+    scale += jnp.sum(0 * x, axis=axis, keepdims=True)  # the maximum may ignore NaN
     scale = jnp.where(scale == 0, 1, scale)
     return jnp.round(x / scale).astype(jnp.int8), scale
 

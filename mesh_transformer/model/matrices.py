@@ -156,11 +156,12 @@ def _to_int4(w: Array, axis: int, group: int) -> Int4:
     """Round a matrix to 4-bit integers, with one scale for each `group` entries along `axis`.
 
     The scale has the sign with which the entry of the largest magnitude becomes -8, because there
-    is no 8.
+    is no 8.  NaN and infinite entries make their scale NaN.
     """
     x = w.astype(jnp.float32).reshape(*w.shape[:axis], -1, group, *w.shape[axis + 1 :])
     most, least = jnp.max(x, axis + 1, keepdims=True), jnp.min(x, axis + 1, keepdims=True)
     scale = (jnp.where(most > -least, most, least) / -8).astype(jnp.bfloat16)
+    scale += jnp.sum(0 * x, axis + 1, keepdims=True).astype(scale.dtype)  # as in `to_int8`
     scale = jnp.where(scale == 0, 1, scale)
     return Int4(jnp.clip(jnp.round(x / scale), -8, 7).astype(jnp.int4), scale)
 

@@ -1,5 +1,6 @@
 """Weights that are NaN or infinite: an error that names them, wherever results would show it."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ from mesh_transformer.generation.blocks import BLOCK, Chunks, Pool
 from mesh_transformer.generation.finite import NO_TOKEN
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import transformer
+from mesh_transformer.model import matrices, transformer
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError, NonFiniteError
+from mesh_transformer.util import InputError, NonFiniteError, to_int8
 from tests.conftest import SMALL, random_batch
 
 TOKEN = 9  # the token whose embedding `with_bad_token` damages
@@ -25,6 +26,7 @@ WAYS = {
     "jit": (2, 2, {"partitioning": "jit", "zero": 1}),
     "offload": (1, 2, {"offload": "params"}),
     "int8": (1, 1, {"weight_bits": 8, "int8_cache": True}),
+    "int4": (1, 1, {"weight_bits": 4}),
 }
 
 
@@ -70,6 +72,31 @@ def test_results_of_such_weights_are_an_error_that_names_them(way, value):
         # Generation unstacks the layers; quantization spreads NaN over a column.
         assert name.rpartition("/")[2] in str(error.value) or network.config.weight_bits, what
         assert "of the weights layers/" in str(error.value), what
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantization_keeps_what_is_not_finite(value, bits):
+    """The compiler's maximum may ignore NaN, which would become the integer 0."""
+    rng = np.random.default_rng(bits)
+    w = rng.normal(size=(64, 24)).astype(np.float32)
+    w[:, 5] = 0
+    quantize = jax.jit(
+        functools.partial(to_int8, axis=0)
+        if bits == 8
+        else functools.partial(matrices._to_int4, axis=0, group=32)
+    )
+    clean = np.asarray(quantize(w)[1], np.float32)
+    assert np.isfinite(clean).all()
+    for _ in range(5):
+        row, column = rng.integers(64), rng.integers(24)
+        damaged = w.copy()
+        damaged[row, column] = value
+        scale = np.asarray(quantize(damaged)[1], np.float32)
+        bad = np.zeros(scale.shape, bool)
+        bad[(0, column) if bits == 8 else (row // 32, 0, column)] = True
+        np.testing.assert_array_equal(~np.isfinite(scale), bad)
+        np.testing.assert_array_equal(scale[~bad], clean[~bad])
 
 
 @pytest.mark.quick(1)
