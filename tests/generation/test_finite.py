@@ -1,6 +1,7 @@
 """Weights that are NaN or infinite: an error that names them, wherever results would show it."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,8 +13,11 @@ import mesh_transformer
 from mesh_transformer.generation.blocks import BLOCK, Chunks, Pool
 from mesh_transformer.generation.finite import NO_TOKEN
 from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import matrices, transformer
+from mesh_transformer.pod.batch import ClusterBatch
+from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, NonFiniteError, to_int8
 from tests.conftest import SMALL, random_batch
@@ -124,6 +128,26 @@ def test_training_from_such_weights_blames_them(way, tmp_path, capsys):
     assert np.isfinite(float(restored.train(batch)["loss"]))
     for each in (loaded, restored):
         each.close()
+
+
+def test_a_pod_names_such_weights_and_goes_on():
+    """One host, whose `NetworkRunner` is called in this process."""
+    runner = NetworkRunner(0)
+    runner.network = network_of("one device")
+    name, vocabulary = damaged(runner.network, np.nan), runner.network.config.n_vocab
+
+    def call(method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        return [getattr(runner, method)(*own) for own in arguments or [()]]
+
+    cluster: Any = SimpleNamespace(config=runner.network.config, dp=1, adapters=0, replicas=[[0]])
+    cluster.call, cluster.gathered = call, lambda parts, positions: parts[0]
+    for _ in range(2):
+        batch = cluster.newest_batch = ClusterBatch(cluster, 2)
+        prompts = [np.arange(3) % vocabulary, np.arange(5) % vocabulary]
+        with pytest.raises(NonFiniteError) as error:
+            list(stream_tokens(batch, prompts, 4, sampler_settings({}, 2)))
+        assert name.rpartition("/")[2] in str(error.value)
+        assert "of the weights layers/" in str(error.value)
 
 
 def with_bad_token() -> CausalTransformer:
