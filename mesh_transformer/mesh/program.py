@@ -111,9 +111,9 @@ def bind_collectives(address: str) -> None:
     try:
         from jax._src import xla_bridge
 
-        module: Any = xla_bridge._jax
+        module: Any = vars(xla_bridge)["_jax"]
         make = module.make_gloo_tcp_collectives
-    except (ImportError, AttributeError):
+    except (ImportError, KeyError, AttributeError):
         return
     module.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 

@@ -32,6 +32,7 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.placement import gathered, process_rows, replica_rows
 from mesh_transformer.pod.batch import ClusterBatch
+from mesh_transformer.pod.faults import PermanentError, RaisedError
 from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.ray_head import spill_disk_is_full
@@ -513,7 +514,10 @@ class TPUCluster:
             if ray.wait(refs, num_returns=len(refs), timeout=agree)[1]:
                 self.kill()
             return type(cause)(*cause.args)
-        return self.failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))
+        failed = self.failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))
+        # If another host has died, that is the cause.
+        is_cause = isinstance(cause, PermanentError | RaisedError) and str(failed) == str(cause)
+        return cause if is_cause else failed
 
     def _unresponsive_hosts(self, seconds: float) -> list[str]:
         """Return a line such as "host 1 died" for each host that does not respond in time."""

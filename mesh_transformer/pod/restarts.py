@@ -1,6 +1,7 @@
 """Training runs and servers that survive host failures by restarting all hosts."""
 
 import functools
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.pod.batch import ClusterBatch
+from mesh_transformer.pod.faults import RaisedError
 from mesh_transformer.storage.access import delete_step, local_path, reason
 from mesh_transformer.storage.locks import lock_folder
 from mesh_transformer.training import loop
@@ -217,10 +219,12 @@ def _run_with_retries(
 ) -> None:
     """Call `attempt` with a new network from `make`, and repeat this after each host failure.
 
+    If a host raises the same error twice without progress in between, it is not repeated again.
+
     See `train` for the waits between two attempts, and for `retries`.  `ledger` counts the seconds
     of the waits and of the calls of `make`.
     """
-    furthest, failures = -1, 0
+    furthest, failures, previous = -1, 0, ""
     while True:
         reached = furthest
         try:
@@ -233,9 +237,12 @@ def _run_with_retries(
                     reached = network.step
         except HostError as error:
             if reached > furthest:
-                furthest, failures = reached, 0
+                furthest, failures, previous = reached, 0, ""
             failures += 1
-            if failures > retries:
+            # Ports and process ids in an error differ between attempts.
+            text = re.sub(r"\d+", "", str(error)) if isinstance(error, RaisedError) else ""
+            repeated, previous = text and text == previous, text
+            if failures > retries or repeated:
                 raise StoppedError(
                     f"{error}; giving up after {failures} failures without progress"
                 ) from None

@@ -29,12 +29,13 @@ from mesh_transformer.mesh.program import (
     compile_together,
     use_compilation_cache,
 )
+from mesh_transformer.pod.faults import host_error
 from mesh_transformer.pod.keeper import Copy, receive, send
 from mesh_transformer.pod.shared_folder import create_marker
 from mesh_transformer.pod.steps import StepReport
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import HostError, InputError, StoppedError
+from mesh_transformer.util import InputError, StoppedError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -44,8 +45,8 @@ def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments,
     """Wrap a method of `NetworkRunner` so that its exceptions can be sent to the driver.
 
     InputError and StoppedError are raised unchanged.  Any other exception might not survive
-    pickling, so it is replaced by a one-line HostError that names the host.  Its traceback is
-    printed to the host's log.
+    pickling, so it is replaced by the result of `host_error`, which names the host.  Its traceback
+    is printed to the host's log.
     """
 
     @functools.wraps(method)
@@ -57,8 +58,7 @@ def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments,
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             runner: Any = args[0]
-            text = " ".join(str(error).split())[:300]
-            raise HostError(f"host {runner.rank}: {type(error).__name__}: {text}") from None
+            raise host_error(runner.rank, error) from None
 
     return wrapper
 

@@ -1,12 +1,15 @@
 """Restarts of training runs: attempts, their limits, and starting over with --new."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.pod import restarts
+from mesh_transformer.pod.faults import PermanentError, RaisedError, host_error
 from mesh_transformer.storage.locks import lock_folder
 from mesh_transformer.training import loop
 from mesh_transformer.training.goodput import Ledger
@@ -83,6 +86,39 @@ def test_run_gives_up_after_failures_without_progress(attempts):
     assert not isinstance(caught.value, HostError)
     assert waits == [1, 2, 4]
     assert all(network.closed for network in made)
+
+
+def test_an_error_that_a_live_host_raises_again_is_not_retried_again(attempts):
+    run, _, waits = attempts
+    plan = [(1, "host 0: OSError: port 1234"), (2, "host 0: OSError: port 77"), (2, "host 1: X")]
+    plan += [(-1, "host 0: OSError: port 8"), (2, "host 0: OSError: port 9")]
+    with pytest.raises(StoppedError, match=r"port 9; giving up after 4 failures without progress"):
+        run([(reached, RaisedError(text)) for reached, text in plan])
+    assert waits == [1, 1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_permanent"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.EACCES, "Permission denied"), True),
+        (OSError(errno.ECONNRESET, "Connection reset by peer"), False),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile ..."), True),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: peer 1: NOT_FOUND"), False),
+        (ValueError("INVALID_ARGUMENT: not JAX's"), False),
+    ],
+)
+def test_the_cause_of_an_error_decides_whether_it_is_retried(attempts, error, is_permanent):
+    run, _, waits = attempts
+    raised = host_error(1, error)
+    assert str(raised) == f"host 1: {type(error).__name__}: {' '.join(str(error).split())}"
+    assert isinstance(raised, HostError) is not is_permanent
+    if is_permanent:
+        with pytest.raises(PermanentError, match="host 1: "):
+            run([(5, raised)])
+    else:
+        run([(5, raised), (6, None)])
+    assert len(waits) == (0 if is_permanent else 1)
 
 
 @pytest.mark.parametrize("error", [InputError("bad"), StoppedError("not finite"), KeyError("x")])
