@@ -27,6 +27,7 @@ from mesh_transformer.cli.machines import running_model
 from mesh_transformer.data.completions import Pair
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files
+from mesh_transformer.data.special_tokens import prompt_tokens
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")
@@ -64,7 +65,7 @@ def summaries(network: Any, tokenizer: Any, prompts: Sequence[str], length: int)
             f"--length {length} leaves no room for a prompt in the model's seq "
             f"{network.config.seq}; lower --length"
         )
-    tokens = [tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id] for prompt in prompts]
+    tokens = [prompt_tokens(tokenizer, prompt) for prompt in prompts]
     if cut := sum(len(prompt) > room for prompt in tokens):
         tqdm.write(
             f"{cut} of {len(tokens)} prompts have more than {room} tokens; only their last {room} "

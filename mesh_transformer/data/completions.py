@@ -10,6 +10,7 @@ import numpy as np
 from mesh_transformer.data.chat import ChatTemplate, Conversation, Segment
 from mesh_transformer.data.documents import unknown_error
 from mesh_transformer.data.inputs import BadInputError, BadInputHandler
+from mesh_transformer.data.special_tokens import beginning, with_beginning
 from mesh_transformer.data.tables import replace_surrogates
 from mesh_transformer.data.tokenizer import alphabet, encode_batch
 
@@ -92,6 +93,7 @@ class Encoder:
         self, tokenizer: Any, seq: int, bad: BadInputHandler, template: ChatTemplate | None = None
     ):
         self.tokenizer, self.seq, self.bad, self.template = tokenizer, seq, bad, template
+        self.first = beginning(tokenizer)
         self.cut = self.parts = 0
 
     def texts(self, items: Iterable[Pair | Conversation]) -> Iterator[Text]:
@@ -171,10 +173,13 @@ class Encoder:
         has_loss = [
             segment.has_loss for segment, row in zip(segments, tokens, strict=True) for _ in row
         ]
-        end = self.tokenizer.eos_token_id
+        end, whole = self.tokenizer.eos_token_id, [*chain(*tokens)]
+        if isinstance(item, Pair):  # a chat template has the special tokens before a text itself
+            plain, whole = whole, with_beginning(self.first, whole)
+            has_loss = [False] * (len(whole) - len(plain)) + has_loss
         if isinstance(item, Pair) or end not in tokens[-1]:
-            return Text([*chain(*tokens), end], [*has_loss, True])
-        return Text([*chain(*tokens)], has_loss)
+            return Text([*whole, end], [*has_loss, True])
+        return Text(whole, has_loss)
 
 
 def pack_texts(

@@ -30,6 +30,7 @@ from mesh_transformer.data.documents import (
     without_first,
 )
 from mesh_transformer.data.inputs import BadInputHandler
+from mesh_transformer.data.special_tokens import beginning, with_beginning
 from mesh_transformer.data.tokenizer import alphabet, encode_batch
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
@@ -214,6 +215,7 @@ class Tokenizing:
         column: str = TEXT_COLUMN,
     ):
         self.folder, self.files, self.tokenizer = folder, files, tokenizer
+        self.first = beginning(tokenizer)
         self.clean, self.skip_bad, self.column = clean, skip_bad, column
         self.dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
         self.cuts = cuts_of(tokenizer)
@@ -362,6 +364,8 @@ class Tokenizing:
                 # Without truncating the file, which must keep the tokens of the saved progress.
                 tokens.seek(progress.tokens * self.dtype.itemsize)
                 continue
+            if progress.tokens == progress.last_end:  # the document begins here
+                row = with_beginning(self.first, row)
             if item.is_end:
                 row.append(self.tokenizer.eos_token_id)
             tokens.write(np.array(row, self.dtype).tobytes())

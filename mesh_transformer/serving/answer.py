@@ -25,7 +25,7 @@ class TokenTexts:
       ends: the ids of all tokens that end an answer.
       special: {id: name} of the special tokens, which are no part of an answer's text.
       first: the ids of the special tokens that the tokenizer puts before a text.
-      longest: length of the longest token, in characters.
+      longest: length of the longest token with a space, which may not be a part of it.
     """
 
     def __init__(self, tokenizer: Any, config: Config | None = None):
@@ -36,7 +36,7 @@ class TokenTexts:
         if self.end is None:
             self.end = min(self.ends, default=None)
         self.special, self.first = special_tokens(tokenizer), beginning(tokenizer)
-        self.longest = max(map(len, tokenizer.get_vocab()))
+        self.longest = max(map(len, tokenizer.get_vocab())) + 1
         self._cache: dict[int, str] = {}
 
     def __getitem__(self, number: int) -> str:
