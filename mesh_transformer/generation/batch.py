@@ -206,12 +206,11 @@ class Generator:
         return result
 
     def bad_weights(self, weights: Any = None, *, together: bool = False) -> str | None:
-        """Name the weights that are not finite; see `describe_bad_weights`.
+        """Name the weights that are NaN or infinite; see `Batch.bad_weights`.
 
         Args:
           weights: the weights (default: those that were used last).
-          together: whether all processes make this call.  If not, and there are several, the result
-            is None, which stands for unknown.
+          together: as for `Batch.bad_weights`.
         """
         if not (self.rows.alone or together):
             return None
@@ -475,7 +474,12 @@ class Batch:
         return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *results)
 
     def bad_weights(self, *, together: bool = False) -> str | None:
-        """Name the weights that are not finite; see `Generator.bad_weights`."""
+        """Name the weights that are NaN or infinite; "" if there are none.
+
+        Args:
+          together: whether all processes make this call.  If not, and there are several, the result
+            is None, which stands for unknown.
+        """
         return self._generator.bad_weights(self._weights, together=together)
 
     def release(self, rows: Sequence[int] | np.ndarray) -> None:

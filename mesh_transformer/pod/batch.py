@@ -81,7 +81,7 @@ class ClusterBatch:
         cluster.call("batch", *[(len(own), pool, guesses) for own in self._host_rows])
 
     def bad_weights(self) -> str | None:
-        """Name the weights that are not finite; see `Generator.bad_weights`."""
+        """Name the weights that are NaN or infinite; see `Batch.bad_weights`."""
         return self._call("bad_weights")[0]
 
     def reserve(self, positions: int) -> None:
