@@ -213,7 +213,7 @@ def write(
     family = family_of(config)
     check_state(state, transformer.declarations(config))
     chosen = Tokenizer.of(tokenizer, config, must_fit=trim_vocab)
-    rows = len(chosen.loaded) if trim_vocab else config.n_vocab
+    rows = min(len(chosen.loaded), config.n_vocab) if trim_vocab else config.n_vocab
     places = places_of(config, family)
     tensors = list(_tensors(state["params"], places, rows, _dtype(dtype)))
     total = sum(tensor.n_bytes for tensor in tensors)

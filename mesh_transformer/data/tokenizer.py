@@ -409,7 +409,9 @@ class Tokenizer(NamedTuple):
     Attributes:
       source: the folder or name that the tokenizer was loaded from (see `load_tokenizer`).
       loaded: the tokenizer object of transformers.
-      fits: whether the tokenizer has no more tokens than the model's vocabulary.
+      fits: whether the tokenizer's own vocabulary is within the model's.  Tokens that were added to
+        it, such as a padding token, may lie outside, as for transformers; a text with such a token
+        is refused where it is used.
     """
 
     source: str
@@ -439,7 +441,9 @@ class Tokenizer(NamedTuple):
                 f"{error}; if the model's own tokenizer is gone, name another with --tokenizer or "
                 "the config key tokenizer"
             ) from None
-        fits = len(loaded) <= config.n_vocab
+        added = loaded.added_tokens_decoder
+        own = (number for number in loaded.get_vocab().values() if number not in added)
+        fits = max(own, default=0) < config.n_vocab
         if not fits and (chosen or must_fit):
             raise InputError(
                 f"tokenizer {source} has {len(loaded)} tokens, more than n_vocab {config.n_vocab}; "

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import mesh_transformer
 from mesh_transformer.checkpoint import conversion, hf, hf_config
 from mesh_transformer.cli import convert as convert_command
+from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.util import InputError
 from tests.checkpoint.test_hf import assert_same_tensors, logits, tensors_in, tokens_for
+from tests.support import made_tasks
 from tests.support.torch_models import SEQUENTIAL, torch_model
 
 VOCAB = 50
@@ -157,3 +160,32 @@ def test_a_gpt_neox_with_sequential_residual_is_the_block_gpt2(tmp_path):
     change_config(tmp_path / "theirs", use_parallel_residual="no")
     with pytest.raises(InputError, match="use_parallel_residual is 'no', expected true or false"):
         hf.read(str(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("rows", [64, 80])
+def test_a_tokenizer_may_be_larger_or_smaller_than_the_embedding(tmp_path, rows):
+    torch_model("gptj", vocab=rows).save_pretrained(tmp_path / "hf")
+    made_tasks.save_tokenizer(tmp_path / "hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    theirs.add_tokens([f"<added{i}>" for i in range(64 - len(theirs))])
+    theirs.add_special_tokens({"pad_token": "<pad>"})  # without resizing the model
+    theirs.save_pretrained(tmp_path / "hf")
+    assert len(theirs) == 65
+    config, state = hf.read(str(tmp_path / "hf"))
+    assert config.n_vocab == rows
+    tokenizer = Tokenizer.of(None, config, must_fit=True)  # as all commands load it
+    assert tokenizer.fits
+    text = theirs.decode(range(2, 30))
+    assert tokenizer.loaded(text)["input_ids"] == theirs(text)["input_ids"]
+    assert tokenizer.loaded.decode([5, 64, rows - 1]) == theirs.decode([5, 64, rows - 1])
+    network = mesh_transformer.load(tmp_path / "hf", changes={"dtype": "float32"})
+    prompt = np.array([theirs("<pad>" + text)["input_ids"][:8]])
+    if rows == 64:
+        with pytest.raises(InputError, match=r"token id 64, outside the vocabulary"):
+            network.score(prompt, 0)
+    else:
+        network.score(prompt, 0)
+    network.close()
+    hf.write(str(tmp_path / "trimmed"), state, config, trim_vocab=True)
+    assert hf.read(str(tmp_path / "trimmed"))[0].n_vocab == min(rows, 65)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "trimmed")) == 65
