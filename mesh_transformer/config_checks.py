@@ -23,6 +23,8 @@ def check(c: Any) -> None:
     for key in positive.split(" "):
         if getattr(c, key) < 1:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 1")
+        if getattr(c, key) >= 2**31:
+            raise InputError(f"{key} is {getattr(c, key)}, expected less than 2**31")
     if c.layers > MOST_LAYERS:
         raise InputError(f"layers is {c.layers}, expected at most {MOST_LAYERS}")
     at_least_0 = "warmup_steps batch_ramp_steps lr end_lr weight_decay adam_eps z_loss "

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
+from mesh_transformer.checkpoint.stored_tensors import parse_json
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import reason
@@ -81,7 +82,7 @@ def read_index(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, "meta.json")
     try:
         with files.open_file(path) as file:
-            index = json.load(file)
+            index = parse_json(file.read())
     except FileNotFoundError:
         return {}
     except InputError:

@@ -395,7 +395,7 @@ def _model_folders(folder: str) -> list[str]:
     """
     for place in (folder, os.path.dirname(folder)):
         inside = sorted(os.scandir(place), key=lambda e: e.name) if os.path.isdir(place) else []
-        paths = [entry.path for entry in inside if entry.is_dir()]
+        paths = [entry.path for entry in inside if os.path.isdir(entry.path)]  # also for loops
         models = [path for path in paths if any(map(_STEP_NAME.fullmatch, os.listdir(path)))]
         if models:
             return models

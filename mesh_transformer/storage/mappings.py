@@ -21,6 +21,11 @@ def read_mapping(path: str, what: str) -> dict[str, Any]:
         values = _parse(path, what, _read(path, what))
     except UnicodeDecodeError:
         raise InputError(f"{what}: not UTF-8 text; give a JSON or YAML file") from None
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InputError(f"{what}: {problem}; correct the file") from None
     if not isinstance(values, dict):
         raise InputError(
             f"{what}: found {describe(values)}, expected one mapping of keys to values"

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion, hf, hf_config
+from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.cli import convert as convert_command
+from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.util import InputError
 from tests.checkpoint.test_hf import assert_same_tensors, logits, tensors_in, tokens_for
@@ -189,3 +191,31 @@ def test_a_tokenizer_may_be_larger_or_smaller_than_the_embedding(tmp_path, rows)
     hf.write(str(tmp_path / "trimmed"), state, config, trim_vocab=True)
     assert hf.read(str(tmp_path / "trimmed"))[0].n_vocab == min(rows, 65)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "trimmed")) == 65
+
+
+DEEP = b'{"a":' * 200_000
+
+
+def test_hostile_metadata_are_one_line(tmp_path):
+    def assert_one_line(function, line):
+        with pytest.raises(InputError, match=line) as caught:
+            function()
+        assert "\n" not in str(caught.value)
+
+    torch_model("gptj").save_pretrained(tmp_path / "hf")
+    change_config(tmp_path / "hf", vocab_size=10**12)
+    assert_one_line(lambda: hf.read(str(tmp_path / "hf")), "n_vocab is 1000000000000, expected")
+    (tmp_path / "hf" / "config.json").write_bytes(DEEP)
+    assert_one_line(lambda: hf.read(str(tmp_path / "hf")), "not JSON .nested too deeply")
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "meta.json").write_bytes(DEEP)
+    meta = Source(tmp_path / "meta", "original")
+    assert_one_line(lambda: meta.checkpoint_path, r"meta\.json cannot be read")
+    for text in (DEEP, b'{"seq":' + b"9" * 5000 + b"}", b'{"name": "\xe9"}'):
+        (tmp_path / "c.json").write_bytes(text)
+        assert_one_line(lambda: Config.load(str(tmp_path / "c.json")), "c.json: ")
+    loop = tmp_path / "loop"
+    loop.mkdir()
+    for name, target in (("step_5", loop), ("config.json", "config.json"), ("a", "a")):
+        (loop / name).symlink_to(target)
+    assert_one_line(lambda: Source(loop), "holds no finished checkpoint")
