@@ -14,7 +14,7 @@ import threading
 import traceback
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
@@ -78,6 +78,11 @@ def brief(text: str, most: int = 60) -> str:
     start = " ".join(text[: 4 * most].split())
     start = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in start)
     return start if len(start) <= most and len(text) <= 4 * most else start[: most - 3] + "..."
+
+
+def join_keys(keys: Iterable[Any]) -> str:
+    """Return the keys of a mapping, for an error message."""
+    return brief(", ".join(map(str, keys)), 200) or "none"
 
 
 def describe(value: Any) -> str:

@@ -9,6 +9,9 @@ A row of a table is a pair or a conversation:
   `assistant`.  Texts with and without loss are tokenised separately.  A conversation that is too
   long for a record is cut into several after answers.
 
+ShareGPT's `conversations`, whose messages have `from` and `value`, and Alpaca's `instruction`,
+`input` and `output` are conversations too.
+
 A record holds the text, the end-of-text token, and padding.  Its features are `input_ids`, `labels`
 (the next tokens) and `input_mask`, which is 1 where the label counts in the loss.
 
@@ -30,21 +33,22 @@ from tqdm import tqdm
 from mesh_transformer.cli.arguments import Parser, add_record_arguments, input_help
 from mesh_transformer.data.chat import Conversation, read_template
 from mesh_transformer.data.completions import Encoder, Pair, pack_texts
-from mesh_transformer.data.contents import contents
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import (
     BadInputError,
     BadInputHandler,
     find_files,
     format_counts,
-    open_input,
 )
 from mesh_transformer.data.same_tokenizer import encoding
-from mesh_transformer.data.tables import Columns, read_rows
+from mesh_transformer.data.tables import Columns, rows_of
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
+
+SHAREGPT = "conversations"  # the column of messages in ShareGPT's format
+ALPACA = (("instruction", "input", "output"), ("instruction", "output"))
 
 
 class Names(NamedTuple):
@@ -109,14 +113,26 @@ def read_texts(
       bad: called for each unusable row.
       progress: called repeatedly with the number of bytes read since the previous call.
     """
-    for where, value in _rows(path, bad, progress, names):
+    flags = "name the columns with --messages-column, or --prompt-column and --completion-column"
+    choices = ((names.messages,), (names.prompt, names.completion), (SHAREGPT,), *ALPACA)
+    for where, value in rows_of(path, Columns(choices, flags), bad, progress):
         try:
-            if isinstance(value, dict) and names.messages in value:
-                yield Conversation.of(value[names.messages], where)
-            else:
-                yield Pair.of(value, where, names.prompt, names.completion)
+            yield _text(value, where, names)
         except BadInputError as error:
             bad(error)
+
+
+def _text(value: Any, where: str, names: Names) -> Pair | Conversation:
+    """Return the pair or conversation in a row; see `Pair.of` for the errors."""
+    keys = value.keys() if isinstance(value, dict) else ()
+    if names.messages in keys:
+        return Conversation.of(value[names.messages], where)
+    if not {names.prompt, names.completion} <= set(keys):
+        if SHAREGPT in keys:
+            return Conversation.of(value[SHAREGPT], where)
+        if set(ALPACA[-1]) <= set(keys):
+            return Conversation.of_instruction(value, where)
+    return Pair.of(value, where, names.prompt, names.completion)
 
 
 def read_pairs(
@@ -128,20 +144,6 @@ def read_pairs(
             yield text
         else:
             bad(BadInputError("no pair", f"{text.where}: expected a prompt and a completion"))
-
-
-def _rows(
-    path: str, bad: BadInputHandler, progress: Callable[[int], object], names: Names
-) -> Iterator[tuple[str, Any]]:
-    flags = "name the columns with --messages-column, or --prompt-column and --completion-column"
-    columns = Columns(((names.messages,), (names.prompt, names.completion)), flags)
-    with open_input(path, bad) as raw:
-        before = 0
-        for content in contents(raw, path, bad):
-            for row in read_rows(content, columns, bad):
-                progress(raw.tell() - before)
-                before = raw.tell()
-                yield row
 
 
 def main(arguments: list[str] | None = None) -> None:

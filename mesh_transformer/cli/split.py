@@ -1,4 +1,4 @@
-"""Split text files into a training and a validation part; each document is assigned at random."""
+"""Split text or tables into a training and a validation part, at random by document or row."""
 
 import argparse
 
@@ -8,9 +8,11 @@ from mesh_transformer.cli.arguments import (
     add_text_column,
     input_help,
 )
-from mesh_transformer.data.file_types import FILE_TYPES
+from mesh_transformer.data.documents import TEXT_COLUMN
+from mesh_transformer.data.file_types import FILE_TYPES, TABLE_TYPES
 from mesh_transformer.data.inputs import find_files, left_out
 from mesh_transformer.data.split import NAMES, split
+from mesh_transformer.util import InputError
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -25,6 +27,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="share of the text for validation, between 0 and 1 (default %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
+    parser.add_argument(
+        "--rows",
+        action="store_true",
+        help="assign whole rows of tables, with all columns, such as prompts and completions or "
+        "conversations",
+    )
     add_text_column(parser)
     add_input_arguments(parser)
     return parser.parse_args(arguments)
@@ -32,6 +40,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
+    if args.rows and args.text_column != TEXT_COLUMN:
+        raise InputError("--text-column is not used with --rows; remove one of them")
+    types = TABLE_TYPES if args.rows else FILE_TYPES
     parts = split(
         args.text,
         args.folder,
@@ -39,12 +50,13 @@ def main(arguments: list[str] | None = None) -> None:
         seed=args.seed,
         skip_bad=args.skip_bad,
         column=args.text_column,
-        files=find_files(args.text, FILE_TYPES, args.split, args.subset),
+        files=find_files(args.text, types, args.split, args.subset),
+        rows=args.rows,
     )
     total = sum(part.bytes for part in parts)
     for name, part in zip(NAMES, parts, strict=True):
         share = f"{part.bytes:,} bytes ({part.bytes / total:.1%})"
-        noun = "document" if part.documents == 1 else "documents"
+        noun = ("row" if args.rows else "document") + "s" * (part.documents != 1)
         print(f"{name:6} {share} in {part.documents:,} {noun}: {part.path}")
-    if line := left_out(args.text, FILE_TYPES):
+    if line := left_out(args.text, types):
         print(line)

@@ -18,10 +18,12 @@ from mesh_transformer.data.tokenizer import (
     render_chat,
 )
 from mesh_transformer.storage.files import open_file
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, join_keys
 
 Message = dict[str, Any]  # with the strings `role` and `content`
 ANSWERS = "assistant"  # the role whose messages count in the loss
+# The roles of ShareGPT's messages, which have `from` and `value` for `role` and `content`.
+SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERS, "chatgpt": ANSWERS, "bing": ANSWERS}
 SYSTEM = ("system", "developer")  # roles of a message that applies to the whole conversation
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the tag at the beginning of an answer
 # The template for tokenizers without one of their own.
@@ -59,8 +61,9 @@ class Conversation(NamedTuple):
         """Return the conversation in a cell of a table, without messages after the last answer.
 
         Args:
-          value: a list of dicts with the strings `role` and `content`, this list as JSON, or a dict
-            of lists, as early versions of the package datasets stored lists of dicts.
+          value: a list of dicts with the strings `role` and `content` (or `from` and `value`, as
+            ShareGPT has them), this list as JSON, or a dict of lists, as early versions of the
+            package datasets stored lists of dicts.
           where: the file and the line or row, for error messages.
 
         Raises:
@@ -70,7 +73,7 @@ class Conversation(NamedTuple):
         for entry in _entries(value):
             message = _message(entry)
             if message is None:
-                keys = f", found the keys {', '.join(entry)}" if isinstance(entry, dict) else ""
+                keys = f", found the keys {join_keys(entry)}" if isinstance(entry, dict) else ""
                 expected = "expected a list of messages, each with the strings role and content"
                 raise BadInputError("no messages", f"{where}: {expected}{keys}")
             messages.append(message)
@@ -81,6 +84,24 @@ class Conversation(NamedTuple):
                 "no answer", f"{where}: no message has the role {ANSWERS}, found {roles}"
             )
         return cls(where, messages[: ends[-1]])
+
+    @classmethod
+    def of_instruction(cls, row: dict[str, Any], where: str) -> "Conversation":
+        """Return the conversation in a row with Alpaca's columns.
+
+        The question is the `instruction` and, if there is one, the `input` after an empty line.
+        The answer is the `output`.
+
+        Raises:
+          BadInputError: if a string is missing, or the question or the answer is empty.
+        """
+        parts = [row.get("instruction"), row.get("input") or "", row.get("output")]
+        if not all(isinstance(part, str) for part in parts) or not parts[2] or not any(parts[:2]):
+            expected = "expected strings `instruction`, `output` and optionally `input`"
+            raise BadInputError("no pair", f"{where}: {expected}; only one of them may be empty")
+        question = "\n\n".join(filter(None, parts[:2]))
+        messages = (("user", question), (ANSWERS, parts[2]))
+        return cls.of([{"role": role, "content": text} for role, text in messages], where)
 
     def parts(
         self, length: Callable[["Conversation"], int], longest: int, bad: BadInputHandler
@@ -131,6 +152,10 @@ def _entries(value: Any) -> list[Any]:
 
 def _message(value: Any) -> Message | None:
     """Return a message of a conversation; None if it has no `role` or `content`."""
+    if isinstance(value, dict) and value.get("role") is None and isinstance(value.get("from"), str):
+        role = SHAREGPT_ROLES.get(value["from"], value["from"])
+        others = {key: value[key] for key in value if key not in ("from", "value")}
+        value = others | {"role": role, "content": value.get("value")}
     keys = ("role", "content")
     if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in keys):
         return None

@@ -13,6 +13,7 @@ from mesh_transformer.data.inputs import BadInputError, BadInputHandler
 from mesh_transformer.data.special_tokens import beginning, with_beginning
 from mesh_transformer.data.tables import replace_surrogates
 from mesh_transformer.data.tokenizer import alphabet, encode_batch
+from mesh_transformer.util import join_keys
 
 TOKENIZER_BATCH = 1000  # pairs or conversations per call of the tokenizer, which uses all cores
 
@@ -47,7 +48,7 @@ class Pair(NamedTuple):
             raise BadInputError(
                 "no pair",
                 f"{where}: expected strings `{prompt}` and `{completion}`; only `{prompt}` may be "
-                "empty",
+                f"empty; found the keys {join_keys(mapping)}",
             )
         return cls(where, *map(replace_surrogates, texts))
 
@@ -168,7 +169,8 @@ class Encoder:
     ) -> Text:
         """Return the text with the given tokens of each segment.
 
-        The end-of-text token is added, unless the chat template ends the last answer with it.
+        The end-of-text token is added, unless the completion ends with it, or the chat template
+        ends the last answer with it.
         """
         has_loss = [
             segment.has_loss for segment, row in zip(segments, tokens, strict=True) for _ in row
@@ -177,7 +179,8 @@ class Encoder:
         if isinstance(item, Pair):  # a chat template has the special tokens before a text itself
             plain, whole = whole, with_beginning(self.first, whole)
             has_loss = [False] * (len(whole) - len(plain)) + has_loss
-        if isinstance(item, Pair) or end not in tokens[-1]:
+        # A template may add a line end after the token, but a completion may have it anywhere.
+        if end not in (tokens[-1][-1:] if isinstance(item, Pair) else tokens[-1]):
             return Text([*whole, end], [*has_loss, True])
         return Text(whole, has_loss)
 

@@ -1,6 +1,6 @@
 """Training batches from NumPy arrays, datasets and iterables, instead of from record sets."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.record_set import Row
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, join_keys
 
 BATCHES_AHEAD = 2
 _EXPECTED = (
@@ -30,7 +30,7 @@ class InMemoryTrainSet:
         * Any other iterable.  Its items are used once, in their order.
 
         An item is an array of T + 1 token ids; a pair (obs, target) of T token ids each, where
-        negative targets do not count in the loss; or a dict: with `obs`, `target` and optionally
+        negative targets do not count in the loss; or a mapping: with `obs`, `target` and optionally
         `loss_mask` and `segment_ids` (see `CausalTransformer.train`), or, as for transformers, with
         `input_ids` of T + 1 token ids and optionally `labels`, where those below 0 do not count,
         and `attention_mask`, which is 0 for padding at the end and nowhere else.
@@ -209,11 +209,11 @@ def _kind(data: Any, length: int, name: str) -> Literal["text", "items", "iterab
         if len(data) <= length:
             raise InputError(f"{name} has {len(data)} tokens, expected more than seq ({length})")
         return "text"
-    if is_sized and not isinstance(data, dict | str):
+    if is_sized and not isinstance(data, Mapping | str):
         if not len(data):
             raise InputError(f"{name} has no items, expected at least one sequence of tokens")
         return "items"
-    if not isinstance(data, Iterable) or isinstance(data, dict | str):
+    if not isinstance(data, Iterable) or isinstance(data, Mapping | str):
         raise InputError(
             f"{name} is of type {type(data).__name__}, expected an array, a dataset or an iterable "
             "of sequences of tokens"
@@ -223,7 +223,7 @@ def _kind(data: Any, length: int, name: str) -> Literal["text", "items", "iterab
 
 def _row(item: Any) -> Row:
     """Convert an item of the data to the arrays of a sequence."""
-    if isinstance(item, dict):
+    if isinstance(item, Mapping):  # such as a tokenizer's BatchEncoding
         row = {key: np.asarray(item[key]) for key in item if item[key] is not None}
         if "input_ids" in row and "obs" not in row:
             row = _hugging_face_row(row)
@@ -235,7 +235,8 @@ def _row(item: Any) -> Row:
     if not {"obs", "target"} <= row.keys() or any(array.ndim != 1 for array in row.values()):
         shape = getattr(item, "shape", None)
         form = type(item).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
-        raise InputError(f"an item of data is a {form}; {_EXPECTED}")
+        keys = f"; found the keys {join_keys(item)}" if isinstance(item, Mapping) else ""
+        raise InputError(f"an item of data is a {form}; {_EXPECTED}{keys}")
     if len({len(array) for array in row.values()}) > 1:
         lengths = ", ".join(f"{len(array)} ({name})" for name, array in row.items())
         raise InputError(f"an item of data has arrays of different lengths: {lengths}")

@@ -1,4 +1,4 @@
-"""Splits text into a training part and a validation part, at random by document.
+"""Splits text, or the rows of tables, at random into a training part and a validation part.
 
 The text is read twice, first to measure the documents and then to copy them.  It is read piece by
 piece, so that the whole text, and even a single document, may be larger than memory.  Only a few
@@ -11,7 +11,7 @@ import os
 import random
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -19,8 +19,9 @@ import zstandard
 from tqdm import tqdm
 
 from mesh_transformer.data.documents import TEXT_COLUMN, Piece, read_pieces
-from mesh_transformer.data.file_types import FILE_TYPES
+from mesh_transformer.data.file_types import FILE_TYPES, TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files, format_counts
+from mesh_transformer.data.tables import Columns, rows_of
 from mesh_transformer.data.tokenizer import END_OF_TEXT
 from mesh_transformer.storage.files import output_folder, size
 from mesh_transformer.util import InputError
@@ -72,6 +73,7 @@ def split(
     skip_bad: bool = False,
     column: str = TEXT_COLUMN,
     files: list[str] | None = None,
+    rows: bool = False,
 ) -> list[Part]:
     """Split text into FOLDER/train.jsonl.zst and FOLDER/val.jsonl.zst.
 
@@ -85,6 +87,8 @@ def split(
       skip_bad: whether to skip unusable documents instead of raising InputError.
       column: the column of the text in tables (see `read_pieces`).
       files: the paths of the text's files, in reading order (default: those at `text`).
+      rows: whether to split the rows of tables instead.  Each is copied with all of its columns as
+        a line of JSON, which then is what is called a document.
 
     Returns:
       The training part and the validation part.
@@ -97,10 +101,16 @@ def split(
         raise InputError(f"{folder} is also the folder of the text; choose another output folder")
     if not 0 < validation < 1:
         raise InputError(f"validation is {validation}, expected a fraction above 0 and below 1")
-    files = find_files(text, FILE_TYPES) if files is None else files
-    sizes, skipped = measure(files, skip_bad, column)
+    files = find_files(text, TABLE_TYPES if rows else FILE_TYPES) if files is None else files
+    column_or_rows = None if rows else column
+    sizes, skipped = measure(files, skip_bad, column_or_rows)
     choice = choose(sizes, validation, seed)
     used = [size for size in sizes if size > 0]
+    if rows and choice.cut is not None:
+        choice = Choice(choice.documents | {choice.cut})
+    if rows and len(choice.documents) == len(used):
+        note = f" (skipped: {format_counts(skipped)})" if skipped else ""
+        raise InputError(f"{text}: found {len(used)} rows{note}, expected at least 2; add rows")
     if round(sum(used) * validation) < 1 or sum(used) < 2:
         note = f" (skipped: {format_counts(skipped)})" if skipped else ""
         raise InputError(
@@ -109,7 +119,7 @@ def split(
         )
     try:
         with output_folder(folder) as local:
-            parts = _write(files, sizes, choice, local, column)
+            parts = _write(files, sizes, choice, local, column_or_rows)
     except OSError as error:
         raise InputError(
             f"{folder} cannot be written ({error.strerror or error}); choose another folder"
@@ -119,9 +129,11 @@ def split(
 
 
 def measure(
-    files: list[str], skip_bad: bool, column: str = TEXT_COLUMN
+    files: list[str], skip_bad: bool, column: str | None = TEXT_COLUMN
 ) -> tuple[array, dict[str, int]]:
     """Return the size of each document in bytes of UTF-8, and counts of skipped items by reason.
+
+    If `column` is None, the documents are the rows of tables.
 
     Documents are numbered from 0 in reading order.  The size of an unusable document is -1 (`BAD`).
     """
@@ -160,7 +172,7 @@ def choose(sizes: array, validation: float, seed: int) -> Choice:
 
 
 def _documents(
-    files: list[str], bad: BadInputHandler, title: str, column: str
+    files: list[str], bad: BadInputHandler, title: str, column: str | None
 ) -> Iterator[Iterator[Piece]]:
     """Yield, for each document, an iterator over its pieces.
 
@@ -169,9 +181,18 @@ def _documents(
     with tqdm(unit="B", unit_scale=True, desc=title) as bar:
         bar.total = sum(map(size, files))
         for file in files:
-            pieces = read_pieces(file, END_OF_TEXT, bad, bar.update, column)
+            if column is None:
+                pieces = _rows(file, bad, bar.update)
+            else:
+                pieces = read_pieces(file, END_OF_TEXT, bad, bar.update, column)
             for first in pieces:
                 yield _until_end(first, pieces)
+
+
+def _rows(file: str, bad: BadInputHandler, progress: Callable[[int], object]) -> Iterator[Piece]:
+    """Yield each row of a table as a piece that holds a line of JSON."""
+    for where, value in rows_of(file, Columns((), ""), bad, progress):
+        yield Piece(json.dumps(value, default=str), True, where=where)
 
 
 def _until_end(piece: Piece | None, pieces: Iterator[Piece]) -> Iterator[Piece]:
@@ -180,14 +201,17 @@ def _until_end(piece: Piece | None, pieces: Iterator[Piece]) -> Iterator[Piece]:
         piece = None if piece.is_end or piece.is_bad else next(pieces, None)
 
 
-def _write(files: list[str], sizes: array, choice: Choice, folder: Path, column: str) -> list[Part]:
+def _write(
+    files: list[str], sizes: array, choice: Choice, folder: Path, column: str | None
+) -> list[Part]:
     """Write each document to the training or the validation part, and return both parts.
 
     Raises:
       InputError: if a file has changed since `sizes` was measured.
     """
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(_Writer(folder / f"{name}{ENDING}")) for name in NAMES]
+        paths = [folder / f"{name}{ENDING}" for name in NAMES]
+        writers = [stack.enter_context(_Writer(path, column is None)) for path in paths]
         train, validation = writers
         copied = 0
         silent = BadInputHandler(skip=True)
@@ -262,12 +286,15 @@ def _boundary(text: str) -> int:
 class _Writer:
     """Writes documents to a temporary .jsonl.zst file, which `publish` moves to `path`.
 
+    The documents are texts or, with `are_rows`, lines of JSON.
+
     Use the writer as a context manager.  If the `with` block ends without a call of `publish`, the
     temporary file is deleted.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, are_rows: bool):
         self.path, self.documents, self.bytes = path, 0, 0
+        self._are_rows = are_rows
         self._draft = path.with_name(f".{path.name}.partial")
         self._raw: IO[bytes] = open(self._draft, "wb")  # noqa: SIM115
         self._stream = zstandard.ZstdCompressor().stream_writer(self._raw, closefd=False)
@@ -300,7 +327,7 @@ class _Writer:
 
     def _line(self, text: str) -> int:
         if text:
-            line = json.dumps({"text": text}, ensure_ascii=False)
+            line = text if self._are_rows else json.dumps({"text": text}, ensure_ascii=False)
             self._stream.write(f"{line}\n".encode())
         return len(text.encode())
 

@@ -10,8 +10,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-from mesh_transformer.data.contents import Content
-from mesh_transformer.data.inputs import BadInputError, BadInputHandler, DamagedError
+from mesh_transformer.data.contents import Content, contents
+from mesh_transformer.data.inputs import (
+    BadInputError,
+    BadInputHandler,
+    DamagedError,
+    open_input,
+)
 from mesh_transformer.util import InputError
 
 LONGEST_LINE = 1 << 27  # bytes; limits the memory that a file without line ends can take
@@ -28,7 +33,8 @@ class Columns(NamedTuple):
     """The columns to read from a table.
 
     Attributes:
-      choices: tuples of names.  The first tuple is read whose columns are all in the table.
+      choices: tuples of names.  The first tuple is read whose columns are all in the table; all
+        columns if there are no tuples.
       remedy: what a user can do if the table lacks the columns, for the error message.
     """
 
@@ -41,6 +47,8 @@ class Columns(NamedTuple):
         Raises:
           InputError: if the table lacks columns.
         """
+        if not self.choices:
+            return tuple(names)
         for choice in self.choices:
             if set(choice) <= set(names):
                 return choice
@@ -48,6 +56,23 @@ class Columns(NamedTuple):
         raise InputError(
             f"{path} has no column {missing}; it has {', '.join(names) or 'none'}: {self.remedy}"
         )
+
+
+def rows_of(
+    path: str, columns: Columns, bad: BadInputHandler, progress: Callable[[int], object]
+) -> Iterator[tuple[str, Any]]:
+    """Yield (location, value) for each row of a file; see `read_rows`.
+
+    Args:
+      progress: called repeatedly with the number of bytes read since the previous call.
+    """
+    with open_input(path, bad) as raw:
+        before = 0
+        for content in contents(raw, path, bad):
+            for row in read_rows(content, columns, bad):
+                progress(raw.tell() - before)
+                before = raw.tell()
+                yield row
 
 
 def read_rows(

@@ -28,7 +28,7 @@ from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, NoLog, StepClock, row_of, start_wandb
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
 from mesh_transformer.training.saver import Saver
-from mesh_transformer.training.schedule import schedule_changes
+from mesh_transformer.training.schedule import schedule_changes, warmup_remark
 from mesh_transformer.util import (
     DamagedError,
     HostError,
@@ -173,6 +173,8 @@ def _train(
             aux = {}
         elif tune_model_path is not None and not config.lora_rank:
             print(f"resuming {folder} from step {network.step}: {tune_model_path} is not loaded")
+        if remark := warmup_remark(config):
+            print(remark)
         if changes := schedule_changes(config, aux.get("config", {})):
             print(f"resuming {folder} with another learning rate schedule: {changes}")
         if changes := check_same_batch(network, aux, folder):

@@ -107,6 +107,18 @@ def _remaining(config: Config, step: Array, rows: int) -> Array:
     return microbatches * (rows * config.seq)
 
 
+def warmup_remark(config: Config) -> str:
+    """Return a line to print if the warm-up does not end before the run does; otherwise ""."""
+    total, warmup = config.total_steps, config.warmup_steps
+    if total is None or warmup <= total:
+        return ""
+    reached = config.lr * total / warmup
+    return (
+        f"warmup_steps {warmup} is more than total_steps {total}: the learning rate only reaches "
+        f"{reached:.3g}, not lr {config.lr:.3g}; lower warmup_steps"
+    )
+
+
 def schedule_changes(config: Config, saved: dict[str, Any]) -> str:
     """Describe how the learning rate schedule differs from the one in a saved config.
 

@@ -5,15 +5,18 @@ import io
 import json
 import lzma
 import random
+import re
 import tarfile
 from array import array
 from pathlib import Path
 
+import pyarrow
 import pytest
 import zstandard
+from pyarrow import parquet
 
+from mesh_transformer.cli import completion_records, text_records
 from mesh_transformer.cli import split as command
-from mesh_transformer.cli import text_records
 from mesh_transformer.data import split as library
 from mesh_transformer.data.documents import read_pieces
 from mesh_transformer.data.inputs import BadInputHandler
@@ -226,3 +229,58 @@ def test_records_of_files_with_equal_names_are_refused(tmp_path):
         (tmp_path / name).write_text('"text"')
     with pytest.raises(InputError, match=r"a\.txt and .*a\.jsonl would both create"):
         text_records.main([str(tmp_path), "--output-dir", str(tmp_path)])
+
+
+def rows_in(path):
+    with zstandard.open(path, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+ROWS = [
+    {"prompt": f"{n} + 1 =", "completion": f" caf\u00e9 {n + 1}", "id": n, "tags": ["a", None]}
+    for n in range(60)
+]
+
+
+def write_rows(path, rows):
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(lzma.compress(lines.encode()))
+
+
+@pytest.mark.parametrize("name", ["in.jsonl.xz", "in.json", "in.parquet"])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_assigned_whole_with_all_their_columns(tmp_path, capsys, name, seed):
+    write_rows(tmp_path / name, ROWS)
+    flags = ("--rows", "--validation", 0.2, "--seed", seed)
+    lines = call(capsys, tmp_path / name, tmp_path / "out", *flags)
+    train, validation = (rows_in(tmp_path / "out" / f"{p}.jsonl.zst") for p in ("train", "val"))
+    assert sorted([*train, *validation], key=lambda row: row["id"]) == ROWS
+    assert [row for row in ROWS if row in train] == train
+    assert 8 <= len(validation) <= 12
+    assert f"in {len(train)} rows: " in lines[0]
+    assert f"in {len(validation)} rows: " in lines[1]
+    out = ["--output-dir", str(tmp_path), "--seq", "32", "--tokenizer", "bytes"]
+    completion_records.main([str(tmp_path / "out" / "train.jsonl.zst"), "train", *out])
+    assert (tmp_path / f"train_{len(train)}.tfrecords").exists()
+
+
+def test_the_share_of_few_rows_is_one_row_at_least(tmp_path, capsys):
+    for count in (2, 3, 7):
+        write_rows(tmp_path / "in.jsonl.xz", ROWS[:count])
+        call(capsys, tmp_path / "in.jsonl.xz", tmp_path / "out", "--rows")
+        assert len(rows_in(tmp_path / "out" / "val.jsonl.zst")) == 1
+    write_rows(tmp_path / "in.jsonl.xz", ROWS[:1])
+    for path, flags, message in (
+        (tmp_path / "in.jsonl.xz", [], "found 1 rows, expected at least 2; add rows"),
+        (tmp_path / "in.jsonl.xz", ["--text-column", "a"], "--text-column is not used with --rows"),
+        (tmp_path / "in.txt", [], "no text found, expected files ending in .jsonl"),
+    ):
+        (tmp_path / "in.txt").write_text("text")
+        with pytest.raises(InputError, match=re.escape(message)):
+            command.main([str(path), str(tmp_path / "new"), "--rows", *flags])
+        assert not (tmp_path / "new").exists()

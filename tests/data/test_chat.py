@@ -267,7 +267,8 @@ BAD = [
     ("[", "expected a list of messages", "no messages"),
     ([USER, 3], "expected a list of messages", "no messages"),
     ([USER, {"role": "assistant", "content": None}], "expected a list of messages", "no messages"),
-    ([{"from": "human", "value": "a"}], "content, found the keys from, value", "no messages"),
+    ([{"speaker": "human", "text": "a"}], "content, found the keys speaker, text", "no messages"),
+    ([{"from": "human", "value": "a"}], "no message has the role assistant", "no answer"),
     ([USER, {**ANSWER, "content": "b " * 70}], "message 2: 7. tokens .* --seq 64", "too long"),
 ]
 

@@ -69,9 +69,20 @@ def test_completion_and_end_of_text_have_loss(tmp_path, name):
         np.testing.assert_array_equal(row["target"], whole[1:])
 
 
+def test_end_of_text_that_a_completion_has_is_not_doubled(tmp_path):
+    plain = create(tmp_path, joined(lines_of(PAIRS)))
+    ended = create(tmp_path, joined(lines_of([(a, f"{b}<|endoftext|>") for a, b in PAIRS])))
+    for row, expected in zip(ended, plain, strict=True):
+        for key, array in expected.items():
+            np.testing.assert_array_equal(row[key], array)
+
+
 BAD = [
     ('{"prompt": "a"', "line 2 is not JSON"),
     ('{"prompt": "a"}', "line 2: expected strings `prompt` and `completion`"),
+    ('{"question": "a", "answer": "b"}', "line 2: .*; found the keys question, answer"),
+    ('{"instruction": "a", "output": ""}', "line 2: expected strings `instruction`, `output`"),
+    ('{"conversations": [{"from": "gpt"}]}', "line 2: expected .*, found the keys from"),
     ('{"prompt": "a", "completion": 3}', "line 2: expected strings `prompt` and `completion`"),
     ('{"prompt": "a", "completion": ""}', "line 2: expected strings .* only `prompt` may be empty"),
     ("[1]", "line 2: expected strings `prompt` and `completion`"),
@@ -94,7 +105,7 @@ def test_bad_line_is_reported_or_skipped_and_counted(tmp_path, capsys, line, mes
     assert len(create(tmp_path, content, "--skip-bad")) == 2
     out = capsys.readouterr().out
     assert re.search(rf"skipped: .*{message}", out)
-    assert re.search(r"; skipped: 1 (not JSON|no pair|too long)$", out.strip())
+    assert re.search(r"; skipped: 1 (not JSON|no pair|too long|no messages)$", out.strip())
 
 
 def test_invalid_utf8_is_reported_or_skipped(tmp_path):

@@ -1,11 +1,16 @@
 """Batches from arrays, datasets and iterables: their contents, and their exact positions."""
 
+from collections import UserDict
+from types import MappingProxyType
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from mesh_transformer.data.in_memory import InMemoryTrainSet, InOrder
+from mesh_transformer.data.tokenizer import byte_tokenizer
 from mesh_transformer.util import InputError
 
 SEQ = 7
@@ -160,6 +165,24 @@ def test_items_for_transformers_count_their_labels_and_no_padding():
     np.testing.assert_array_equal(row["loss_mask"][0], [1, 1, 1, 1, 1, 0, 0])
 
 
+def test_any_mapping_is_an_item():
+    item = {"input_ids": list(range(SEQ + 1)), "attention_mask": [1] * (SEQ - 1) + [0, 0]}
+    [expected] = InOrder([item], SEQ, 1)
+    for mapping in (BatchEncoding(item), UserDict(item), MappingProxyType(item)):
+        [row] = InOrder([mapping], SEQ, 1)
+        assert row.keys() == expected.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(row[key], array)
+
+
+def test_output_of_a_tokenizer_is_an_item():
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    [row] = InOrder([tokenizer("hello", padding="max_length", max_length=SEQ + 1)], SEQ, 1)
+    np.testing.assert_array_equal(row["obs"], [[*b"hello", 256, 256]])
+    np.testing.assert_array_equal(row["loss_mask"], [[1, 1, 1, 1, 0, 0, 0]])
+
+
 def test_validation_reads_a_dataset_that_does_not_end_by_itself():
     class Windows:
         def __len__(self):
@@ -189,6 +212,11 @@ def test_validation_reads_every_token_of_an_array_once():
         ([3, 4], "an item of data is a int; expected an array of seq + 1 token ids"),
         (np.zeros((4, 2, 3)), "an item of data is a ndarray of shape (2, 3); expected"),
         ([{"obs": [1, 2]}], "an item of data is a dict; expected"),
+        ([{"obs": [1, 2], "x": [3]}], "or with input_ids; found the keys obs, x"),
+        (
+            BatchEncoding({"input_ids": [[1, 2]]}),
+            "data is of type BatchEncoding, expected an",
+        ),
         (
             [([1, 2], [1, 2, 3])],
             "an item of data has arrays of different lengths: 2 (obs), 3 (target)",

@@ -131,7 +131,7 @@ def create(source, out, *options):
 
 def write(folder, kind, rows):
     path = folder / kind
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     KINDS[kind](path, rows)
     return path
 
@@ -332,8 +332,35 @@ def test_pairs_are_read_from_every_table(tmp_path):
         completion_records.main([str(source), "set", "--output-dir", str(out), *flags])
         outs.append((out / "set_20.tfrecords").read_bytes())
     assert all(out == outs[0] for out in outs)
-    with pytest.raises(InputError, match="nor prompt and completion; it has q, a, n: name"):
+    with pytest.raises(InputError, match=r"nor prompt and completion, .*; it has q, a, n: name"):
         completion_records.main([str(tmp_path / "in.csv"), "set", "--output-dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize("kind", ["in.jsonl", "in.parquet", "in.arrow", "in.csv"])
+def test_columns_of_sharegpt_and_alpaca_are_conversations(tmp_path, kind):
+    questions = [(f"add {n}", f"1 and {n}" if n % 2 else "") for n in range(12)]
+    pairs = [(f"{a}\n\n{b}" if b else a, a) for a, b in questions]
+    messages = [
+        [{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs
+    ]
+    sharegpt = [[{"from": "human", "value": q}, {"from": "gpt", "value": a}] for q, a in pairs]
+    alpaca = [{"instruction": a, "input": b, "output": a} for a, b in questions]
+    is_csv = kind == "in.csv"  # cells are texts
+    rows = {
+        "messages": [{"messages": json.dumps(m) if is_csv else m} for m in messages],
+        "sharegpt": [{"conversations": json.dumps(m) if is_csv else m} for m in sharegpt],
+        "alpaca": alpaca,
+        "named": [{"answer": json.dumps(m) if is_csv else m, "n": 1} for m in sharegpt],
+    }
+    made = {}
+    for name, each in rows.items():
+        source, out = write(tmp_path / name, kind, each), tmp_path / name / "out"
+        flags = ["--messages-column", "answer"] if name == "named" else []
+        completion_records.main(
+            [str(source), "set", "--output-dir", str(out), "--seq", "32", *flags]
+        )
+        made[name] = (out / "set_12.tfrecords").read_bytes()
+    assert len(set(made.values())) == 1
 
 
 def test_each_file_of_a_pattern_and_each_split_of_a_dataset_makes_a_set(tmp_path, capsys):

@@ -869,6 +869,18 @@ def train_here(values: dict[str, Any], folder: Path, **options: Any) -> list[np.
     return [record for batch in seen for record in batch.reshape(-1, batch.shape[-1])]
 
 
+def test_a_warmup_that_the_run_does_not_reach_is_remarked(counter, tmp_path, capsys):
+    remark = (
+        "warmup_steps 12 is more than total_steps 3: the learning rate only reaches 0.1, not lr "
+        "0.4; lower warmup_steps"
+    )
+    for warmup, expected in ((3, []), (12, [remark])):
+        values = {"warmup_steps": warmup, "total_steps": 3, "lr": 0.4, "anneal_steps": None}
+        loop.train(counter({}, **values), str(tmp_path / str(warmup)))
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warmup")]
+        assert lines == expected
+
+
 @pytest.mark.slow
 def test_an_extended_run_says_that_its_learning_rates_change(base, tmp_path, capsys):
     folder, values = base
