@@ -4,25 +4,42 @@ Before each token of such an answer, the tokens are found that the format allows
 the network chooses among these.  llguidance does the parsing.
 """
 
+import collections
+import dataclasses
 import functools
 import json
-from typing import Any
+import threading
+import weakref
 
 import llguidance.numpy
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer
 
 from mesh_transformer.serving.answer import TokenTexts
 from mesh_transformer.serving.engine import ConstraintError
+from mesh_transformer.serving.trial import Trials, Vocabulary, compiled
 from mesh_transformer.util import InputError, brief
 
-# No white space but a space after each comma and colon; with more, a model may never end.
-STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-ANY_OBJECT = {"type": "object"}
+ANY_OBJECT = json.dumps({"type": "object"})
 END = b"<end>"
-KEPT_SCHEMAS = 32  # number of schemas whose parsers are kept, the most recently used ones
+PARSER_BYTES = 2**23  # memory that a parser may take while answers are generated
+KEPT_BYTES = 2**28  # memory for the parsers of the most recently used schemas
+MOST_BYTES = 2**30  # memory for these and for the parsers of all other answers
 SAMPLE = 'The cat, and {"a": "b c"}'
 NO_TOKEN = "the tokenizer has no token that may come next"
+
+
+@dataclasses.dataclass(eq=False)
+class _Parser:
+    """The parser of a schema, shared by the formats of its answers.
+
+    Attributes:
+      size: the memory that it may take, in bytes.
+      failed: whether an answer has met one of the parser's limits, as all later ones would.
+    """
+
+    size: int
+    failed: bool = False
 
 
 class Format:
@@ -31,19 +48,24 @@ class Format:
     Args:
       matcher: the state of the parser.
       n_vocab: the model's vocabulary size.
+      parser: the parser.
+      allowed: the tokens that may come next, if they are known.
 
     Raises:
       ConstraintError: at construction, if no token may come first.
     """
 
-    def __init__(self, matcher: LLMatcher, n_vocab: int):
+    def __init__(
+        self, matcher: LLMatcher, n_vocab: int, parser: _Parser, allowed: np.ndarray | None = None
+    ):
         self._matcher = matcher
         self._n_vocab = n_vocab
-        self.allowed = self._next()
+        self.parser = parser
+        self.allowed = self._next() if allowed is None else allowed
 
     def copy(self) -> "Format":
         """Return the format of another answer, with the same tokens so far."""
-        return Format(self._matcher.deep_copy(), self._n_vocab)
+        return Format(self._matcher.deep_copy(), self._n_vocab, self.parser, self.allowed)
 
     def add(self, token: int) -> bool:
         """Add a token to the answer, and return whether no token may follow.
@@ -72,10 +94,15 @@ class Format:
 
     def _check(self) -> None:
         if self._matcher.is_error():
+            self.parser.failed = True
             message = self._matcher.get_error().partition("<state>")[0]
             if message.startswith("NoExtension"):
                 message = NO_TOKEN
             raise ConstraintError(brief(message, 200))
+
+
+class FullError(Exception):
+    """The parsers of other answers take all the memory that there is for them."""
 
 
 class Grammars:
@@ -89,61 +116,98 @@ class Grammars:
     def __init__(self, words: TokenTexts, n_vocab: int):
         self._words = words
         self._n_vocab = n_vocab
-        self._parsed = functools.lru_cache(KEPT_SCHEMAS)(self._parse)
+        self._kept: collections.OrderedDict[str, Format] = collections.OrderedDict()
+        self._parsers: weakref.WeakSet[_Parser] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
-    def json(self, schema: dict[str, Any] | None) -> Format:
+    def kept(self, schema: str) -> Format | None:
+        """Return the format of an answer that fits a schema, if the schema's parser is kept."""
+        with self._lock:
+            form = self._kept.get(schema)
+            if form is None:
+                return None
+            self._kept.move_to_end(schema)
+            if form.parser.failed:
+                del self._kept[schema]
+                return None
+            return form.copy()
+
+    def json(self, schema: str = ANY_OBJECT, left: threading.Event | None = None) -> Format:
         """Return the format of an answer that is JSON and fits a schema.
 
-        The first call takes about a second, and a new complex schema up to a second.
+        The first call takes seconds, and a new complex schema up to `TRIAL_SECONDS` of processor
+        time twice.  Only one thread may call this.
 
         Args:
-          schema: a JSON schema; None allows any JSON object.
+          schema: a JSON schema as text.
+          left: is set when the client leaves.
 
         Raises:
-          InputError: if the schema is invalid, has a keyword that is not supported, or needs tokens
-            that the model does not have.
+          InputError: if the schema is invalid, has a keyword that is not supported, takes too long
+            or too much memory to compile, or needs tokens that the model does not have.
+          FullError: if the parsers of other answers take all the memory.
+          LeftError: if the client has left.
+          OSError: if the schema could not be tried; another call may succeed.
         """
-        return self._parsed(json.dumps(ANY_OBJECT if schema is None else schema)).copy()
+        form = self.kept(schema)
+        if form is not None:
+            return form
+        size = PARSER_BYTES + len(schema)
+        if schema != ANY_OBJECT:
+            outcome = self._trials.run(schema, left or threading.Event())
+            if outcome.error is not None:
+                raise InputError(brief(outcome.error.partition("<state>")[0], 200))
+            size += outcome.size
+        with self._lock:
+            if sum(parser.size for parser in self._parsers) + size > MOST_BYTES:
+                raise FullError
+        form = self._parse(schema, size)
+        with self._lock:
+            self._parsers.add(form.parser)
+            self._kept[schema] = form
+            while sum(kept.parser.size for kept in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return form.copy()
 
-    def _parse(self, text: str) -> Format:
-        """Return the format of an answer for a JSON schema, given as text."""
+    def close(self) -> None:
+        """End the process that tries schemas, from the thread that calls `json`."""
+        if "_trials" in self.__dict__:
+            self._trials.close()
+
+    def _parse(self, schema: str, size: int) -> Format:
+        """Return the format of an answer to a schema that has passed its trial."""
         try:
-            grammar = LLMatcher.grammar_from_json_schema(text, defaults=STYLE)
-        except ValueError as error:
-            raise InputError(brief(str(error), 200)) from None
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise InputError(brief(matcher.get_error(), 200))
-        try:
-            return Format(matcher, self._n_vocab)
-        except ConstraintError as error:
-            raise InputError(str(error)) from None
+            return Format(compiled(self._tokenizer, schema), self._n_vocab, _Parser(size))
+        except (ValueError, ConstraintError) as error:
+            raise InputError(brief(str(error).partition("<state>")[0], 200)) from None
+
+    @functools.cached_property
+    def _trials(self) -> Trials:
+        return Trials(self._vocabulary)
 
     @functools.cached_property
     def _tokenizer(self) -> LLTokenizer:
-        tokens = self._words.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
-        parts = b"".join(bytes(self._words.bytes_of(number)) for number in tokens)
-        if parts != self._words.text(tokens).encode():
+        return self._vocabulary.tokenizer()
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        """The tokens, with `END` in place of the end-of-text token if the tokenizer has none.
+
+        The id of `END` is outside the model's vocabulary.
+        """
+        words, n_vocab = self._words, self._n_vocab
+
+        def encode(text: str) -> list[int]:
+            return words.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        tokens = encode(SAMPLE)
+        parts = b"".join(bytes(words.bytes_of(number)) for number in tokens)
+        if parts != words.text(tokens).encode():
             raise InputError("the texts of this model's tokens do not add up to that of an answer")
-        return LLTokenizer(TokenizerWrapper(_Vocabulary(self._words, self._n_vocab)))
-
-
-class _Vocabulary:
-    """The bytes of each token, in the form that llguidance expects.
-
-    If the tokenizer has no end-of-text token, the last token, `END`, stands for it.  Its id is
-    outside the model's vocabulary.
-    """
-
-    bos_token_id = None
-
-    def __init__(self, words: TokenTexts, n_vocab: int):
-        self._words = words
         special = {*words.special, *range(len(words.tokenizer), n_vocab + 1)}
-        self.eos_token_id = n_vocab if words.end is None else words.end
-        self.tokens = [*(bytes(words.bytes_of(number)) for number in range(n_vocab)), END]
-        self.special_token_ids = sorted(special)
-
-    def __call__(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
-        return self._words.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Vocabulary(
+            [*(bytes(words.bytes_of(number)) for number in range(n_vocab)), END],
+            sorted(special),
+            n_vocab if words.end is None else words.end,
+            encode,
+        )

@@ -15,8 +15,10 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mesh_transformer.serving.errors import ApiError
 from mesh_transformer.util import InputError
 
+HEAD_BYTES = 2**16  # maximum size of a request's head, unless all of it arrives at once
 HEAD_SECONDS = 10.0  # maximum time for a request's head to arrive
 # Maximum time between two requests on a connection.  Clients reuse connections for less time (httpx
 # for 5 s), so none sends a request just as the server closes its connection.
@@ -87,6 +89,7 @@ def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         http=TimeoutProtocol,
+        h11_max_incomplete_event_size=HEAD_BYTES,
         ws="none",
         access_log=False,
         log_level="error",  # a client's errors are reported only to that client
@@ -128,6 +131,7 @@ class TimeoutProtocol(H11Protocol):
     """
 
     most: int | None = None
+    _refused = False  # whether an error has been sent for what is no HTTP request
     _awaited: Awaited = None
     _since = 0.0  # when the server began to wait
     _deadline: asyncio.TimerHandle | None = None
@@ -141,8 +145,31 @@ class TimeoutProtocol(H11Protocol):
         self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return  # it is read only so that the client can read the error
         super().data_received(data)
         self._update_deadline()
+
+    def send_400_response(self, msg: str) -> None:
+        """Send an error for what is no HTTP request, and close the connection."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            super().send_400_response(msg)  # what is wrong is the body of a request
+            return
+        error = ApiError(400, "no valid HTTP request")
+        if len(self.conn.trailing_data[0]) > HEAD_BYTES:
+            error = ApiError(431, f"the head is longer than {HEAD_BYTES} bytes; send a shorter one")
+        response = error.response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=error.status, headers=headers),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        # If the connection were closed while the client is sending, it could not read the error.
+        self._refused = True
+        self.transport.write_eof()
+        self._expect("body", UNREAD_SECONDS)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -168,7 +195,7 @@ class TimeoutProtocol(H11Protocol):
         reading a response is left unchanged.
         """
         answered = self.cycle is not None and self.cycle.response_complete
-        if self._awaited == "reading" or self.transport.is_closing():
+        if self._awaited == "reading" or self._refused or self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE:
             if self.cycle is None or self.conn.trailing_data[0]:  # a part of the head

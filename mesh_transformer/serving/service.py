@@ -27,7 +27,8 @@ from mesh_transformer.serving.answer import Answer, Echo, Piece, TokenOffset, To
 from mesh_transformer.serving.delivery import Updates, submit
 from mesh_transformer.serving.engine import Engine
 from mesh_transformer.serving.errors import ApiError, invalid
-from mesh_transformer.serving.grammar import Format, Grammars
+from mesh_transformer.serving.formats import Formats
+from mesh_transformer.serving.grammar import Format
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
     MOST_CHOICES,
@@ -79,13 +80,13 @@ class Service:
         self.engine = engine
         self.metrics = metrics
         self.words = TokenTexts(tokenizer, engine.network.config)
-        self._grammars = Grammars(self.words, engine.network.config.n_vocab)
         self.most_tokens = most_tokens
         self.template = template
         self.created = int(time.time())
         # For work that would block the event loop.  asyncio's default executor is not used, because
         # the event loop would wait for its threads at shutdown.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._formats = Formats(self.words, engine.network.config.n_vocab, self.run_in_thread)
 
     def start(self) -> None:
         """Start the engine."""
@@ -94,6 +95,7 @@ class Service:
     def close(self, seconds: float) -> None:
         """Close the engine, and wait at most `seconds` seconds for it to stop."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._formats.close()
         self.engine.close(seconds)
 
     async def run_in_thread(self, work: Callable[[], Result]) -> Result:
@@ -143,7 +145,7 @@ class Service:
             raise invalid("max_tokens", length, "at least 1 unless echo is true")
         self._check_length(length, "max_tokens")
         prompts = [await self.tokens(prompt, length) for prompt in await self.prompts(body.prompt)]
-        completion = Completion(self, body, await self._format(body))
+        completion = Completion(self, body, await self._formats.format(body.response_format))
         self._begin(completion, body, prompts, length)
         return completion
 
@@ -174,7 +176,7 @@ class Service:
             window = self.engine.network.config.window
             most = longest_text(self.engine.network.config) or window
             length = max(1, min(self.most_tokens, most - len(prompt)))
-        completion = ChatCompletion(self, body, await self._format(body))
+        completion = ChatCompletion(self, body, await self._formats.format(body.response_format))
         self._begin(completion, body, [prompt], length)
         return completion
 
@@ -184,22 +186,6 @@ class Service:
         n_vocab = self.engine.network.config.n_vocab
         if max(map(int, body.logit_bias or {}), default=0) >= n_vocab:
             raise invalid("logit_bias", body.logit_bias, f"token ids from 0 to {n_vocab - 1}")
-
-    async def _format(self, body: SamplingRequest) -> Format | None:
-        """Return the format of the answers; None if they may be any text.
-
-        Raises:
-          ApiError: if the format's schema is invalid, or not supported.
-        """
-        given = body.response_format
-        if given is None or given.type == "text":
-            return None
-        schema = None if given.json_schema is None else given.json_schema.content
-        try:
-            return await self.run_in_thread(functools.partial(self._grammars.json, schema))
-        except InputError as error:
-            message = f"response_format: {error}; change the schema"
-            raise ApiError(400, message, param="response_format") from None
 
     def _begin(
         self,

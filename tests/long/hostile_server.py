@@ -48,7 +48,14 @@ class Served:
 
     def __init__(self, folder: Path):
         command = [sys.executable, "device_serve.py", "--model-path", str(folder), "--port", "0"]
-        command += ["--max-tokens", "500", "--drain-seconds", str(DRAIN_SECONDS)]
+        command += [
+            "--chat-template",
+            "plain",
+            "--max-tokens",
+            "500",
+            "--drain-seconds",
+            str(DRAIN_SECONDS),
+        ]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,

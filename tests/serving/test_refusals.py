@@ -229,6 +229,37 @@ def test_an_idle_connection_is_kept_longer_than_clients_reuse_it(serve, monkeypa
         assert connection.recv(100) == b""
 
 
+def all_received(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(2**16), b""))
+
+
+def test_a_long_head_is_refused_and_the_client_can_read_the_error(live):
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 2**20
+    with connected(live) as connection:
+        connection.sendall(head)
+        answer, _, body = all_received(connection).partition(b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    message = "the head is longer than 65536 bytes; send a shorter one"
+    assert json.loads(body)["error"]["message"] == message
+    # The same in many short lines, and in the path.
+    for part in (b"X: a\r\n" * 2**17, b"\r\n"):
+        with connected(live) as connection:
+            path = b"/" + b"a" * (2**20 if part == b"\r\n" else 0)
+            connection.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + part)
+            assert all_received(connection).startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"{}\n\n"])
+def test_what_is_no_http_is_refused(live, sent):
+    with connected(live) as connection:
+        connection.sendall(sent)
+        answer = all_received(connection)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b'"message":"no valid HTTP request"' in answer
+        # The rest is read for a short time.
+        wait_for(lambda: not drip([connection]))
+
+
 def drip(connections: list[socket.socket]) -> list[socket.socket]:
     """Send a byte on each connection; returns those that the server has not closed."""
     alive = []

@@ -188,6 +188,42 @@ def repeated(name: str, size: int) -> tuple[str, bytes]:
         left, number = left - len(item), number + 1
 
 
+def object_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object with the key `a`."""
+    return {
+        "type": "object",
+        "properties": {"a": schema},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+
+
+def nested_choices(depth: int) -> dict[str, Any]:
+    """Return a schema whose length doubles with each level."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"anyOf": [object_of(schema), {"type": "array", "items": schema}]}
+    return schema
+
+
+# Schemas that would take minutes or gigabytes to compile, another one for each number.
+LARGE_SCHEMAS = {
+    "multiple": lambda number: object_of({"type": "integer", "multipleOf": 3000017 + number}),
+    "repeated": lambda number: object_of(
+        {"type": "string", "pattern": f"^(a{{1000}}){{{900 + number % 100}}}$"}
+    ),
+    "choices": lambda number: nested_choices(13) | {"title": str(number)},
+}
+# A schema whose answers add states to its parser until it meets a limit.
+COSTLY_SCHEMA = object_of(
+    {"type": "string", "pattern": f"^({'|'.join(f'.*{letter}.{{25}}' for letter in 'abcdefgh')})$"}
+)
+
+
+def response_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+
+
 def _edges() -> Iterator[float]:
     """Yield the limits of integer and float formats, and the numbers next to them."""
     for bits in (7, 8, 15, 16, 31, 32, 53, 63, 64, 128):
@@ -220,6 +256,7 @@ NUMBERS = [
     "frequency_penalty",
 ]
 
+JSON = {"Content-Type": "application/json", "Authorization": "Bearer right"}
 # Kinds for a server without keys; some of these requests are expensive to answer.
 COSTLY = [
     "edge",
@@ -259,6 +296,11 @@ class Hostile:
             self.deep,
             self.huge_body,
             self.huge_prompt,
+            self.repeated_part,
+            self.large_schema,
+            self.costly_schema,
+            self.leaves_before_the_schema,
+            self.huge_head,
             self.wrong_media,
             self.wrong_place,
             self.no_http,
@@ -285,8 +327,7 @@ class Hostile:
     def post(self, body: Any, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         path = self.rng.choice(["/v1/completions", "/complete"])
-        headers = {"Content-Type": "application/json", "Authorization": "Bearer right"} | headers
-        return self.live.http.post(path, content=content, headers=headers)
+        return self.live.http.post(path, content=content, headers=JSON | headers)
 
     def completion(self, body: dict[str, Any]) -> httpx.Response:
         return self.live.http.post("/v1/completions", json=body)
@@ -330,6 +371,34 @@ class Hostile:
         if self.rng.random() < 0.3:
             prompt = [1] * 200000
         return {400, 413}, self.post({"prompt": prompt})  # with escapes, some exceed the limit
+
+    def repeated_part(self):
+        """A body of up to the maximum size whose many parts are all wrong."""
+        path, body = repeated(self.rng.choice([*REPEATED]), self.rng.choice([2**14, 2**21]))
+        # 404: a server without chat.
+        return {400, 404}, self.live.http.post(path, content=body, headers=JSON)
+
+    def schema(self) -> dict[str, Any]:
+        large = LARGE_SCHEMAS[self.rng.choice([*LARGE_SCHEMAS])](self.rng.randrange(1000))
+        return self.good() | {"response_format": response_format(large)}
+
+    def large_schema(self):
+        return {400, 429}, self.completion(self.schema())
+
+    def costly_schema(self):
+        body = {"prompt": "a", "max_tokens": 30, "response_format": response_format(COSTLY_SCHEMA)}
+        return {200, 400, 429}, self.completion(body)
+
+    def leaves_before_the_schema(self):
+        return self._leave(self.schema(), None, 0)
+
+    def huge_head(self):
+        name = b"a" * self.rng.choice([2**17 * 3, 2**20])
+        with connected(self.live) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + name)
+            answer = connection.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 431 "), answer
+        return {431}, None
 
     def edge(self):
         """A number at the limit of an integer or float format."""
