@@ -551,7 +551,8 @@ class TPUCluster:
         All later calls raise a HostError that repeats `why`.
         """
         if spill_disk_is_full():  # a host on the same machine can die of it
-            why += "; the disk that Ray's object store spills to (RAY_TMPDIR, else /tmp) is full"
+            why += "; the disk that Ray's object store spills to (RAY_TMPDIR, else TMPDIR, else "
+            why += "/tmp) is full"
         self._why = f" ({why})"
         self.kill()
         return HostError(why)
@@ -567,7 +568,7 @@ class TPUCluster:
         self.kill()
         return StoppedError(
             f"Ray's object store on {where} is full, and so is the disk that it spills to "
-            "(RAY_TMPDIR, else /tmp); free space on this disk and start again"
+            "(RAY_TMPDIR, else TMPDIR, else /tmp); free space on this disk and start again"
         )
 
     def kill(self) -> None:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from mesh_transformer.util import StoppedError
 OBJECT_STORE = 256 << 20  # default size in bytes; it holds only a few batches of token ids
 SECONDS_TO_START = 120.0  # for the head to print its address
 SECONDS_TO_END = 20.0  # for the head to exit after its standard input is closed
+FOLDER_VARIABLE = "RAY_TMPDIR"
+LONGEST_FOLDER = 34  # bytes; Ray adds up to 73, such as /ray/session_<time>_<pid>/sockets/raylet.1
 RESOURCE = "tpu"  # the Ray resource that scripts/init_ray.sh declares on each host
 SERVERS = ("gcs_server", "raylet")  # Ray's processes without which the cluster cannot run
 HEAD_ENVIRONMENT = {
@@ -74,6 +76,8 @@ class RayHead:
     def __init__(self, object_store: int = OBJECT_STORE, machines: Sequence[str] = ()):
         _require_token()
         self._arguments = [str(object_store), *machines]
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(_short_folder())
         self._start()
 
     def _start(self) -> None:
@@ -129,6 +133,7 @@ class RayHead:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        self._stack.close()
 
     def revive(self) -> None:
         """Start a new head if the head process has died; `address` then changes."""
@@ -162,6 +167,31 @@ def local_address(number: int) -> str:
     return f"127.0.0.{2 + number}"  # Ray assumes that 127.0.0.1 is the driver's machine
 
 
+@contextlib.contextmanager
+def _short_folder() -> Iterator[None]:
+    """Give Ray a folder of its own, until the end of the context, if the usual path is too long.
+
+    The paths of its sockets are in this folder, and have at most 107 bytes.
+    """
+    if len(os.fsencode(_usual_folder())) <= LONGEST_FOLDER:
+        yield
+        return
+    usual = os.environ.get(FOLDER_VARIABLE)
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop(FOLDER_VARIABLE)
+            if usual is not None:
+                os.environ[FOLDER_VARIABLE] = usual
+
+
+def _usual_folder() -> str:
+    """Return the folder in which Ray puts its logs, its sockets and the objects that it spills."""
+    return os.environ.get(FOLDER_VARIABLE) or os.environ.get("TMPDIR") or "/tmp"
+
+
 def _require_token() -> None:
     """Enable Ray's token authentication in this process and its children.
 
@@ -184,7 +214,7 @@ def spill_disk_is_full() -> bool:
 
     Above this limit, Ray refuses to spill.
     """
-    usage = shutil.disk_usage(os.environ.get("RAY_TMPDIR", "/tmp"))
+    usage = shutil.disk_usage(_usual_folder())
     return usage.free < 0.05 * usage.total
 
 

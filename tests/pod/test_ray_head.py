@@ -75,6 +75,25 @@ def test_full_store_spills_and_full_disk_is_a_one_line_error(spill_folder):
     assert not sessions_of(os.getpid())
 
 
+def test_ray_gets_a_short_folder_where_the_paths_of_its_sockets_would_be_too_long(monkeypatch):
+    longest = "/" + "f" * (ray_head.LONGEST_FOLDER - 1)
+    added = "/ray/session_2026-01-01_00-00-00_123456_4194304/sockets/plasma_store.10"
+    assert len(longest + added) <= 107
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", longest)
+    with ray_head._short_folder():
+        assert "RAY_TMPDIR" not in os.environ
+    for name in ("TMPDIR", "RAY_TMPDIR"):
+        monkeypatch.setenv(name, f"{longest}f")
+        before = os.environ.get("RAY_TMPDIR")
+        with ray_head._short_folder():
+            folder = os.environ["RAY_TMPDIR"]
+            assert len(folder) <= len(longest)
+            assert os.path.isdir(folder)
+        assert not os.path.exists(folder)
+        assert os.environ.get("RAY_TMPDIR") == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_dead_head_ends_completely_and_is_replaced(name, capfd):
