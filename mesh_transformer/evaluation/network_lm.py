@@ -13,6 +13,7 @@ from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.chat import ChatTemplate
 from mesh_transformer.data.special_tokens import (
     beginning,
     end_tokens,
@@ -28,6 +29,17 @@ from mesh_transformer.util import HostError, InputError, bucket
 
 MIN_WIDTH = 16  # texts are padded to this times a power of two, to limit compilations
 MOST_TOKENS = 256  # default maximum per generated answer (a task's max_gen_toks)
+# The keys of a task's `generation_kwargs`.  lm-eval reads the first length that there is.
+LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+SAMPLING_KEYS = {
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "typical_p": float,
+    "repetition_penalty": float,
+}
+NEUTRAL = {"num_beams": 1, "num_return_sequences": 1}  # values that change nothing
+BEAM_KEYS = ("early_stopping", "length_penalty")  # without an effect on a single beam
 STEPS = 16  # tokens generated between checks for stop sequences
 IN_FLIGHT = 2  # batches dispatched before the scores of the oldest are read
 
@@ -46,6 +58,7 @@ class NetworkLM(TemplateLM):
       stopped: called between batches; if it returns True, StoppedEvaluationError is raised.
       share: whether to compute what many texts begin with once.  This needs the weights converted
         for generation, beside the parameters.
+      template: the chat template for questions; None for none.
     """
 
     def __init__(
@@ -55,9 +68,11 @@ class NetworkLM(TemplateLM):
         stopped: Callable[[], bool] = lambda: False,
         *,
         share: bool = True,
+        template: ChatTemplate | None = None,
     ):
         super().__init__()
         self.share = share
+        self.template = template
         self.network = network
         self.tokenizer = tokenizer
         self.stopped = stopped
@@ -78,6 +93,16 @@ class NetworkLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         return str(self.tokenizer.name_or_path)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return self.template and self.template.template
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        assert self.template is not None
+        unfinished = not add_generation_prompt  # the last message is the beginning of the answer
+        return self.template.prompt(chat_history, add=add_generation_prompt, unfinished=unfinished)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -333,9 +358,9 @@ class DryRunLM(NetworkLM):
     placeholder answers.
     """
 
-    def __init__(self, config: Config, tokenizer: Any):
+    def __init__(self, config: Config, tokenizer: Any, template: ChatTemplate | None = None):
         network: Any = SimpleNamespace(config=config)
-        super().__init__(network, tokenizer)
+        super().__init__(network, tokenizer, template=template)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **kwargs: Any
@@ -357,23 +382,24 @@ class _Generation:
     """
 
     def __init__(self, options: dict[str, Any]):
-        known = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
-        if unknown := set(options) - known:
-            raise InputError(
-                f"generation_kwargs: {min(unknown)} is not supported; the supported keys are "
-                f"{', '.join(sorted(known))}"
-            )
-        until = options.get("until") or []
+        options = {key: value for key, value in options.items() if value is not None}
+        known = {"until", *LENGTH_KEYS, "do_sample", "temperature", *SAMPLING_KEYS}
+        for key, value in options.items():
+            if key not in known | set(BEAM_KEYS) and NEUTRAL.get(key, ()) != value:
+                raise InputError(
+                    f"generation_kwargs: {key} is not supported; the supported keys are "
+                    f"{', '.join(sorted(known))}"
+                )
+        until = options.get("until", [])
         self.until = [until] if isinstance(until, str) else list(until)
-        self.length = int(options.get("max_gen_toks", MOST_TOKENS))
-        temperature = float(options.get("temperature") or 0)
+        self.length = int(
+            next((options[key] for key in LENGTH_KEYS if key in options), MOST_TOKENS)
+        )
+        temperature = float(options.get("temperature", 0))
         sampled = options.get("do_sample", temperature > 0)
         temp = (temperature or 1.0) if sampled else EVALUATION_DEFAULTS.temp
-        top_p, top_k = (
-            float(options.get("top_p", EVALUATION_DEFAULTS.top_p)),
-            int(options.get("top_k", EVALUATION_DEFAULTS.top_k)),
-        )
-        self._sampling = SamplingOptions(top_p, top_k, temp)
+        given = {key: kind(options[key]) for key, kind in SAMPLING_KEYS.items() if key in options}
+        self._sampling = dataclasses.replace(EVALUATION_DEFAULTS, temp=temp, **given)
 
     def options(self, seed: int) -> SamplingOptions:
         """Return the task's sampling settings, with the given random seed."""

@@ -5,6 +5,7 @@ import functools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,12 +13,37 @@ from lm_eval import evaluator, utils
 from lm_eval.tasks import TaskManager
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.chat import ChatTemplate
 from mesh_transformer.evaluation.network_lm import DryRunLM, NetworkLM, StoppedEvaluationError
 from mesh_transformer.network import Network
 from mesh_transformer.util import InputError
 
 BOOTSTRAPS = 1000  # resamples for the standard error of a metric that is not a mean
 SEEDS = {"random": 0, "numpy": 1234, "fewshot": 1234}  # lm-eval's defaults
+
+
+@dataclass(frozen=True)
+class Options:
+    """How tasks are evaluated.
+
+    Attributes:
+      num_fewshot: number of examples before each question; None for each task's own number.
+      limit: number of questions per task or, below 1, a fraction of them; None for all.
+      template: the chat template for questions, whose examples become earlier messages; None: none.
+      gen_kwargs: what to change in the `generation_kwargs` of tasks that generate answers.
+      log_samples: whether the results have the questions and answers, as "samples".
+      unsafe_code: whether tasks may run code that the model has written.
+    """
+
+    num_fewshot: int | None = None
+    limit: float | None = None
+    template: ChatTemplate | None = None
+    gen_kwargs: dict[str, Any] = field(default_factory=dict)
+    log_samples: bool = False
+    unsafe_code: bool = False
+
+
+DEFAULTS = Options()
 
 
 class Tasks(NamedTuple):
@@ -114,25 +140,24 @@ def dry_run(
     config: Config,
     tokenizer: Any,
     tasks: Tasks,
-    *,
-    num_fewshot: int | None = None,
-    limit: float | None = None,
+    options: Options = DEFAULTS,
 ) -> None:
     """Check all questions that `evaluate` would ask, without running a model.
-
-    Args:
-      num_fewshot: number of examples before each question (default: each task's own default).
-      limit: number of questions per task or, below 1, a fraction of them (default: all).
 
     Raises:
       InputError: if a task has a question that cannot be asked, for example because the answer
         would not fit in `seq` tokens; the message names the task.
     """
-    model = DryRunLM(config, tokenizer)
+    model = DryRunLM(config, tokenizer, options.template)
     for name, task in tasks.by_name.items():
+        if getattr(task, "UNSAFE_CODE", False) and not options.unsafe_code:
+            raise InputError(
+                f"lm-eval's task {name} runs code that the model has written; leave it out, or "
+                "allow it with --confirm-unsafe-code, on a machine without anything of value"
+            )
         single = Tasks({"tasks": {name: task}, "groups": {}, "group_map": {}})
         try:
-            _evaluate_tasks(model, single, num_fewshot=num_fewshot, limit=limit, bootstraps=0)
+            _evaluate_tasks(model, single, replace(options, log_samples=False), bootstraps=0)
         except ValueError as error:
             raise InputError(f"lm-eval's task {name}: {error}") from None
 
@@ -141,17 +166,14 @@ def evaluate(
     network: Network,
     tokenizer: Any,
     tasks: Tasks,
+    options: Options = DEFAULTS,
     *,
-    num_fewshot: int | None = None,
-    limit: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
     share: bool = True,
 ) -> dict[str, Any] | None:
     """Evaluate a network on tasks, and return lm-eval's results with their standard errors.
 
     Args:
-      num_fewshot: number of examples before each question (default: each task's own default).
-      limit: number of questions per task or, below 1, a fraction of them (default: all).
       stopped: function that is called between batches; if it returns True, `evaluate` stops and
         returns None.
       share: whether to compute what many questions begin with once, which needs more memory: the
@@ -161,20 +183,16 @@ def evaluate(
       InputError: if a task has a question that cannot be asked, for example because the answer
         would not fit in `seq` tokens.
     """
-    model = NetworkLM(network, tokenizer, stopped, share=share)
+    model = NetworkLM(network, tokenizer, stopped, share=share, template=options.template)
     try:
-        results = _evaluate_tasks(
-            model, tasks, num_fewshot=num_fewshot, limit=limit, bootstraps=BOOTSTRAPS
-        )
+        results = _evaluate_tasks(model, tasks, options, bootstraps=BOOTSTRAPS)
     except StoppedEvaluationError:
         return None
     kept = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples")
-    return {key: results[key] for key in (*kept, "higher_is_better") if key in results}
+    return {key: results[key] for key in (*kept, "higher_is_better", "samples") if key in results}
 
 
-def _evaluate_tasks(
-    model: NetworkLM, tasks: Tasks, *, num_fewshot: int | None, limit: Any, bootstraps: int
-) -> Any:
+def _evaluate_tasks(model: NetworkLM, tasks: Tasks, options: Options, *, bootstraps: int) -> Any:
     """Evaluate loaded tasks like lm-eval's `simple_evaluate`, but in a single process.
 
     lm-eval would otherwise fork a pool of processes.  That is unsafe, because JAX's threads do not
@@ -185,17 +203,27 @@ def _evaluate_tasks(
     """
     for task in tasks.by_name.values():
         configured = task.get_config("num_fewshot")
-        if num_fewshot is not None and configured != 0:  # 0 means that the task never uses examples
-            task.set_config(key="num_fewshot", value=num_fewshot)
+        # 0 means that the task never uses examples.
+        if options.num_fewshot is not None and configured != 0:
+            task.set_config(key="num_fewshot", value=options.num_fewshot)
         elif configured is None:
             task.set_config(key="num_fewshot", value=0)
+        if options.gen_kwargs and task.OUTPUT_TYPE == "generate_until":
+            task.set_config(key="generation_kwargs", value=options.gen_kwargs, update=True)
         task.set_fewshot_seed(seed=SEEDS["fewshot"])
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
         with _seeded():
             return evaluator.evaluate(
-                model, tasks.loaded, limit=limit, bootstrap_iters=bootstraps, log_samples=False
+                model,
+                tasks.loaded,
+                limit=options.limit,  # type: ignore[arg-type]
+                bootstrap_iters=bootstraps,
+                log_samples=options.log_samples,
+                apply_chat_template=options.template is not None,
+                fewshot_as_multiturn=options.template is not None,
+                confirm_run_unsafe_code=options.unsafe_code,
             )
     finally:
         if before is None:

@@ -1,9 +1,11 @@
 """lm-eval tasks: logprobs and answers in batches, and scores against lm-eval's HF model."""
 
+import argparse
 import builtins
 import functools
 import itertools
 import json
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,13 @@ from lm_eval.tasks import TaskManager
 
 import eval_harness
 from mesh_transformer.checkpoint import hf
+from mesh_transformer.cli import evaluate
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.evaluation import harness, network_lm
 from mesh_transformer.evaluation import tasks as lm_eval_tasks
 from mesh_transformer.evaluation.harness import Harness
 from mesh_transformer.evaluation.network_lm import NetworkLM
+from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError, InputError
 from tests.conftest import SMALL
@@ -289,7 +293,7 @@ def train(model) -> None:
     assert model.network._generator._made is None  # training keeps no weights for generation
 
 
-def hf_scores(folder: str, names: list[str], rows: int = 4) -> dict[str, float]:
+def hf_scores(folder: str, names: list[str], rows: int = 4, **options: Any) -> dict[str, float]:
     """Return the scores that lm-eval computes with its own Hugging Face model."""
     from lm_eval.models.huggingface import HFLM
 
@@ -300,6 +304,7 @@ def hf_scores(folder: str, names: list[str], rows: int = 4) -> dict[str, float]:
         task_manager=TaskManager(include_path=".", include_defaults=False),
         bootstrap_iters=1000,
         log_samples=False,
+        **options,
     )
     return harness.metric_values(results)
 
@@ -343,6 +348,105 @@ def test_scores_match_the_hugging_face_model_of_lm_eval(
         shares.add("made_generation/exact_match")
         assert expected["made_rolling/bits_per_byte"] < 3
     assert all(0 < expected[name] < 1 for name in shares)
+
+
+TEMPLATE = "{% for m in messages %} {{ m.role }} {{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %} said{% endif %}"
+
+
+def test_a_chat_template_and_other_settings_have_the_effect_of_lm_evals(
+    model, tasks, tmp_path, monkeypatch
+):
+    network, folder = model.network, str(tmp_path / "hf")
+    hf.write(folder, jax.tree.map(np.asarray, network.state), network.config)
+    tokenizer = load_tokenizer(made_tasks.save_tokenizer(tmp_path / "tokenizer"))
+    tokenizer.chat_template = TEMPLATE
+    for place in (folder, tmp_path / "tokenizer"):
+        tokenizer.save_pretrained(place)
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # a forked process would break JAX's threads
+    names, changes = made_tasks.NAMES[:2], {"max_new_tokens": 3, "max_gen_toks": 4}
+    expected = hf_scores(
+        folder, names, apply_chat_template=True, num_fewshot=1, gen_kwargs=changes, limit=6
+    )
+    config = network.config.replace(tokenizer=str(tmp_path / "tokenizer"))
+    options: dict[str, Any] = {"num_fewshot": 1, "gen_kwargs": changes, "limit": 6}
+    chat = Harness(config, tasks[:2], template="", log_samples=True, **options)
+    results = chat.results(network)
+    assert results is not None
+    assert harness.metric_values(results) == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    harness.write(str(tmp_path / "out.json"), results)
+    assert "samples" not in json.loads((tmp_path / "out.json").read_text())
+    for name in names:
+        lines = (tmp_path / f"out_samples_{name}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        documents = made_tasks.documents(name.removeprefix("made_"))
+        assert [sample["doc_id"] for sample in samples] == list(range(min(6, len(documents))))
+        for sample in samples:
+            for context, *_ in sample["arguments"]:
+                assert context.startswith(" user ")
+                assert context.endswith(" said")
+                assert " assistant " in context  # the example's answer is a message
+    (tmp_path / "file.jinja").write_text(TEMPLATE)
+    for template in ("plain", str(tmp_path / "file.jinja")):
+        Harness(network.config, tasks[:2], template=template, limit=1)
+    with pytest.raises(InputError, match="--apply-chat-template: the tokenizer has no chat templ"):
+        Harness(network.config, tasks[:2], template="", limit=1)
+
+
+def test_tasks_that_run_code_require_a_confirmation(model, tasks, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
+    unsafe = tmp_path / "unsafe.yaml"
+    unsafe.write_text((made_tasks.FOLDER / "generation.yaml").read_text() + "unsafe_code: true\n")
+    with pytest.raises(InputError, match=r"made_generation runs code.* --confirm-unsafe-c"):
+        Harness(model.network.config, [str(unsafe)], limit=1)
+    assert "HF_ALLOW_CODE_EVAL" not in os.environ
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")
+    Harness(model.network.config, [str(unsafe)], limit=1, unsafe_code=True)
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == "1"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 7, "num_beams": 1},
+        {"max_tokens": 7, "num_return_sequences": 1, "early_stopping": True},
+        {"max_completion_tokens": 7, "length_penalty": 1.0, "until": None, "temperature": None},
+        {"max_gen_toks": 7, "max_new_tokens": 9, "max_tokens": 8},
+    ],
+)
+def test_keys_of_lm_evals_other_models_are_accepted(options):
+    plain, same = (network_lm._Generation(given) for given in ({"max_gen_toks": 7}, options))
+    assert vars(same) == vars(plain)
+
+
+def test_settings_of_generation_reach_the_sampler():
+    settings = {"top_p": 0.5, "top_k": 3, "min_p": 0.25, "typical_p": 0.75}
+    settings["repetition_penalty"] = 1.5
+    options = network_lm._Generation({"temperature": 0.5, **settings}).options(3)
+    assert options == SamplingOptions(temp=0.5, seed=3, **settings)  # type: ignore[arg-type]
+
+
+def test_generation_settings_are_parsed_as_in_lm_eval(monkeypatch, capsys):
+    def parsed(*words: str) -> argparse.Namespace:
+        monkeypatch.setattr(sys, "argv", ["eval", "--model-path", "m", *words])
+        return evaluate.parse_args()
+
+    for text, expected in (
+        ("temperature=0.5,do_sample=True", {"temperature": 0.5, "do_sample": True}),
+        ('until=["\\n", "a,b"],max_gen_toks=5', {"until": ["\n", "a,b"], "max_gen_toks": 5}),
+        ("until=end", {"until": "end"}),
+    ):
+        assert parsed("--gen-kwargs", text).gen_kwargs == [expected]
+    assert parsed("--gen-kwargs", "top_k=5", "top_p=1").gen_kwargs == [{"top_k": 5}, {"top_p": 1}]
+    with pytest.raises(SystemExit):
+        parsed("--gen-kwargs", "top_k")
+    assert "expected KEY=VALUE" in capsys.readouterr().err
+    assert parsed("--apply-chat-template").apply_chat_template == ""
+    assert parsed("--apply-chat-template", "plain").apply_chat_template == "plain"
+    assert parsed().apply_chat_template is None
+    parsed("--log-samples")
+    with pytest.raises(InputError, match="--log-samples requires --output"):
+        evaluate.main()
 
 
 def test_unusable_tasks_are_reported_before_a_model_is_loaded(model, tasks, monkeypatch):
