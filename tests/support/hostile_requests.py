@@ -468,7 +468,7 @@ class Hostile:
 
     def wrong_place(self):
         method = self.rng.choice(["GET", "PUT", "DELETE", "PATCH", "POST"])
-        path = self.rng.choice(["/v1/chat/completions", "/..%2f..%2fetc/passwd", "/v1/%00"])
+        path = self.rng.choice(["/v1/images", "/..%2f..%2fetc/passwd", "/v1/%00"])
         path = "/v1/completions" if self.rng.random() < 0.5 and method != "POST" else path
         return {404, 405}, self.live.http.request(method, path)
 
