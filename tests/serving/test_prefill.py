@@ -55,7 +55,7 @@ def test_all_guesses_of_the_model_as_its_own_draft_are_right(networks, temp):
     requests = random_requests(rng, network.config)
     for request in requests:
         settings = dataclasses.replace(request["settings"], temp=temp)
-        request |= {"settings": settings, "length": 60, "stop": None, "constraint": None}
+        request |= {"settings": settings, "length": 60, "stop": frozenset(), "constraint": None}
     sizes = random_sizes(rng, len(requests))
     # All calls guess.
     options = {"fixed_shapes": True, "speculate": GUESSES, "kept_tokens": 40 * CHUNK}

@@ -174,7 +174,7 @@ def random_requests(
                 seed=int(rng.integers(2**32)),
                 adapter=int(rng.integers(adapters + 1)),
             ),
-            "stop": int(rng.integers(n_vocab)) if rng.random() < 0.3 else None,
+            "stop": frozenset([int(rng.integers(n_vocab))] if rng.random() < 0.3 else []),
             "logprobs": bool(rng.random() < 0.5),
             "constraint": Limits(rng.integers(99), n_vocab) if rng.random() < 0.3 else None,
         }
