@@ -86,6 +86,8 @@ def read(folder: str, base: Config) -> tuple[Config, dict[str, Any]]:
     places = hf.places_of(base, family_of(base))
     pairs = _pairs(hf_files.find(folder, names=_FILES), places)
     ranks = {name: pair["A"].shape[0] for name, pair in pairs.items()}
+    if empty := [name for name, own in ranks.items() if not own]:
+        raise InputError(f"{path}: the adapter of {empty[0]} has rank 0; leave it out")
     rank = max(ranks.values())
     scales = {name: _scale(path, values, name, ranks[name]) for name in pairs}
     scale = next(iter(scales.values()))

@@ -115,7 +115,7 @@ def manifest_tokenizer(index_path: str) -> dict[str, Any]:
     try:
         with files.open_file(path) as file:
             return dict(json.loads(file.read()).get("tokenizer", {}))
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise InputError(
             f"{path}: not the manifest of a record set; create the records again"
         ) from error

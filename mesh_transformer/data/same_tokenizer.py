@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from mesh_transformer.data.special_tokens import beginning, special_tokens
-from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.data.tokenizer import BUILT_IN, TOKENIZER_FILES, load_tokenizer
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
@@ -27,6 +27,15 @@ def encoding(tokenizer: Any) -> str:
 
 def is_gpt2(folder: str) -> bool:
     """Return whether the tokenizer in a folder does all that GPT-2's does, and nothing else."""
+    contents = hashlib.sha256()
+    for name in sorted({*TOKENIZER_FILES} & set(files.names(folder))):
+        with files.open_file(f"{folder.rstrip('/')}/{name}") as file:
+            contents.update(f"{name}\0".encode() + file.read())
+    return _is_gpt2(folder, contents.hexdigest())
+
+
+@functools.cache  # a config is read several times per process, and loading takes seconds
+def _is_gpt2(folder: str, contents: str) -> bool:
     definition, behaviour = _gpt2()
     path = os.path.join(folder, "tokenizer.json")
     try:
@@ -58,10 +67,14 @@ def _behaviour(tokenizer: Any) -> list[Any]:
     special = special_tokens(tokenizer).items()
     return [
         sorted((number, name) for number, name in special if not FILLER.fullmatch(name)),
-        {key: str(value) for key, value in tokenizer.special_tokens_map.items()},
+        {
+            key: str(value)
+            for key, value in tokenizer.special_tokens_map.items()
+            if key != "pad_token"  # which has no effect on ids or text
+        },
         tokenizer.chat_template,
         tokenizer("a")["input_ids"],
-        bool(tokenizer.clean_up_tokenization_spaces),
+        tokenizer.decode(tokenizer("a , b .", add_special_tokens=False)["input_ids"]),
     ]
 
 
@@ -113,15 +126,16 @@ def check_encoding(recorded: str | None, digest: str | None, name: str, where: s
       name: the name of the tokenizer to use.
       where: what has the tokenizer `recorded`, for the error message.
     """
-    if recorded in (None, name):
+    if recorded is None or (recorded == name and (digest is None or name in BUILT_IN)):
         return
     try:
         if (digest or encoding(load_tokenizer(recorded))) == encoding(load_tokenizer(name)):
             return
     except InputError:
         return
+    other = name if recorded != name else "the one of that name now"
     raise InputError(
-        f"{where} was created with the tokenizer {recorded}, which gives other tokens than {name}; "
-        "use one tokenizer for the model and all of its records (records --tokenizer, config key "
-        "tokenizer)"
+        f"{where} was created with the tokenizer {recorded}, which gives other tokens than "
+        f"{other}; use one tokenizer for the model and all of its records (records --tokenizer, "
+        "config key tokenizer)"
     )

@@ -137,7 +137,9 @@ def _json_items(stream: IO[bytes], path: str, bad: BadInputHandler) -> Iterator[
     is_last = False
     try:
         while not is_last:
-            block = text.read(max(JSON_CHARACTERS, len(rest)))  # all of a long item in a few steps
+            block = text.read(
+                max(JSON_CHARACTERS, len(rest) - position)
+            )  # all of a long item in a few steps
             rest, position, is_last = rest[position:] + block, 0, not block
             if is_array is None and (rest := rest.lstrip()):
                 is_array = rest[0] == "["

@@ -313,7 +313,7 @@ def _from_folder(folder: Path) -> "PreTrainedTokenizerBase":
         transformers = _import_transformers()
         try:
             return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # KeyError and others for damaged files
             raise InputError(f"tokenizer {folder}: {_first_line(error)}") from error
     if has_files("vocab.json", "merges.txt"):
         return _from_gpt2_folder(folder, source=folder)
@@ -359,7 +359,7 @@ def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
 
 def _from_uri(folder: str) -> "PreTrainedTokenizerBase":
     with tempfile.TemporaryDirectory() as copied:
-        for name in set(files.names(folder)) & {*_TOKENIZER_FILES, *HUGGING_FACE_NAMES}:
+        for name in set(files.names(folder)) & {*TOKENIZER_FILES, *HUGGING_FACE_NAMES}:
             with files.open_file(f"{folder.rstrip('/')}/{name}") as file:
                 (Path(copied) / name).write_bytes(file.read())
         try:
@@ -372,7 +372,7 @@ def _from_hub(name: str) -> "PreTrainedTokenizerBase":
     transformers = _import_transformers()
     try:
         return transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # KeyError and others for damaged files
         raise InputError(
             f"tokenizer {name}: no such folder, and the hub reports: {_first_line(error)}; "
             "when offline, give a folder, gpt2 or bytes"
@@ -391,7 +391,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
@@ -464,10 +464,11 @@ class Tokenizer(NamedTuple):
                 "than the model; give the model's own with --tokenizer"
             )
             return
-        paths = [os.path.join(self.source, name) for name in _TOKENIZER_FILES]
-        present = [path for path in paths if self.source not in BUILT_IN and os.path.isfile(path)]
+        paths = [f"{self.source.rstrip('/')}/{name}" for name in TOKENIZER_FILES]
+        present = [path for path in paths if self.source not in BUILT_IN and files.is_file(path)]
         for path in present:
-            shutil.copy(path, folder)
+            with files.open_file(path) as file:
+                Path(folder, path.rpartition("/")[2]).write_bytes(file.read())
         if not present:
             self.loaded.save_pretrained(folder)
         make_portable(folder)

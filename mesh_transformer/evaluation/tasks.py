@@ -158,7 +158,7 @@ def dry_run(
         single = Tasks({"tasks": {name: task}, "groups": {}, "group_map": {}})
         try:
             _evaluate_tasks(model, single, replace(options, log_samples=False), bootstraps=0)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise InputError(f"lm-eval's task {name}: {error}") from None
 
 

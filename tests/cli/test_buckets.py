@@ -59,7 +59,15 @@ def words(count: int) -> str:
 
 
 def inputs(root: str) -> dict[str, bytes]:
-    values = VALUES | SETTINGS | {"n_vocab": 512, "val_set": {"held_out": f"{root}/sets/val.index"}}
+    values = (
+        VALUES
+        | SETTINGS
+        | {
+            "n_vocab": 512,
+            "tokenizer": f"{root}/tokenizer",
+            "val_set": {"held_out": f"{root}/sets/val.index"},
+        }
+    )
     texts = [words(60) for _ in range(20)]
     pairs = [{"prompt": text[:10], "completion": text[10:20]} for text in texts]
     return {f"text/{number}.txt": text.encode() for number, text in enumerate(texts)} | {
@@ -99,7 +107,8 @@ def comparable(files: dict[str, bytes]) -> dict[str, object]:
         if name.endswith("metrics.jsonl"):
             contents[name] = parse_rows(content.decode())
         elif name.endswith(".manifest.json"):  # has the paths of the sources
-            contents[name] = json.loads(content)["files"]
+            manifest = json.loads(content)  # that of completion-records names no files
+            contents[name] = (manifest.get("files"), manifest["tokenizer"]["encoding"])
         elif "/step_" not in name or name.startswith("original/"):
             contents[name] = content
     return contents

@@ -177,6 +177,39 @@ def test_records_of_another_tokenizer_are_refused(work, records):
             validation.open_set(network, f"{records}.index")
 
 
+def test_a_tokenizer_that_was_replaced_under_its_name_is_noticed(work):
+    byte_tokenizer().save_pretrained("mine")
+    text_records.main(["a.txt", "made", "--seq", "16", "--tokenizer", "mine"])
+    open_train_set(run_config("mine", "made"), 2).close()
+    shutil.copytree("lower", "mine", dirs_exist_ok=True)
+    same_tokenizer.check_encoding.cache_clear()  # as in the next process
+    with pytest.raises(InputError, match="the tokenizer mine, which gives other tokens than the o"):
+        open_train_set(run_config("mine", "made"), 2)
+
+
+@pytest.mark.parametrize("value", [None, 3])
+def test_a_damaged_manifest_is_one_line(work, value):
+    text_records.main(["a.txt", f"bad{value}", "--seq", "16", "--tokenizer", "bytes"])
+    Path(f"bad{value}.manifest.json").write_text(json.dumps({"tokenizer": value}))
+    with pytest.raises(InputError, match="not the manifest of a record set"):
+        open_train_set(run_config("bytes", f"bad{value}"), 2)
+
+
+def test_a_damaged_tokenizer_is_one_line(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=r"^tokenizer "):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_token_for_padding_leaves_gpt2_s_tokenizer_what_it_is(tmp_path):
+    tokenizer: Any = load_tokenizer()
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": END}))
+    assert read_config(str(tmp_path)).tokenizer == "gpt2"
+
+
 def base_folder(tokenizer: Any, name: str, **changes: Any) -> str:
     Path(name).mkdir()
     tokenizer.save_pretrained(name)
