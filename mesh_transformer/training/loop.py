@@ -501,10 +501,12 @@ class _Run:
         except validation.StoppedScoringError:
             summary = []
         except NonFiniteError as error:
-            raise StoppedError(
-                f"step {self.network.step}: validation: {error}{self.rows.unsaved}; lower lr, or "
-                "check the data"
-            ) from None
+            if not self.config.skip_nonfinite:
+                raise StoppedError(
+                    f"step {self.network.step}: validation: {error}{self.rows.unsaved}; lower lr, "
+                    "or check the data"
+                ) from None
+            summary = [f"validation: {error}"]
         finally:
             self.ledger.switch(kind)
             self._log([newest])
