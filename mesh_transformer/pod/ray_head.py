@@ -169,22 +169,20 @@ def local_address(number: int) -> str:
 
 @contextlib.contextmanager
 def _short_folder() -> Iterator[None]:
-    """Give Ray a folder of its own, until the end of the context, if the usual path is too long.
+    """Give Ray a folder of its own, until the end of the context, if `TMPDIR` is too long.
 
-    The paths of its sockets are in this folder, and have at most 107 bytes.
+    The paths of its sockets are in this folder, and have at most 107 bytes.  A folder that
+    `RAY_TMPDIR` names is kept.
     """
-    if len(os.fsencode(_usual_folder())) <= LONGEST_FOLDER:
+    if os.environ.get(FOLDER_VARIABLE) or len(os.fsencode(_usual_folder())) <= LONGEST_FOLDER:
         yield
         return
-    usual = os.environ.get(FOLDER_VARIABLE)
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
         os.environ[FOLDER_VARIABLE] = folder
         try:
             yield
         finally:
             os.environ.pop(FOLDER_VARIABLE)
-            if usual is not None:
-                os.environ[FOLDER_VARIABLE] = usual
 
 
 def _usual_folder() -> str:

@@ -234,7 +234,10 @@ def test_a_tpu_is_created_taken_over_preempted_recreated_and_deleted(uninterrupt
     assert f"SIGTERM: stopped and saved at step {saved}" in output
     assert not pod.api.nodes
     assert pod.api.calls.count("CreateNode") == 2
-    assert rows_of(model) == rows_of(expected)[:saved]
+    rows, whole = rows_of(model), rows_of(expected)[:saved]
+    if not any(key.startswith("val/") for key in rows[-1]):  # the signal can interrupt a validation
+        whole[-1] = {key: value for key, value in whole[-1].items() if not key.startswith("val/")}
+    assert rows == whole
     assert (model / f"step_{saved}").is_dir()
     # No log, command line or readable file contains a secret.
     seen += output + pod.commands() + pod.readable()
