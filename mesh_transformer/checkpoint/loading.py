@@ -23,13 +23,14 @@ from mesh_transformer.checkpoint.state_tree import (
     put_on_devices,
 )
 from mesh_transformer.config import Config
+from mesh_transformer.generation.finite import describe_bad_weights
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.host_memory import device_copies
 from mesh_transformer.model import transformer
 from mesh_transformer.model.lora import Adapter
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import step as steps
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, NonFiniteError
 
 
 def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
@@ -129,6 +130,7 @@ def load_adapter(source: Source, config: Config, params: Any, mesh: Mesh) -> Ada
 
     Raises:
       InputError: if the checkpoint holds no adapters, or those of another model.
+      NonFiniteError: if some of its values are NaN or infinite.
     """
     if source.adapters is None:
         raise InputError(f"{source.path}: holds a whole model, expected LoRA adapters")
@@ -146,6 +148,9 @@ def load_adapter(source: Source, config: Config, params: Any, mesh: Mesh) -> Ada
     )
     template = {"params": stored_state(own, mesh)["params"]}
     adapters = steps.padded(_read_adapters(source, own, template), own, mesh)["params"]
+    # Rows without the adapter multiply it by 0, and 0 times NaN is NaN.
+    if bad := describe_bad_weights(adapters, mesh):
+        raise NonFiniteError(f"{source.path}: {bad}")
     if config.offload == "params":
         declared = transformer.declarations(config)
         params = jax.jit(lambda x: device_copies(x, declared, config, np.float32))(params)

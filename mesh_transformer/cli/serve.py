@@ -215,7 +215,7 @@ def main() -> None:
                 pooling=args.embeddings,
                 stall_seconds=args.stall_seconds,
             )
-            engine.warm_up()
+            engine.warm_up(wait=False)
             max_tokens = args.max_tokens or network.config.window
             service = Service(names, engine, tokenizer, metrics, max_tokens, chat, args.any_name)
             log = sys.stderr if args.log_requests else None

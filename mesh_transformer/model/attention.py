@@ -101,13 +101,34 @@ def attend(
       drop: applied to the probabilities, for dropout.
     """
     probs_BHTS = jax.nn.softmax(scores_of(q_BTHK, cache) + bias_BHTS)
+    return _weighted_sum(probs_BHTS, cache, q_BTHK.dtype, drop)
+
+
+def attend_to_cache(q_BTHK: Array, cache: LayerCache, bias_BHTS: Array) -> Array:
+    """Compute `attend` over a cache, whose masked keys may be NaN (see `LayerCache.like`)."""
+    probs_BHTS = jax.nn.softmax(masked(scores_of(q_BTHK, cache), bias_BHTS))
+    return _weighted_sum(probs_BHTS, cache, q_BTHK.dtype)
+
+
+def masked(scores_BHTS: Array, bias_BHTS: Array) -> Array:
+    """Return the sum of scores and bias; where the bias masks a score, even NaN, the bias alone."""
+    return jnp.where(bias_BHTS > MASKED / 2, scores_BHTS + bias_BHTS, bias_BHTS)
+
+
+def _weighted_sum(
+    probs_BHTS: Array,
+    cache: LayerCache,
+    dtype: jnp.dtype,
+    drop: Callable[[Array], Array] | None = None,
+) -> Array:
+    """Return the sums of a cache's values, multiplied by probabilities, as [B, T, H, K]."""
     if cache.v_scale_BHS1 is not None:
         probs_BHTS *= jnp.swapaxes(cache.v_scale_BHS1, 2, 3)
-    probs_BHTS = probs_BHTS.astype(q_BTHK.dtype)
+    probs_BHTS = probs_BHTS.astype(dtype)
     if drop is not None:
         probs_BHTS = drop(probs_BHTS)
-    v_BHSK = cache.v_BHSK.astype(q_BTHK.dtype)
-    if q_BTHK.shape[1] < v_BHSK.shape[2]:
+    v_BHSK = cache.v_BHSK.astype(dtype)
+    if probs_BHTS.shape[2] < v_BHSK.shape[2]:
         # In the order BTHK, einsum would swap the operands, which is slower on CPUs.
         return jnp.moveaxis(jnp.einsum("BHTS,BHSK->BHTK", probs_BHTS, v_BHSK), 1, 2)
     return jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS, v_BHSK)

@@ -49,8 +49,18 @@ class LayerCache(NamedTuple):
         return LayerCache(k_BHSK, v_BHSK, k_scale_BHS1, v_scale_BHS1)
 
     def like(self, cache: "LayerCache") -> "LayerCache":
-        """Return these keys and values, in 8 bits if those of `cache` are."""
-        return self if cache.k_scale_BHS1 is None else self.in_8_bits()
+        """Return these keys and values as `cache` stores them.
+
+        They are in 8 bits if those of `cache` are.  Where a value is NaN or infinite, the key
+        becomes NaN and the value 0.  The tokens that attend to it then still get NaN, from their
+        scores.  Tokens that the mask hides it from do not, as scores are masked by selection (see
+        `attention.attend_to_cache`), but values are multiplied by a probability of 0.  So the
+        results of a text that has overflowed do not spread to later texts in the same slots.
+        """
+        is_finite_BHS1 = jnp.isfinite(self.v_BHSK).all(axis=-1, keepdims=True)
+        k_BHSK = jnp.where(is_finite_BHS1, self.k_BHSK, jnp.nan)
+        stored = LayerCache(k_BHSK, jnp.where(is_finite_BHS1, self.v_BHSK, 0))
+        return stored if cache.k_scale_BHS1 is None else stored.in_8_bits()
 
 
 def write(cache: LayerCache, new: LayerCache, slots: Array) -> LayerCache:

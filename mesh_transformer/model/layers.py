@@ -25,8 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
-from mesh_transformer.model import lora, paged
-from mesh_transformer.model.attention import MASKED, Attend, attend, attend_after, rotate
+from mesh_transformer.model import attention, lora, paged
 from mesh_transformer.model.cache import LayerCache, rows_of, write, write_rows
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at, drop_entries
 from mesh_transformer.model.matrices import add_bias, project_in, project_out
@@ -54,7 +53,7 @@ class Context(NamedTuple):
     slots: Array | None = None  # cache slots of the new keys and values, [B, T], or of the first
     rows: Array | None = None  # the rows of the cache that the batch rows stand for; None for all
     table: paged.Table | None = None  # if the cache is in blocks: those of each row
-    attend: Attend | None = None  # used instead of `attention.attend`, which needs `bias_BHTS`
+    attend: attention.Attend | None = None  # used instead of `attention.attend` and `bias_BHTS`
     dropout: Dropout | None = None  # the layer's random numbers; None without dropout
     lora_scale: lora.Scale | None = None  # used instead of `config.lora_scale`
 
@@ -528,50 +527,44 @@ class TransformerLayer(hk.Module):
         )
         if c.pe == "rotary":
             halves = c.rotary_pairs == "halves"
-            q_BTHK = rotate(q_BTHK, context.positions_BT, c.d_rotary, halves=halves)
-            k_BTHK = rotate(k_BTHK, context.positions_BT, c.d_rotary, halves=halves)
+            q_BTHK = attention.rotate(q_BTHK, context.positions_BT, c.d_rotary, halves=halves)
+            k_BTHK = attention.rotate(k_BTHK, context.positions_BT, c.d_rotary, halves=halves)
         new = LayerCache(jnp.moveaxis(k_BTHK, 1, 2), jnp.moveaxis(v_BTHK, 1, 2))
-        if cache is None:
-            cache = new
-        elif context.slots is None:
-            assert context.bias_BHTS is not None
-            return attend_after(q_BTHK, cache, new, context.bias_BHTS), new
-        elif context.table is not None:
-            return self._attention_in_blocks(q_BTHK, new.like(cache), context, context.table, cache)
-        elif context.rows is not None:
-            cache = write_rows(cache, new.like(cache), context.rows, context.slots)
-            # The rows are read after they were written, so that the cache need not be copied.
-            assert context.bias_BHTS is not None
-            return attend(q_BTHK, rows_of(cache, context.rows), context.bias_BHTS), cache
-        else:
-            cache = write(cache, new.like(cache), context.slots)
+        if cache is not None:
+            return self._cached_attention(q_BTHK, new, context, cache)
         drop = None
         if context.dropout is not None and c.dropout_attention:
             drop = context.dropout.drop_probs(c.dropout_attention, q_BTHK.shape[1], par)
         if context.attend is not None:
-            return context.attend(q_BTHK, cache.k_BHSK, cache.v_BHSK, drop), cache
+            return context.attend(q_BTHK, new.k_BHSK, new.v_BHSK, drop), new
         assert context.bias_BHTS is not None
         own = None if drop is None else drop_at(drop, 0, 0)
-        return attend(q_BTHK, cache, context.bias_BHTS, own), cache
+        return attention.attend(q_BTHK, new, context.bias_BHTS, own), new
 
-    def _attention_in_blocks(
-        self,
-        q_BTHK: Array,
-        new: LayerCache,
-        context: Context,
-        table: paged.Table,
-        cache: LayerCache,
+    def _cached_attention(
+        self, q_BTHK: Array, new: LayerCache, context: Context, cache: LayerCache
     ) -> tuple[Array, LayerCache]:
-        """Attend to new and older keys and values, after writing the new ones to their blocks."""
-        assert context.bias_BHTS is not None
-        assert context.slots is not None
-        if table.written is None:
+        """Attend to new and older keys and values, after writing the new ones to the cache."""
+        bias_BHTS, table = context.bias_BHTS, context.table
+        assert bias_BHTS is not None
+        if context.slots is None:
+            return attention.attend_after(q_BTHK, cache, new, bias_BHTS), new
+        new = new.like(cache)
+        if table is not None and table.written is not None:
+            rows = paged.rows_in_blocks(cache, table.block_BJ)
+            rows = write_rows(rows, new, jnp.arange(len(q_BTHK)), context.slots)
+            attended_BTHK = attention.attend_to_cache(q_BTHK, rows, bias_BHTS)
+            return attended_BTHK, paged.write_blocks(cache, rows, *table.written)
+        if table is not None:
             cache = paged.write(cache, new, table.block_BJ, context.slots)
-            return paged.attend(q_BTHK, cache, table, context.bias_BHTS), cache
-        rows = paged.rows_in_blocks(cache, table.block_BJ)
-        rows = write_rows(rows, new, jnp.arange(len(q_BTHK)), context.slots)
-        attended_BTHK = attend(q_BTHK, rows, context.bias_BHTS)
-        return attended_BTHK, paged.write_blocks(cache, rows, *table.written)
+            return paged.attend(q_BTHK, cache, table, bias_BHTS), cache
+        if context.rows is not None:
+            cache = write_rows(cache, new, context.rows, context.slots)
+            # The rows are read after they were written, so that the cache need not be copied.
+            rows = rows_of(cache, context.rows)
+            return attention.attend_to_cache(q_BTHK, rows, bias_BHTS), cache
+        cache = write(cache, new, context.slots)
+        return attention.attend_to_cache(q_BTHK, cache, bias_BHTS), cache
 
 
 class Projection(hk.Module):
@@ -596,5 +589,5 @@ class Projection(hk.Module):
             x = Linear(c, par, c.n_vocab, "head", biased, dtype=jnp.float32)(x)
             if par.local_size(c.n_vocab) * par.mp > c.n_vocab:  # the vocabulary is padded
                 id_V = par.rank() * x.shape[-1] + jnp.arange(x.shape[-1])
-                x = jnp.where(id_V < c.n_vocab, x, MASKED)
+                x = jnp.where(id_V < c.n_vocab, x, attention.MASKED)
         return x

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.model.attention import MASKED, scores_of
+from mesh_transformer.model.attention import MASKED, masked, scores_of
 from mesh_transformer.model.cache import LayerCache, write_at, write_rows
 
 # Attention reads as many blocks of each row together as hold this number of slots.  A smaller
@@ -126,6 +126,8 @@ def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> 
     they add exactly 0.  Compiled for TPUs, what is read together stays in vector memory, so that
     the cache is read once.
 
+    Masked keys may be NaN (see `LayerCache.like`).
+
     Args:
       bias_BHTS: as for `attention.attend`; S is J * C.
     """
@@ -143,7 +145,7 @@ def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> 
         block_BG = jax.lax.dynamic_slice_in_dim(block_BJ, at * together, together, axis=1)
         part = rows_in_blocks(cache, block_BG)
         bias = jax.lax.dynamic_slice_in_dim(bias_BHTS, at * width, width, axis=3)
-        scores_BHTS = scores_of(q_BTHK, part) + bias
+        scores_BHTS = masked(scores_of(q_BTHK, part), bias)
         new_BHT1 = jnp.maximum(most_BHT1, scores_BHTS.max(axis=-1, keepdims=True))
         probs_BHTS, shrink_BHT1 = jnp.exp(scores_BHTS - new_BHT1), jnp.exp(most_BHT1 - new_BHT1)
         sum_BHT1 = sum_BHT1 * shrink_BHT1 + probs_BHTS.sum(axis=-1, keepdims=True)

@@ -25,6 +25,7 @@ from ray import exceptions
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.generation.batch import filled
 from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prompts import check_pooled, check_prompts
@@ -260,7 +261,8 @@ class TPUCluster:
         prompts = check_prompts(ctx, ctx_length, gen_length)
         settings = sampler_settings(sampler_options or {}, len(prompts))
         batch = self.batch(-(-len(prompts) // self.dp) * self.dp)
-        return np.concatenate(list(stream_tokens(batch, prompts, gen_length, settings)), axis=1)
+        tokens = np.concatenate(list(stream_tokens(batch, prompts, gen_length, settings)), axis=1)
+        return filled(tokens, self.config.end_tokens or (), gen_length)
 
     def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> ClusterBatch:
         """Return a batch of idle rows for generation; see `CausalTransformer.batch`.

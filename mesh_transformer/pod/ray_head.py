@@ -212,7 +212,10 @@ def spill_disk_is_full() -> bool:
 
     Above this limit, Ray refuses to spill.
     """
-    usage = shutil.disk_usage(_usual_folder())
+    try:
+        usage = shutil.disk_usage(_usual_folder())
+    except OSError:  # the folder does not exist
+        return False
     return usage.free < 0.05 * usage.total
 
 

@@ -29,6 +29,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tqdm import tqdm
 
 from mesh_transformer.serving.embeddings import Embeddings, embeddings_of
 from mesh_transformer.serving.errors import ApiError
@@ -257,7 +258,8 @@ class RequestLog:
                     "status": status,
                     "seconds": round(time.perf_counter() - began, 6),
                 } | ({} if completion is None else completion.usage())
-                print(json.dumps(line), file=self._log, flush=True)
+                with tqdm.external_write_mode(file=self._log):
+                    print(json.dumps(line), file=self._log, flush=True)
 
 
 class Events(StreamingResponse):

@@ -13,14 +13,12 @@ import dataclasses
 import functools
 import itertools
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from mesh_transformer.generation.blocks import of_adapter
 from mesh_transformer.generation.finite import NO_TOKEN
@@ -44,6 +42,7 @@ from mesh_transformer.serving.progress import (
     tokens_of,
 )
 from mesh_transformer.serving.speculation import Speculation
+from mesh_transformer.serving.warm_up import WarmUp
 from mesh_transformer.util import NonFiniteError, bucket, start_thread
 
 STOPPING = "the server is stopping"
@@ -51,6 +50,7 @@ STOPPING = "the server is stopping"
 # and the decode calls between them make half as many steps.
 CHUNK_SHARE = 0.75
 STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as stalled
+COMPILING = 10  # how many times as long a turn may take while some programs are not compiled
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +144,8 @@ class Engine:
       pooling: how a prompt's vector is made (see `CausalTransformer.embed`); None: no request may
         set `embed`.
       stall_seconds: time after which `health_problem` reports that a turn (a prefill or scoring
-        call, then a decode call) has stalled.  Call `warm_up` before `start`, so that no turn
-        includes a compilation.
+        call, then a decode call) has stalled.  Until `warm_up` has compiled all programs, a turn
+        may include compilations, and the limit is 10 times as high.
 
     Attributes:
       failure: the exception that has stopped the engine permanently, or None.
@@ -198,6 +198,7 @@ class Engine:
         self._step_seconds = 0.0  # the time of a decode step, in the most recent call
         self._finished: collections.deque[float] = collections.deque(maxlen=32)  # recent times
         self._turn_began: float | None = None  # None between turns
+        self._warm_up = WarmUp()
         self._closing = False
         self._wake = threading.Condition()
         self._worker: threading.Thread | None = None
@@ -224,31 +225,63 @@ class Engine:
             return str(self.failure or self._bad_weights)
         began = self._turn_began
         seconds = 0.0 if began is None else time.monotonic() - began
-        if seconds <= self.stall_seconds:
+        limit = self.stall_seconds * (COMPILING if self._warm_up.left else 1)
+        if seconds <= limit:
             return None
-        return f"the network has not answered for {seconds:.0f} s (limit {self.stall_seconds:g} s)"
+        return f"the network has not answered for {seconds:.0f} s (limit {limit:g} s)"
 
     def start(self) -> None:
         """Start the worker thread."""
         self._worker = start_thread(self._run, name="engine", failed=self._fail)
 
-    def warm_up(self) -> None:
-        """Compile all programs that requests will need; call this while no requests are served."""
-        config = self.network.config
-        widths = sorted({bucket(n, MIN_WIDTH, config.seq) for n in range(1, config.seq + 1)})
-        for width in tqdm(widths, desc="compiling", unit="width", file=sys.stderr, leave=False):
-            try:
-                self._score_text(np.zeros(width, np.int32))
-                if self.pooling is not None:
-                    self._vector(np.zeros(width, np.int32))
-            except NonFiniteError:
-                log.error("%s; requests will get this error", self._not_finite())
-                break
-        self._prefiller.warm_up()
+    def warm_up(self, *, wait: bool = True) -> None:
+        """Compile the programs that requests will need, with a progress bar.
+
+        Call this before `start`.
+
+        Args:
+          wait: whether to compile all programs now.  If not, only those that every request needs
+            are compiled now, and the worker thread compiles the others one by one while it has no
+            requests, those for short prompts first.  A request whose program is missing compiles
+            it itself.
+        """
+        now, later = self._decode_programs(), self._other_programs()
+        if wait:
+            now, later = [*now, *later], []
+        self._warm_up.begin(now, later)
+
+    def _decode_programs(self) -> list[Callable[[], Any]]:
+        """Return functions that each compile a program for decode calls."""
+        batch = self._prefiller.batch
         # In fixed shapes, a request for logprobs must not change the program of the others.
-        for alternatives in (ALTERNATIVES,) if self._fixed else (None, ALTERNATIVES):
-            for speculate in self._speculation.choices:
-                self._prefiller.batch.decode(1, alternatives, speculate=speculate, allowed={})
+        return [
+            functools.partial(batch.decode, 1, alternatives, speculate=speculate, allowed={})
+            for alternatives in ((ALTERNATIVES,) if self._fixed else (None, ALTERNATIVES))
+            for speculate in self._speculation.choices
+        ]
+
+    def _other_programs(self) -> list[Callable[[], Any]]:
+        """Return functions that each compile a program for prompts, for short ones first."""
+        seq = self.network.config.seq
+        widths = sorted({bucket(n, MIN_WIDTH, seq) for n in range(1, seq + 1)})
+        read = [self._score_text] if self.pooling is None else [self._score_text, self._vector]
+        programs = [
+            *self._prefiller.programs(),
+            *((width, functools.partial(self._try_to, f, width)) for width in widths for f in read),
+        ]
+        return [compile_program for _, compile_program in sorted(programs, key=lambda p: p[0])]
+
+    def _try_to(self, read: Callable[[np.ndarray], Any], width: int) -> None:
+        """Compile the program with which `read` reads a text of this width.
+
+        Weights that are not finite are logged once; then requests get the error.
+        """
+        if self._bad_weights:
+            return
+        try:
+            read(np.zeros(width, np.int32))
+        except NonFiniteError:
+            log.error("%s; requests will get this error", self._not_finite())
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Put all of the requests in the queue, or none of them.
@@ -305,15 +338,19 @@ class Engine:
     def _run(self) -> None:
         while self.failure is None:
             with self._wake:
-                while not (self._waiting or self.active or self._closing):
+                while not (self._waiting or self.active or self._closing or self._warm_up.left):
                     self._wake.wait()
-                if self._closing and not (self._waiting or self.active):
-                    return
+                is_idle = not (self._waiting or self.active)
+                if self._closing and is_idle:
+                    break
                 self._drop_cancelled()
                 self._admitted = self._next_requests()
             self._turn_began = time.monotonic()
             try:
-                self._turn()
+                if is_idle:
+                    self._warm_up.compile_next()
+                else:
+                    self._turn()
             except Exception as error:  # any error must be reported to the waiting clients
                 log.exception("the network failed; ending the requests that were being served")
                 self._turn_began = None  # compiling again takes long, but is not a stall
@@ -323,6 +360,7 @@ class Engine:
                 else:
                     self._start_over()
             self._turn_began = None
+        self._warm_up.end()
 
     def _end_running(self, error: Exception) -> None:
         """End all requests of the current turn, with `error` as their last update."""

@@ -5,14 +5,13 @@ same tokens as an earlier one uses the blocks of that one (see `generation.block
 """
 
 import dataclasses
-import sys
+import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from mesh_transformer.generation.blocks import (
     BLOCK,
@@ -110,23 +109,37 @@ class Prefiller:
         """Number of tokens that the blocks of all rows in use have room for."""
         return sum(blocks.used * blocks.pool.block for blocks in self._blocks)
 
-    def warm_up(self) -> None:
-        """Compile all programs that `insert` and `insert_chunk` will need, and time the chunks."""
+    def programs(self) -> list[tuple[int, Callable[[], None]]]:
+        """Return functions that each compile some of what `insert` and `insert_chunk` need.
+
+        Each comes with the width of the prompts that need it, in ascending order.  They may be
+        called only while no row is in use.
+        """
+        return [
+            (width, functools.partial(self._compile, width, size))
+            for width in self._widths
+            for size in (*reversed(PREFILL_SIZES), None)
+            if size in (1, None) or self.may_share_call(size, min(width, self._longest))
+        ]
+
+    def _compile(self, width: int, size: int | None) -> None:
+        """Compile the program for `size` prompts, or, without a size, for chunks; time the latter.
+
+        Args:
+          width: number of tokens that the prompts or chunks are padded to.
+        """
         none, prompt = SamplingOptions(), np.zeros(self._window, np.int32)
-        bar = tqdm(self._widths, desc="compiling", unit="width", file=sys.stderr, leave=False)
-        for width in bar:
-            count = min(width, self._longest)
-            for size in PREFILL_SIZES:
-                if size == 1 or self.may_share_call(size, count):
-                    prompts = [prompt[:count]] * size
-                    self._insert(range(size), prompts, [1] * size, [none] * size, 0)
-            begin = self._window - count
-            if not begin and self._guesses:  # the cache has more slots than the window
-                begin = min(BLOCK, self._window - 1)
-            for _ in range(2 if begin else 0):
-                began = time.perf_counter()
-                self._insert([0], [prompt], [1], [none], begin)
-                self._seconds[width] = time.perf_counter() - began  # of the second call
+        count = min(width, self._longest)
+        if size is not None:
+            self._insert(range(size), [prompt[:count]] * size, [1] * size, [none] * size, 0)
+            return
+        begin = self._window - count
+        if not begin and self._guesses:  # the cache has more slots than the window
+            begin = min(BLOCK, self._window - 1)
+        for _ in range(2 if begin else 0):
+            began = time.perf_counter()
+            self._insert([0], [prompt], [1], [none], begin)
+            self._seconds[width] = time.perf_counter() - began  # of the second call
 
     def may_share_call(self, count: int, longest: int) -> bool:
         """Return whether `insert` may get `count` prompts at once, the longest of this length."""

@@ -13,6 +13,7 @@ from typing import Literal
 import h11
 import uvicorn
 from starlette.types import ASGIApp
+from tqdm import tqdm
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh_transformer.serving.errors import ApiError
@@ -76,7 +77,8 @@ def serve(app: ASGIApp, listening: socket.socket, drain_seconds: int) -> None:
     others = ""
     if host in ("0.0.0.0", "::"):  # all addresses of this machine
         name, others = "127.0.0.1", f", from other machines at http://{socket.gethostname()}:{port}"
-    print(f"serving at http://{name}:{port}{others} (Ctrl-C stops)", flush=True)
+    with tqdm.external_write_mode():  # above the bar of the programs that are being compiled
+        print(f"serving at http://{name}:{port}{others} (Ctrl-C stops)", flush=True)
     make_server(app, drain_seconds).run(sockets=[listening])
 
 

@@ -12,7 +12,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.families import BLOCKS
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.transformer_shard import CausalTransformer, load
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, NonFiniteError
 from tests.conftest import SMALL
 from tests.generation.test_int4 import restored
 
@@ -162,6 +162,28 @@ def test_adapters_are_applied_to_a_model_in_4_bits(checkpoints):
     np.testing.assert_array_equal(*answers)
     for model in (exact, network):
         model.close()
+
+
+@ONE
+def test_adapters_that_are_not_finite_are_refused_and_named(checkpoints, tmp_path):
+    """They would also change the rows that do not use them: 0 times NaN is NaN."""
+    block, base, paths = checkpoints
+    config = config_of(block, MESHES[0], **KINDS[0], lora_targets=list(BLOCKS[block].lora_targets))
+    damaged = CausalTransformer(config, init=False)
+    damaged.load(base)
+    state = random_factors(damaged.state, 0)
+    module, values = next(iter(state["params"]["layers"].items()))
+    name = next(iter(values))
+    values[name] = values[name].at[1, 0, 0].set(np.nan)
+    damaged.state = state
+    damaged.save(tmp_path / "bad")
+    network = network_of(checkpoints, MESHES[0])
+    line = f"bad.*: 1 of the .* values of the weights layers/{module}/{name} are NaN or infinite"
+    with pytest.raises(NonFiniteError, match=line):
+        network.add_adapters([paths[1], tmp_path / "bad"])
+    assert (network.generate(np.ones((2, 3), int), [3, 3], 4, {"adapter": [0, 1]}) < 128).all()
+    for each in (damaged, network):
+        each.close()
 
 
 @ONE

@@ -150,9 +150,9 @@ def test_a_pod_names_such_weights_and_goes_on():
         assert "of the weights layers/" in str(error.value)
 
 
-def with_bad_token() -> CausalTransformer:
+def with_bad_token(way: str = "one device", **changes: Any) -> CausalTransformer:
     """Return a network whose results are not finite for texts with `TOKEN`, and only for those."""
-    network = network_of("one device", layers=1)
+    network = network_of(way, **{"layers": 1} | changes)
     assert network.state is not None
     # Finite, because a product with one-hot rows would turn NaN in one row into NaN for all.
     embedding = network.state["params"]["embed"]["embedding"]
@@ -185,6 +185,49 @@ def test_only_the_rows_that_overflow_lack_a_token():
         assert batch.bad_weights() == ""
     with pytest.raises(NonFiniteError, match="weights are finite, so an activation has overflowed"):
         network.generate([[TOKEN]], [1], 2)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("paged", [True, False], ids=["blocks", "rows"])
+@pytest.mark.parametrize("way", ["one device", "shard_map", "jit", "int8"])
+def test_rows_are_as_new_after_texts_that_overflow(way, paged):
+    """A probability of 0 times the value of an earlier text must be 0, not NaN."""
+    network, rng = with_bad_token(way, layers=2, seq=64), np.random.default_rng(len(way))
+    vocabulary, window = network.config.n_vocab, network.config.window
+    blocks = 4 * window // BLOCK // network.dp
+    settings = sampler_settings({"temp": [0, 1, 0, 1], "logit_bias": {TOKEN: -100}}, 4)
+    lengths = rng.integers(window // 2 + 1, window - 8, 4)
+    prompts = [rng.integers(TOKEN + 1, vocabulary, length) for length in lengths]
+    block_PJ = np.arange(4 * window // BLOCK, dtype=np.int32).reshape(4, -1) % blocks
+    block_PJ = block_PJ if paged else block_PJ[:, :0]
+    begins = [np.zeros(4, np.int32), np.minimum(lengths // 2, window // 2).astype(np.int32)]
+
+    def answers(texts: list[np.ndarray], batch: Any, *, chunks: bool = False) -> list[Any]:
+        results, begun = [], begins[0]
+        for begin in begins[1:] if chunks else []:
+            parts = [text[:end] for text, end in zip(texts, begin, strict=True)]
+            place = Chunks(begun, block_PJ, block_PJ)
+            batch.insert(range(4), parts, [1] * 4, settings, chunks=place)
+            begun = begin
+        place = Chunks(begun, block_PJ, block_PJ) if paged or chunks else None
+        results.append(batch.insert(range(4), texts, [9] * 4, settings, chunks=place).token)
+        results.append(batch.decode(8).token)
+        batch.release(range(4))
+        return results
+
+    pool = Pool(blocks, BLOCK) if paged else None
+    used, bad = network.batch(4, pool), [text.copy() for text in prompts]
+    for text in bad:
+        text[rng.integers(len(text))] = TOKEN
+    longest = [np.full(window, TOKEN)] * 4
+    for chunks in (False, True):
+        expected = answers(prompts, network.batch(4, pool), chunks=chunks)
+        assert all((tokens < vocabulary).all() for tokens in expected)
+        for texts in (bad, longest):
+            overflowed = answers(texts, used)
+            assert all((tokens == NO_TOKEN).all() for tokens in overflowed)
+            for actual, right in zip(answers(prompts, used, chunks=chunks), expected, strict=True):
+                np.testing.assert_array_equal(actual, right)
 
 
 def test_a_network_inside_a_transformation_names_the_function_to_use():

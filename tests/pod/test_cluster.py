@@ -26,6 +26,7 @@ from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.pod import restarts
 from mesh_transformer.pod.batch import ClusterBatch
+from mesh_transformer.pod.cluster import TPUCluster
 from mesh_transformer.pod.launch import build_model, local_machines
 from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
 from mesh_transformer.serving.engine import ALTERNATIVES, Engine
@@ -117,6 +118,22 @@ def test_hosts_reserve_equal_caches_for_idle_rows():
     batch.insert([0, 2], prompts, [1, 15], sampler_settings({}, 2))
     batch.decode(4)
     assert reserved == [[SMALLEST_CACHE + 1] * 2]
+
+
+def test_answers_end_at_the_models_end_tokens(monkeypatch):
+    rng, ends, length = np.random.default_rng(3), [5, 7], 12
+    tokens = rng.integers(0, 16, (6, length))
+    monkeypatch.setattr(
+        "mesh_transformer.pod.cluster.stream_tokens", lambda *_: np.split(tokens, 4, axis=1)
+    )
+    cluster: Any = types.SimpleNamespace(
+        dp=2, config=types.SimpleNamespace(end_tokens=ends), batch=lambda rows: None
+    )
+    actual = TPUCluster.generate(cluster, np.ones((6, 3), int), [3] * 6, length)
+    for answer, row in zip(actual.tolist(), tokens.tolist(), strict=True):
+        end = next((at for at, token in enumerate(row) if token in ends), length)
+        assert answer == (row[: end + 1] + row[end : end + 1] * length)[:length]
+    assert (actual != tokens).any()
 
 
 def test_a_pending_metric_can_be_used_as_a_number():

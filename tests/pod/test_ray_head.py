@@ -95,6 +95,12 @@ def test_ray_gets_a_short_folder_where_the_paths_of_its_sockets_would_be_too_lon
         assert os.environ["RAY_TMPDIR"] == f"{longest}f"
 
 
+def test_a_folder_that_does_not_exist_is_not_full(monkeypatch, tmp_path):
+    """A host's error is reported, not that of the look at the disk."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "gone"))
+    assert not ray_head.spill_disk_is_full()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_dead_head_ends_completely_and_is_replaced(name, capfd):

@@ -27,6 +27,7 @@ from mesh_transformer.serving.speculation import Speculation
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.support.fake_network import FakeNetwork
+from tests.support.live_server import wait_for
 
 SECONDS = 120  # after which a test counts as hanging
 
@@ -65,9 +66,10 @@ def start():
     """A function that starts an engine, which is closed at the end of the test."""
     started = []
 
-    def make(network, **options):
+    def make(network, *, run=True, **options):
         engine = Engine(network, Metrics(options.get("rows", 4)), **({"rows": 4} | options))
-        engine.start()
+        if run:
+            engine.start()
         started.append((network, engine))
         return engine
 
@@ -346,6 +348,79 @@ def test_metrics_count_requests_and_tokens(network, start):
     assert counted["tokens_per_second"] > 0
 
 
+def compiled(network: FakeNetwork, **options: Any) -> list[tuple[Any, ...]]:
+    """Return the calls of a warm-up that waits for all programs."""
+    network = FakeNetwork(network.script)
+    Engine(network, Metrics(4), rows=4, **options).warm_up()
+    return network.calls
+
+
+@pytest.mark.parametrize("pooling", [None, "mean"])
+def test_requests_come_before_the_programs_that_they_do_not_need(network, start, pooling):
+    expected = compiled(network, pooling=pooling)
+    engine = start(network, run=False, pooling=pooling)
+    engine.warm_up(wait=False)
+    early = len(network.calls)
+    assert expected[:early] == network.calls
+    assert {call[0] for call in network.calls} == {"batch", "decode"}
+    first = Client([1, 2], 3)
+    engine.submit([first.request])
+    engine.start()
+    assert first.numbers() == network.answer([1, 2], 0, 3)
+    assert network.calls[early : early + 2] == [("insert", 1, 2), ("decode", 2)]
+
+
+def test_programs_are_compiled_while_no_request_is_there(network, start):
+    expected = compiled(network)
+    engine = start(network, run=False)
+    engine.warm_up(wait=False)
+    engine.start()
+    wait_for(lambda: len(network.calls) == len(expected))
+    assert network.calls == expected
+    network.allowed.clear()  # the next call is a request's
+    client = Client([1, 2], 3)
+    engine.submit([client.request])
+    wait_for(lambda: network.waits)
+    assert len(network.calls) == len(expected)
+    network.allowed.set()
+    assert client.numbers() == network.answer([1, 2], 0, 3)
+
+
+def test_requests_that_hang_while_programs_are_compiled_are_a_stall(network, start):
+    engine = start(network, run=False, stall_seconds=0.1)
+    engine.warm_up(wait=False)
+    client = Client([1, 2], 3)
+    engine.submit([client.request])
+    network.allowed.clear()
+    engine.start()
+    wait_for(lambda: engine.health_problem is not None)
+    assert "(limit 1 s)" in engine.health_problem
+    network.allowed.set()
+    client.finish()
+    wait_for(lambda: len(network.calls) == len(compiled(network)) + 2)
+    wait_for(lambda: engine.health_problem is None)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_programs_that_cannot_be_compiled_are_tried_twice(network, start, again, capsys):
+    engine = start(network, run=False)
+    engine.warm_up(wait=False)
+    early, error = len(network.calls), RuntimeError("out of memory")
+    network.failures = [None, error, *[None] * (early + 1), *[error] * again]
+    engine.start()
+    if again:
+        wait_for(lambda: engine.failure is error)
+        with pytest.raises(StoppedEngineError):
+            engine.submit([Client([1], 1).request])
+    else:
+        wait_for(lambda: len(network.calls) == early + 2 + len(compiled(network)))
+        client = Client([1, 2], 3)
+        engine.submit([client.request])
+        assert client.numbers() == network.answer([1, 2], 0, 3)
+    engine.close()
+    assert capsys.readouterr().err.endswith(" \r")  # the bar has been removed
+
+
 @pytest.mark.parametrize("pe", ["rotary", "fixed"])
 def test_warm_up_compiles_every_later_call(pe):
     network = FakeNetwork(range(100), n_vocab=100, window=1000, seq=1000, pe=pe)
@@ -566,7 +641,8 @@ def test_a_failure_between_two_chunks_forgets_what_was_kept(start):
 def test_chunks_are_short_while_other_rows_wait_for_them(network):
     prefiller = Engine(long_network(), Metrics(4), rows=4, kept_tokens=0)._prefiller
     assert prefiller.chunk(0.001) == 256  # before anything was timed
-    prefiller.warm_up()
+    for _, compile_program in prefiller.programs():
+        compile_program()
     prefiller._seconds = {16: 0.02, 32: 0.03, 64: 0.05, 128: 0.1, 256: 0.2}
     seconds = (1.0, 0.2, 0.19, 0.1, 0.05, 0.03, 0.001, None)
     assert [prefiller.chunk(s) for s in seconds] == [256, 256, 128, 128, 64, 32, 32, 256]
@@ -580,7 +656,8 @@ def test_chunks_are_short_while_other_rows_wait_for_them(network):
     prefiller._observe(128, 0.001)
     assert prefiller.chunk(1.0) == 256
     fixed = Engine(long_network(), Metrics(4), rows=4, fixed_shapes=True)._prefiller
-    fixed.warm_up()
+    for _, compile_program in fixed.programs():
+        compile_program()
     assert fixed.chunk(1e-9) == 256
 
 
