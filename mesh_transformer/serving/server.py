@@ -147,15 +147,20 @@ class TimeoutProtocol(H11Protocol):
         self._update_deadline()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return  # it is read only so that the client can read the error
+        # What follows an error, or the last request, is read only so that the client can read.
+        if self._refused or self.conn.their_state is h11.MUST_CLOSE:
+            return
         super().data_received(data)
         self._update_deadline()
 
     def send_400_response(self, msg: str) -> None:
         """Send an error for what is no HTTP request, and close the connection."""
         if self.cycle is not None and not self.cycle.response_complete:
-            super().send_400_response(msg)  # what is wrong is the body of a request
+            # What is wrong is the body of a request, which now ends as if its client had left.
+            self.cycle.disconnected, self.cycle.waiting_for_100_continue = True, False
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # the response has begun
             return
         error = ApiError(400, "no valid HTTP request")
         if len(self.conn.trailing_data[0]) > HEAD_BYTES:
