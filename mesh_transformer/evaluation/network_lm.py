@@ -22,22 +22,25 @@ from mesh_transformer.data.special_tokens import (
     with_beginning,
 )
 from mesh_transformer.generation.finite import check_finite
-from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
+from mesh_transformer.generation.sampling import (
+    EVALUATION_DEFAULTS,
+    RANGES,
+    Range,
+    SamplingOptions,
+)
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.network import Network
-from mesh_transformer.util import HostError, InputError, bucket
+from mesh_transformer.util import HostError, InputError, brief, bucket
 
 MIN_WIDTH = 16  # texts are padded to this times a power of two, to limit compilations
 MOST_TOKENS = 256  # default maximum per generated answer (a task's max_gen_toks)
 # The keys of a task's `generation_kwargs`.  lm-eval reads the first length that there is.
 LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-SAMPLING_KEYS = {
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "typical_p": float,
-    "repetition_penalty": float,
-}
+SHARE = Range(np.float32, 1.0, 0.0, 1.0)
+SAMPLING_KEYS = {"top_p": SHARE, "typical_p": SHARE}
+SAMPLING_KEYS |= {key: RANGES[key] for key in ("top_k", "min_p", "repetition_penalty")}
+NUMBERS = SAMPLING_KEYS | {"temperature": RANGES["temp"]}
+NUMBERS |= dict.fromkeys(LENGTH_KEYS, Range(np.int32, MOST_TOKENS, 1, 2**31 - 1))
 NEUTRAL = {"num_beams": 1, "num_return_sequences": 1}  # values that change nothing
 BEAM_KEYS = ("early_stopping", "length_penalty")  # without an effect on a single beam
 STEPS = 16  # tokens generated between checks for stop sequences
@@ -375,6 +378,20 @@ class DryRunLM(NetworkLM):
         return [""] * len(requests)
 
 
+def _expected(key: str, value: Any) -> str:
+    """Describe the values of a key of `generation_kwargs`, or return "" if this is one of them."""
+    if key in NUMBERS:
+        allowed = NUMBERS[key]
+        return "" if np.ndim(value) == 0 and allowed.numbers(value) is not None else str(allowed)
+    if key == "do_sample":
+        return "" if isinstance(value, bool) else "true or false"
+    if key == "until":
+        texts = value if isinstance(value, list | tuple) else [value]
+        is_text = all(isinstance(text, str) for text in texts)
+        return "" if is_text else "a text, or a list of texts"
+    return ""
+
+
 class _Generation:
     """Generation settings from a task's `generation_kwargs`.
 
@@ -383,8 +400,11 @@ class _Generation:
 
     def __init__(self, options: dict[str, Any]):
         options = {key: value for key, value in options.items() if value is not None}
-        known = {"until", *LENGTH_KEYS, "do_sample", "temperature", *SAMPLING_KEYS}
+        known = {"until", "do_sample", *NUMBERS}
         for key, value in options.items():
+            if expected := _expected(key, value):
+                found = brief(repr(value))
+                raise InputError(f"generation_kwargs: {key} is {found}, expected {expected}")
             if key not in known | set(BEAM_KEYS) and NEUTRAL.get(key, ()) != value:
                 raise InputError(
                     f"generation_kwargs: {key} is not supported; the supported keys are "
@@ -392,13 +412,11 @@ class _Generation:
                 )
         until = options.get("until", [])
         self.until = [until] if isinstance(until, str) else list(until)
-        self.length = int(
-            next((options[key] for key in LENGTH_KEYS if key in options), MOST_TOKENS)
-        )
-        temperature = float(options.get("temperature", 0))
+        self.length = next((options[key] for key in LENGTH_KEYS if key in options), MOST_TOKENS)
+        temperature = options.get("temperature", 0)
         sampled = options.get("do_sample", temperature > 0)
         temp = (temperature or 1.0) if sampled else EVALUATION_DEFAULTS.temp
-        given = {key: kind(options[key]) for key, kind in SAMPLING_KEYS.items() if key in options}
+        given = {key: options[key] for key in SAMPLING_KEYS if key in options}
         self._sampling = dataclasses.replace(EVALUATION_DEFAULTS, temp=temp, **given)
 
     def options(self, seed: int) -> SamplingOptions:

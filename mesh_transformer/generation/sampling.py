@@ -45,6 +45,19 @@ class Range(NamedTuple):
             return f"{kind} of at least {self.least:g}"
         return f"{kind} from {self.least} to {self.most}"
 
+    def numbers(self, given: Any) -> np.ndarray | None:
+        """Return one or more numbers as an array; None if some are no numbers within the bounds."""
+        try:
+            value = np.asarray(given)
+        except ValueError:  # nested lists of different lengths
+            return None
+        if value.dtype.kind not in ("iuf" if self.dtype is np.float32 else "iu"):
+            return None
+        with np.errstate(over="ignore"):  # in f32, 1e-50 is 0 and 1e50 is infinite
+            value = value.astype(np.float32) if self.dtype is np.float32 else value
+        within = (value >= self.least) & (value <= self.most)  # False for NaN
+        return value.astype(self.dtype) if within.all() else None
+
 
 F32_MAX = float(np.finfo(np.float32).max)
 # The sampling settings by name.
@@ -169,22 +182,10 @@ def _checked(name: str, options: Mapping[str, Any], rows: int | tuple[()]) -> np
     allowed, given = RANGES[name], options.get(name, RANGES[name].default)
     if name == "top_k" and given is None:
         given = allowed.default
-    try:
-        value = np.asarray(given)
-    except ValueError:  # nested lists of different lengths
-        value = np.array(None)
-    numeric = "iu"
-    if allowed.dtype is np.float32:
-        numeric = "iuf"
-        # In f32, 1e-50 is 0 and 1e50 is infinite.
-        with np.errstate(over="ignore"):
-            value = value.astype(np.float32) if value.dtype.kind in numeric else value
-    if value.dtype.kind not in numeric or not np.all(
-        (value >= allowed.least) & (value <= allowed.most)  # False for NaN
-    ):
+    if (value := allowed.numbers(given)) is None:
         raise InputError(f"generate: {name} is {brief(repr(given))}, expected {allowed}")
     try:
-        return np.broadcast_to(value.astype(allowed.dtype), rows)
+        return np.broadcast_to(value, rows)
     except ValueError:
         several = "" if rows == () else f", or {rows} of them, one per prompt"
         raise InputError(

@@ -5,7 +5,9 @@ import builtins
 import functools
 import itertools
 import json
+import math
 import os
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,7 @@ from mesh_transformer.evaluation.harness import Harness
 from mesh_transformer.evaluation.network_lm import NetworkLM
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import HostError, InputError
+from mesh_transformer.util import HostError, InputError, brief
 from tests.conftest import SMALL
 from tests.support import made_tasks
 
@@ -424,6 +426,40 @@ def test_settings_of_generation_reach_the_sampler():
     settings["repetition_penalty"] = 1.5
     options = network_lm._Generation({"temperature": 0.5, **settings}).options(3)
     assert options == SamplingOptions(temp=0.5, seed=3, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "expected"),
+    [
+        *(
+            (key, [0, -5, 1.5, "8", True, [8], math.nan, 2**31], "a whole number from 1 to 214")
+            for key in network_lm.LENGTH_KEYS
+        ),
+        ("temperature", [-1, math.nan, math.inf, "hot", [0.5], True], "a number of at least 0"),
+        ("top_p", [7, -0.1, math.nan, "0.9", {}], "a number from 0.0 to 1.0"),
+        ("typical_p", [1.5, -1], "a number from 0.0 to 1.0"),
+        ("min_p", [2, "x"], "a number from 0.0 to 1.0"),
+        ("top_k", [-1, 2.5, "5", False], "a whole number from 0 to 2147483647"),
+        ("repetition_penalty", [0, -1, 1e9, "2"], "a number from 0.01 to 100.0"),
+        ("do_sample", ["no", "", 0, 1, [True]], "true or false"),
+        ("until", [5, [1], ["a", None], {"a": 1}, True], "a text, or a list of texts"),
+    ],
+)
+def test_settings_of_generation_out_of_range_are_refused_in_one_line(key, values, expected):
+    for value in values:
+        with pytest.raises(InputError) as error:
+            network_lm._Generation({"max_gen_toks": 3, "temperature": 0.5, key: value})
+        found = re.escape(brief(repr(value)))
+        assert re.fullmatch(
+            rf"generation_kwargs: {key} is {found}, expected {re.escape(expected)}.*",
+            str(error.value),
+        )
+
+
+def test_generation_settings_of_the_command_are_checked_before_a_model_is_loaded(model, tasks):
+    for key, value in [("top_p", 7), ("max_gen_toks", 0), ("do_sample", "no")]:
+        with pytest.raises(InputError, match=rf"^lm-eval's task \w+: generation_kwargs: {key} is "):
+            Harness(model.network.config, tasks, gen_kwargs={key: value})
 
 
 def test_generation_settings_are_parsed_as_in_lm_eval(monkeypatch, capsys):
