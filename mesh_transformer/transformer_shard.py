@@ -236,7 +236,7 @@ class CausalTransformer:
         rows = self._eval_rows
         outputs = self._logits(self._params(), rows.place(rows.pad(tokens), P("dp")))
         logits, finite = (rows.fetch(x, len(tokens)) for x in jax.block_until_ready(outputs))
-        with blaming(lambda: self._generator.bad_weights(self._params())):
+        with blaming(lambda: self._generator.cause(self._params())):
             check_finite((np.where(finite, 0, np.nan),), "logits")
         return logits
 
@@ -332,6 +332,10 @@ class CausalTransformer:
           guesses: number of tokens that a decode step may guess (see `Batch.decode`).
         """
         return self._generator.batch(self._own_params(), rows, pool, guesses)
+
+    def bad_weights(self) -> str:
+        """Name the weights that are NaN or infinite, or return ""; all processes call this."""
+        return self._generator.bad_weights(self._generator.weights(self._own_params()))
 
     def add_adapters(self, paths: Sequence[AnyPath | Source]) -> None:
         """Let each text choose one of these LoRA adapters, instead of those given before.

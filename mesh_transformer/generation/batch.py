@@ -4,6 +4,7 @@ Callers pass and receive token ids and row numbers.  This module places the arra
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -84,6 +85,8 @@ class Generator:
         self._before = programs.compile_before(self.config, mesh)
         # The last beginning that `score` got, and its keys and values.
         self._begun: tuple[tuple[bytes, int], decode.Before] | None = None
+        # The arrays that `bad_weights` got last, and its result.
+        self._searched: tuple[list[weakref.ref[Array]], str] | None = None
         self.empty = self._cached(programs.compile_empty)
         self.grow = self._cached(programs.compile_grow)
         self.prefill = self._cached(programs.compile_prefill)
@@ -181,7 +184,7 @@ class Generator:
         compute = self._score(max(alternatives, 1), text is not None)
         scored = compute(weights, placed[:, :-1], placed[:, 1:], text, number)
         scored = jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
-        with blaming(self.bad_weights):
+        with blaming(lambda: self.cause(weights)):
             check_finite((scored.logprob, scored.top_logprob), "logits")
         return scored._replace(
             top_token=scored.top_token[..., :alternatives],
@@ -199,23 +202,30 @@ class Generator:
         """Return a vector for each row's text; see `CausalTransformer.embed`."""
         check_adapters(adapter, len(self.adapters))
         rows = [self.rows.place(self.rows.pad(x), P("dp")) for x in (tokens, lengths)]
-        vectors = self._embed(pooling)(self.weights(params), *rows, np.array([adapter], np.int32))
+        weights = self.weights(params)
+        vectors = self._embed(pooling)(weights, *rows, np.array([adapter], np.int32))
         result = np.asarray(self.rows.fetch(vectors, len(tokens)))
-        with blaming(self.bad_weights):
+        with blaming(lambda: self.cause(weights)):
             check_finite((result,), "vectors")
         return result
 
-    def bad_weights(self, weights: Any = None, *, together: bool = False) -> str | None:
-        """Name the weights that are NaN or infinite; see `Batch.bad_weights`.
+    def bad_weights(self, weights: Any) -> str:
+        """Name the first of some arrays with NaN or infinite values; see `describe_bad_weights`.
 
-        Args:
-          weights: the weights (default: those that were used last).
-          together: as for `Batch.bad_weights`.
+        The same arrays are searched only once.  All processes of the mesh must call this.
         """
-        if not (self.rows.alone or together):
-            return None
-        weights = self.weights(None) if weights is None else weights
-        return describe_bad_weights(weights, self.mesh)
+        arrays = jax.tree.leaves(weights)
+        if self._searched is None or not _identical([x() for x in self._searched[0]], arrays):
+            found = describe_bad_weights(weights, self.mesh)
+            self._searched = [weakref.ref(x) for x in arrays], found
+        return self._searched[1]
+
+    def cause(self, weights: Any) -> str | None:
+        """Return why results are not finite, for `blaming`: the result of `bad_weights`.
+
+        None stands for unknown, as other processes may have other rows, and finite results.
+        """
+        return self.bad_weights(weights) if self.rows.same else None
 
     def _text(self, weights: Weights, tokens: np.ndarray, adapter: np.ndarray) -> decode.Before:
         """Return the keys and values of the text that all rows follow, token ids [T]."""
@@ -326,7 +336,7 @@ def positions_needed(length: np.ndarray, left: np.ndarray, most: int) -> int:
     return int((length + np.clip(left, 1, most)).max())
 
 
-def _identical(one: list[Array] | None, other: list[Array]) -> bool:
+def _identical(one: Sequence[Array | None] | None, other: list[Array]) -> bool:
     """Return whether two lists contain the same array objects; False if `one` is None."""
     return one is not None and list(map(id, one)) == list(map(id, other))
 
@@ -473,14 +483,12 @@ class Batch:
         order = np.argsort(places)[np.count_nonzero(places < 0) :]
         return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *results)
 
-    def bad_weights(self, *, together: bool = False) -> str | None:
-        """Name the weights that are NaN or infinite; "" if there are none.
+    def bad_weights(self) -> str | None:
+        """Name the weights that are NaN or infinite; "" if there are none, and None for unknown.
 
-        Args:
-          together: whether all processes make this call.  If not, and there are several, the result
-            is None, which stands for unknown.
+        They are unknown if there are several processes, each with rows of its own.
         """
-        return self._generator.bad_weights(self._weights, together=together)
+        return self._generator.cause(self._weights)
 
     def release(self, rows: Sequence[int] | np.ndarray) -> None:
         """Make `rows` idle, so that they generate no more tokens."""

@@ -44,6 +44,7 @@ class Rows:
       replicas: dp indices, ascending, of the replicas that have devices in this process.  Processes
         that share a replica must pass in the same rows for it, and get the same results.
       alone: whether all of the mesh's devices belong to this process.
+      same: whether all processes have the same rows, and so get the same results.
     """
 
     def __init__(self, mesh: Mesh, unit: int = 1):
@@ -56,6 +57,7 @@ class Rows:
             if any(device.process_index == process for device in devices)
         ]
         self.alone = all(device.process_index == process for device in mesh.devices.flat)
+        self.same = self.alone
 
     @property
     def multiple(self) -> int:
@@ -114,7 +116,7 @@ class AllRows(Rows):
 
     def __init__(self, mesh: Mesh, unit: int = 1):
         super().__init__(mesh, unit)
-        self.replicas = list(range(self.dp))
+        self.replicas, self.same = list(range(self.dp)), True
         self._replicate = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
 
     def fetch(self, x: Array, count: int) -> Array | np.ndarray:

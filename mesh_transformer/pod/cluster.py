@@ -28,6 +28,7 @@ from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import filled
 from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.finite import blaming
 from mesh_transformer.generation.prompts import check_pooled, check_prompts
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
@@ -238,7 +239,7 @@ class TPUCluster:
         """Return each token's logprob given the tokens before it; see `CausalTransformer.score`."""
         shares = self._shares(self._padded(tokens))
         rest = alternatives, beginning, adapter
-        results = self.call("score", *[(*share, *rest) for share in shares])
+        results = self._called("score", *[(*share, *rest) for share in shares])
         return Chosen(*(self._joined(parts, len(tokens)) for parts in zip(*results, strict=True)))
 
     def embed(
@@ -248,7 +249,7 @@ class TPUCluster:
         lengths = check_pooled(tokens, lengths, pooling)
         batch = {"tokens": self._padded(tokens), "lengths": self._padded(lengths)}
         calls = [(*share.values(), pooling, adapter) for (share,) in self._shares(batch)]
-        return self._joined(self.call("embed", *calls), len(tokens))
+        return self._joined(self._called("embed", *calls), len(tokens))
 
     def generate(
         self,
@@ -450,6 +451,12 @@ class TPUCluster:
           arguments: one tuple of arguments per host; may be omitted if the method takes none.
         """
         return self._results(self._submit(method, *arguments))
+
+    def _called(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        """Return the results of `call`; an error that they are not finite names the weights."""
+        # One host knows the cause itself.  Of several, some may have rows with finite results.
+        with blaming(lambda: self.call("bad_weights")[0] if len(self.hosts) > 1 else None):
+            return self.call(method, *arguments)
 
     def _submit(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
         """Send a call to every host without waiting, and return Ray references to the results.

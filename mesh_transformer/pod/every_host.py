@@ -216,7 +216,7 @@ class _Batch:
 
     def bad_weights(self) -> str | None:
         with self._call():
-            return self._batch.bad_weights(together=True)
+            return self._batch.bad_weights()
 
     def reserve(self, positions: int) -> None:
         with self._call():

@@ -79,7 +79,7 @@ def bypass_proxy(address: str) -> None:
 # Methods of `CausalTransformer` that `NetworkRunner.forward` calls directly.  The batch rows
 # in their arguments and results are those of this process.
 FORWARDED = {"init", "score", "embed", "generate", "add_adapters", "add_draft"}
-FORWARDED |= {"only_generate", "claim", "own_aux", "save", "wait"}
+FORWARDED |= {"only_generate", "claim", "own_aux", "save", "wait", "bad_weights"}
 
 
 class NetworkRunner:
@@ -275,11 +275,6 @@ class NetworkRunner:
         """Create a batch of `rows` idle rows in this process, replacing the previous batch."""
         self._batch = None  # freed first, so that memory never holds two batches
         self._batch = self._started.batch(rows, pool, guesses)
-
-    @_one_line_errors
-    def bad_weights(self) -> str | None:
-        """Name the weights that are not finite; all processes make this call."""
-        return self._running.bad_weights(together=True)
 
     @_one_line_errors
     def reserve(self, positions: int) -> None:

@@ -1,7 +1,7 @@
 """Weights that are NaN or infinite: an error that names them, wherever results would show it."""
 
 import functools
-from types import SimpleNamespace
+import random
 from typing import Any
 
 import jax
@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 
 import mesh_transformer
+from mesh_transformer.generation import finite
 from mesh_transformer.generation.blocks import BLOCK, Chunks, Pool
 from mesh_transformer.generation.finite import NO_TOKEN
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.mesh.placement import AllRows, Rows
 from mesh_transformer.model import matrices, transformer
 from mesh_transformer.pod.batch import ClusterBatch
-from mesh_transformer.pod.runner import NetworkRunner
+from mesh_transformer.pod.cluster import TPUCluster
+from mesh_transformer.pod.hosts import Host
+from mesh_transformer.pod.runner import FORWARDED, NetworkRunner
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, NonFiniteError, to_int8
 from tests.conftest import SMALL, random_batch
@@ -53,6 +57,22 @@ def damaged(network: CausalTransformer, value: float, seed: int = 0) -> str:
     leaves[place] = jax.device_put(changed, leaves[place].sharding)
     network.state["params"] = jax.tree.unflatten(tree, leaves)
     return jax.tree_util.keystr(paths[place][0], simple=True, separator="/")
+
+
+class FakeCluster(TPUCluster):
+    """A cluster whose hosts all have the same rows; one runner in this process stands for them."""
+
+    def __init__(self, runner: NetworkRunner, hosts: int):
+        assert runner.network is not None
+        self.config, self.dp, self.adapters = runner.network.config, 1, 0
+        self.hosts, self.replicas = [Host("", "")] * hosts, [[0]] * hosts
+        self.newest_batch, self._runner = None, runner
+
+    def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        own = (arguments or [()])[0]
+        if method in FORWARDED:
+            method, own = "forward", (method, *own)
+        return [getattr(self._runner, method)(*own)] * len(self.hosts)
 
 
 @pytest.mark.quick(2)
@@ -136,11 +156,7 @@ def test_a_pod_names_such_weights_and_goes_on():
     runner.network = network_of("one device")
     name, vocabulary = damaged(runner.network, np.nan), runner.network.config.n_vocab
 
-    def call(method: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        return [getattr(runner, method)(*own) for own in arguments or [()]]
-
-    cluster: Any = SimpleNamespace(config=runner.network.config, dp=1, adapters=0, replicas=[[0]])
-    cluster.call, cluster.gathered = call, lambda parts, positions: parts[0]
+    cluster: Any = FakeCluster(runner, 1)
     for _ in range(2):
         batch = cluster.newest_batch = ClusterBatch(cluster, 2)
         prompts = [np.arange(3) % vocabulary, np.arange(5) % vocabulary]
@@ -255,3 +271,74 @@ def test_a_network_inside_a_transformation_names_the_function_to_use():
     gradient = jax.grad(right)(params)
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient["layers"]))
     np.testing.assert_allclose(right(params), jnp.sum(network.logits(tokens)[..., 3]), rtol=1e-4)
+
+
+def test_weights_are_searched_once_until_there_are_others(monkeypatch):
+    searched: list[int] = []
+
+    def describe(weights: Any, mesh: Any) -> str:
+        searched.append(len(jax.tree.leaves(weights)))
+        return finite.describe_bad_weights(weights, mesh)
+
+    monkeypatch.setattr("mesh_transformer.generation.batch.describe_bad_weights", describe)
+    network = with_bad_token()
+    tokens = np.full((2, 5), TOKEN)
+    calls = [
+        lambda: network.score(tokens, 1),
+        lambda: network.embed(tokens, [3, 5]),
+        lambda: network.generate(tokens, [3, 5], 2),
+        lambda: next(stream_tokens(network.batch(2), tokens, 2, sampler_settings({}, 2))),
+    ]
+
+    def search(cause: str, times: int) -> None:
+        searched.clear()
+        for call in random.Random(times).choices(calls, k=12):
+            with pytest.raises(NonFiniteError, match=cause):
+                call()
+        assert len(searched) == times
+
+    search("an activation has overflowed", 1)
+    search("an activation has overflowed", 0)
+    name = damaged(network, np.inf)
+    search(f"of the weights .*{name.rpartition('/')[2]} are NaN", 1)
+    assert network.state is not None
+    embedding = network.state["params"]["embed"]["embedding"]
+    network.init()
+    assert network.state is not None
+    network.state["params"]["embed"]["embedding"] = embedding
+    search("an activation has overflowed", 1)
+    network.only_generate()
+    search("an activation has overflowed", 0)  # these are the same arrays
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["every host", "pod"])
+def test_one_of_several_processes_names_such_weights(whole):
+    """One process, which is made to take itself for one of several."""
+    network = network_of("one device")
+    name = damaged(network, np.nan).rpartition("/")[2]
+    rows = (AllRows if whole else Rows)(network.mesh)
+    rows.alone = False
+    network._eval_rows = network._generator.rows = rows
+    tokens = np.random.default_rng(0).integers(0, network.config.n_vocab, (2, 8))
+    named = f"NaN or infinite: 1 of .* weights layers/.*{name}"
+    if whole:
+        calls = [
+            lambda: network.score(tokens, 3),
+            lambda: network.embed(tokens, [8, 3]),
+            lambda: network.logits(tokens),
+            lambda: network.generate(tokens, [8, 5], 4),
+        ]
+    else:
+        runner = NetworkRunner(0)
+        runner.network = network
+        cluster = FakeCluster(runner, 2)
+        calls = [
+            lambda: cluster.score(tokens, 3),
+            lambda: cluster.embed(tokens, np.array([8, 3])),
+            lambda: cluster.generate(tokens, [8, 5], 4),
+        ]
+        with pytest.raises(NonFiniteError, match=r"NaN or infinite$"):
+            network.score(tokens, 3)  # others may have no such rows, and would not search
+    for call in calls:
+        with pytest.raises(NonFiniteError, match=named):
+            call()

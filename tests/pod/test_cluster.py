@@ -33,7 +33,7 @@ from mesh_transformer.serving.engine import ALTERNATIVES, Engine
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.training import loop
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import HostError, InputError
+from mesh_transformer.util import HostError, InputError, NonFiniteError
 from tests.conftest import random_batch
 from tests.generation.test_adapters import random_factors
 from tests.generation.test_speculation import answers
@@ -301,6 +301,26 @@ def test_adapters_over_hosts_match_a_single_process(cluster, single, tmp_path):
         cluster.score(prompts[:, :17], 3, adapter=3)
     for network in (cluster, single):
         network.add_adapters([])
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_finite_are_named_by_all_hosts_together(cluster, tmp_path):
+    damaged = CausalTransformer(CONFIG)
+    assert damaged.state is not None
+    head = damaged.state["params"]["proj"]["projection/head"]
+    head["b"] = head["b"].at[3].set(np.nan)
+    damaged.save(tmp_path)
+    damaged.close()
+    cluster.load(str(tmp_path), only_params=True)
+    named = r"NaN or infinite: 1 of the \d+ values of the weights proj/projection/head/b are NaN"
+    tokens = np.arange(2 * VOCAB).reshape(-1, 8)[:5] % VOCAB
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match=named):
+            cluster.score(tokens, 3)
+        with pytest.raises(NonFiniteError, match=named):
+            cluster.generate(tokens, [8] * 5, 4)
+    cluster.init()
+    assert np.isfinite(cluster.score(tokens, 3).logprob).all()
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def errors(live) -> Iterator[list[logging.LogRecord]]:
     """The errors that the server and its event loop log.  There must be none."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.ERROR)
-    handler.emit = records.append
+    handler.emit = lambda record: records.append(record)
     loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "mesh_transformer")]
     for logger in loggers:
         logger.addHandler(handler)
