@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 LIMITS = LLParserLimits(max_lexer_states=20_000)
 TRIAL_SECONDS = 2  # of processor time; ordinary schemas take hundredths of a second
 TRIAL_BYTES = 2**27  # memory
+WAIT_SECONDS = 30.0  # maximum time of a trial, on a machine that is busy with other work
+PROCESS_SECONDS = 90.0  # maximum time until the process answers, which may have to start first
 TOO_LARGE = f"it takes more than {TRIAL_SECONDS} s or {TRIAL_BYTES >> 20} MiB to compile"
 LEFT_SECONDS = 0.05  # maximum time until the trial for a client that has left ends
 
@@ -112,17 +115,22 @@ class Trials:
 
         Raises:
           LeftError: if the client has left.
-          OSError: if the process has ended.
+          OSError: if the process has ended, or did not answer, which ends it.
         """
         try:
-            connection = self._connection or self._started()
+            connection, process = self._running()
             connection.send(schema)
+            deadline, told = time.monotonic() + PROCESS_SECONDS, False
             while not connection.poll(LEFT_SECONDS):
-                if left.is_set():
+                if left.is_set() and not told:
                     connection.send(None)
-                    connection.recv()
-                    raise LeftError
-            return Outcome(*connection.recv())
+                    told = True
+                if time.monotonic() > deadline:
+                    process.kill()  # there is an end of file then
+            outcome = Outcome(*connection.recv())
+            if told:
+                raise LeftError
+            return outcome
         except (OSError, EOFError) as error:
             self.close()
             raise OSError("the process that tries schemas has ended") from error
@@ -134,8 +142,10 @@ class Trials:
             self._process.wait()
             self._connection = self._process = None
 
-    def _started(self) -> Connection:
-        """Start the process, and return a connection to it."""
+    def _running(self) -> tuple[Connection, subprocess.Popen[bytes]]:
+        """Return a connection to the process and the process, which is started if necessary."""
+        if self._connection is not None and self._process is not None:
+            return self._connection, self._process
         ours, theirs = Pipe()
         with theirs:
             # -P: this folder has modules with the names of others.
@@ -148,7 +158,7 @@ class Trials:
             )
         known, self._connection = self._vocabulary, ours
         ours.send((known.tokens, known.special_token_ids, known.eos_token_id))
-        return ours
+        return ours, self._process
 
 
 def attempt(tokenizer: LLTokenizer, schema: str, server: Connection) -> Outcome:
@@ -164,10 +174,13 @@ def attempt(tokenizer: LLTokenizer, schema: str, server: Connection) -> Outcome:
     writer.close()
     with reader:
         try:
-            if reader in wait([reader, server]):
+            ready = wait([reader, server], WAIT_SECONDS)
+            if reader in ready:
                 return Outcome(*reader.recv())
-            server.recv()
-            return Outcome(0, "its client has left")
+            if server in ready:
+                server.recv()
+                return Outcome(0, "its client has left")
+            return Outcome(0, TOO_LARGE)
         except EOFError:  # one of the limits has ended the fork
             return Outcome(0, TOO_LARGE)
         finally:

@@ -1,6 +1,9 @@
 """Schemas that take long or much memory to compile, and clients that leave meanwhile."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.data.tokenizer import byte_tokenizer
-from mesh_transformer.serving import formats, grammar
+from mesh_transformer.serving import formats, grammar, trial
 from mesh_transformer.serving.answer import TokenTexts
 from mesh_transformer.serving.engine import ConstraintError
 from mesh_transformer.serving.grammar import PARSER_BYTES, FullError, Grammars
@@ -73,6 +76,36 @@ def test_the_process_for_schemas_ends_with_its_server_and_is_replaced_if_it_dies
     second = grammars._trials._process
     grammars.close()
     assert second.returncode == 0
+
+
+def test_a_trial_that_waits_instead_of_computing_ends():
+    program = """
+import time
+from multiprocessing.connection import Pipe
+from mesh_transformer.serving import trial
+
+trial.WAIT_SECONDS = 0.1
+trial.measured = lambda *_: time.sleep(10**6)
+print(trial.attempt(None, "{}", Pipe()[0]).error)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.stdout.strip(), ended.stderr) == (trial.TOO_LARGE, "")
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_process_for_schemas_that_does_not_answer_is_replaced(grammars, monkeypatch, leaves):
+    grammars.json(SMALL)
+    monkeypatch.setattr(trial, "PROCESS_SECONDS", 0.3)
+    left, first = threading.Event(), grammars._trials._process
+    if leaves:
+        left.set()
+    first.send_signal(signal.SIGSTOP)
+    other = json.dumps(object_of({"type": "null"}))
+    with pytest.raises(OSError, match="has ended"):
+        grammars.json(other, left)
+    assert first.returncode == -signal.SIGKILL
+    monkeypatch.setattr(trial, "PROCESS_SECONDS", SECONDS)
+    assert grammars.json(other).allowed.any()
 
 
 class FakeTrials:
