@@ -20,8 +20,8 @@ class TokenTexts:
     """Maps token ids to the strings that represent them in a response's logprobs.
 
     Attributes:
-      end: the id of the end-of-text token or, if the tokenizer has none, of another token that ends
-        an answer; None if no token does.
+      end: the id of the end-of-text token or, if the tokenizer has none, of another special token
+        that ends an answer; None if no such token does.
       ends: the ids of all tokens that end an answer.
       special: {id: name} of the special tokens, which are no part of an answer's text.
       first: the ids of the special tokens that the tokenizer puts before a text.
@@ -32,10 +32,10 @@ class TokenTexts:
         """Args: config: the model's config, which may name more tokens that end an answer."""
         self.tokenizer = tokenizer
         self.ends = end_tokens(tokenizer, config)
+        self.special, self.first = special_tokens(tokenizer), beginning(tokenizer)
         self.end: int | None = tokenizer.eos_token_id
         if self.end is None:
-            self.end = min(self.ends, default=None)
-        self.special, self.first = special_tokens(tokenizer), beginning(tokenizer)
+            self.end = min(self.ends & self.special.keys(), default=None)
         self.longest = max(map(len, tokenizer.get_vocab())) + 1
         self._cache: dict[int, str] = {}
 
@@ -60,16 +60,21 @@ class TokenTexts:
         """Return the text of a list of token ids."""
         return self.tokenizer.decode(numbers, clean_up_tokenization_spaces=False)
 
-    def ends_with(self, stop: Sequence[str], *, ends: bool) -> frozenset[int]:
+    def ends_with(
+        self, stop: Sequence[str], *, ends: bool, formatted: bool = False
+    ) -> frozenset[int]:
         """Return the ids of the tokens that end an answer with the stop sequences `stop`.
 
         A stop sequence that is a special token's name never occurs in the text; the token does.
 
         Args:
           ends: whether the tokens that usually end an answer do.
+          formatted: whether the answer has a format, in which ordinary tokens are always text.
         """
-        named = (number for number, name in self.special.items() if name in stop)
-        return frozenset(named) | (self.ends if ends else frozenset())
+        named = frozenset(number for number, name in self.special.items() if name in stop)
+        if formatted:
+            return named | (self.ends & self.special.keys())
+        return named | (self.ends if ends else frozenset())
 
     def _word(self, number: int) -> str:
         word = self.text([number])

@@ -363,8 +363,9 @@ class Completion:
         indices = range(first, first + len(options))
         groups = [[index] for index in indices] if length else [list(indices)]
         score = self._echo and (self._with_logprobs or not length)
-        ends = not body.ignore_eos or form is not None
-        stop = self._service.words.ends_with(body.stops, ends=ends)
+        stop = self._service.words.ends_with(
+            body.stops, ends=not body.ignore_eos, formatted=form is not None
+        )
         for group in groups:
             request = engines.Request(
                 prompt,

@@ -11,6 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import (
     byte_tokenizer,
     character_tokenizer,
@@ -177,6 +178,41 @@ def test_answers_fit_the_schema_and_neighbours_are_as_without(serve, options):
             else:
                 prompt = live.tokenizer(body["prompt"])["input_ids"]
                 assert choice["text"] == live.text(prompt, body["seed"], 40)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_end_token_that_is_ordinary_ends_no_answer_in_a_format(serve, stream):
+    tokens = load_tokenizer()([*'{}":, an1'])["input_ids"]
+    live = serve(network={"end_tokens": [number for (number,) in tokens]})
+    body = {"prompt": "Say: ", "n": 4, "max_tokens": 150, "seed": 3}
+    body["response_format"] = response_format(PERSON)
+    if stream:
+        texts, finish = [""] * 4, [""] * 4
+        for event in live.stream(**body):
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+                finish[choice["index"]] = choice["finish_reason"]
+    else:
+        choices = live.ask(**body)["choices"]
+        texts = [choice["text"] for choice in choices]
+        finish = [choice["finish_reason"] for choice in choices]
+    assert finish == ["stop"] * 4
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+def test_an_ordinary_token_is_no_end_for_the_grammar_of_a_tokenizer_without_one():
+    tokenizer = character_tokenizer([CHARACTERS])
+    tokenizer.eos_token = None
+    (end,) = tokenizer("}", add_special_tokens=False)["input_ids"]
+    config = Config(layers=1, d_model=64, n_heads=1, n_vocab=64, end_tokens=[end])
+    words = TokenTexts(tokenizer, config)
+    assert words.ends == {end}
+    form = Grammars(words, 64).json(json.dumps({"const": {"a": 1}}))
+    for token in tokenizer('{"a": 1', add_special_tokens=False)["input_ids"]:
+        assert not form.add(token)
+    assert tokens_in(form.allowed) == [end]
+    assert form.add(end)
 
 
 class Person(BaseModel):
