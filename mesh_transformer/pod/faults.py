@@ -1,6 +1,7 @@
 """Errors that a host raises: whether a restart of all hosts may cure them."""
 
 import errno
+import re
 
 import jax
 
@@ -26,6 +27,20 @@ PERMANENT_NUMBERS = {  # of the operating system
     errno.EPERM,
     errno.EROFS,
 }
+# Causes outside of the process that raises the error: another process, or the network between them.
+# They may occur again by chance, so that a second occurrence does not make them permanent.
+PASSING = re.compile(
+    r"^(ABORTED|CANCELLED|DEADLINE_EXCEEDED|UNAVAILABLE):"  # of JAX's runtime and its coordinator
+    r"|\bGloo [\w -]+ failed: "  # a collective over CPUs, with any status
+)
+PASSING_NUMBERS = {
+    errno.EADDRINUSE,  # ports are chosen anew
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
+}
 
 
 class PermanentError(StoppedError):
@@ -33,18 +48,25 @@ class PermanentError(StoppedError):
 
 
 class RaisedError(HostError):
-    """A host that is still alive raised an error; the same error again counts as permanent."""
+    """A live host raised an error of unknown cause; the same error again counts as permanent."""
 
 
 def host_error(rank: int, error: Exception) -> StoppedError:
     """Return a one-line error that names a host, for an exception that it has raised.
 
-    The result is a `PermanentError` if a restart would not cure the exception's cause, else a
-    `RaisedError`.
+    The result is a `PermanentError` if a restart would not cure the exception's cause, a HostError
+    if it would, and a `RaisedError` if that is unknown.
     """
-    text = " ".join(str(error).split())[:300]
-    permanent = isinstance(error, OSError) and error.errno in PERMANENT_NUMBERS
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        permanent = text.partition(":")[0] in PERMANENT_STATUSES
-    kind = PermanentError if permanent else RaisedError
-    return kind(f"host {rank}: {type(error).__name__}: {text}")
+    text = " ".join(str(error).split())
+    return _kind(error, text)(f"host {rank}: {type(error).__name__}: {text[:300]}")
+
+
+def _kind(error: Exception, text: str) -> type[StoppedError]:
+    number = error.errno if isinstance(error, OSError) else None
+    is_of_network = isinstance(error, ConnectionError | TimeoutError) or number in PASSING_NUMBERS
+    if is_of_network or PASSING.search(text):
+        return HostError
+    status = text.partition(":")[0] if isinstance(error, jax.errors.JaxRuntimeError) else None
+    if number in PERMANENT_NUMBERS or status in PERMANENT_STATUSES:
+        return PermanentError
+    return RaisedError

@@ -219,7 +219,8 @@ def _run_with_retries(
 ) -> None:
     """Call `attempt` with a new network from `make`, and repeat this after each host failure.
 
-    If a host raises the same error twice without progress in between, it is not repeated again.
+    If a host raises the same `RaisedError` twice without progress in between, it is not repeated
+    again.
 
     See `train` for the waits between two attempts, and for `retries`.  `ledger` counts the seconds
     of the waits and of the calls of `make`.

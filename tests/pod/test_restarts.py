@@ -1,6 +1,8 @@
 """Restarts of training runs: attempts, their limits, and starting over with --new."""
 
 import errno
+import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,27 +100,68 @@ def test_an_error_that_a_live_host_raises_again_is_not_retried_again(attempts):
 
 
 @pytest.mark.parametrize(
-    ("error", "is_permanent"),
+    "error",
     [
-        (OSError(errno.ENOSPC, "No space left on device"), True),
-        (OSError(errno.EACCES, "Permission denied"), True),
-        (OSError(errno.ECONNRESET, "Connection reset by peer"), False),
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile ..."), True),
-        (jax.errors.JaxRuntimeError("UNAVAILABLE: peer 1: NOT_FOUND"), False),
-        (ValueError("INVALID_ARGUMENT: not JAX's"), False),
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EACCES, "Permission denied"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nwhile ..."),
     ],
 )
-def test_the_cause_of_an_error_decides_whether_it_is_retried(attempts, error, is_permanent):
+def test_an_error_that_a_restart_cannot_cure_ends_the_run(attempts, error):
     run, _, waits = attempts
-    raised = host_error(1, error)
-    assert str(raised) == f"host 1: {type(error).__name__}: {' '.join(str(error).split())}"
-    assert isinstance(raised, HostError) is not is_permanent
-    if is_permanent:
-        with pytest.raises(PermanentError, match="host 1: "):
-            run([(5, raised)])
-    else:
-        run([(5, raised), (6, None)])
-    assert len(waits) == (0 if is_permanent else 1)
+    with pytest.raises(PermanentError, match=line_of(error)):
+        run([(5, host_error(1, error))])
+    assert waits == []
+
+
+def line_of(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"^{re.escape(f'host 1: {type(error).__name__}: {text}')}"
+
+
+UNREACHABLE = "UNAVAILABLE: The following tasks are unhealthy: 1"
+CLOSED = "Gloo all-reduce failed: [pair.cc:553] Connection closed by peer [127.0.0.1]:"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda port: ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        lambda port: ConnectionResetError("Connection lost"),
+        lambda port: OSError(errno.EHOSTUNREACH, "No route to host"),
+        lambda port: OSError(errno.EADDRINUSE, f"Address already in use: {port}"),
+        lambda port: TimeoutError("timed out"),
+        lambda port: jax.errors.JaxRuntimeError(f"{UNREACHABLE} at {port}: NOT_FOUND"),
+        lambda port: jax.errors.JaxRuntimeError(f"FAILED_PRECONDITION: Error: {CLOSED}{port}"),
+        lambda port: jax.errors.JaxRuntimeError(f"INTERNAL: {'a long text ' * 30}{CLOSED}{port}"),
+        lambda port: ValueError(f"UNKNOWN: {CLOSED}{port}"),
+        lambda port: ValueError("UNKNOWN: Gloo context initialization failed: connect timeout"),
+    ],
+)
+def test_errors_of_the_network_are_retried_however_often_they_occur(attempts, make):
+    """Each could be another fault of a bad hour, so that two of them prove nothing."""
+    run, _, waits = attempts
+    ports = random.Random(0).sample(range(1024, 65536), 6)
+    run([*((5, host_error(1, make(port))) for port in ports), (7, None)])
+    assert len(waits) == 6
+    with pytest.raises(StoppedError, match=r"^host 1: .*; giving up after 9 failures"):
+        run([(5, host_error(1, make(1)))] * 9)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("INVALID_ARGUMENT: not JAX's"),
+        OSError(errno.EIO, "Input/output error"),
+        RuntimeError("[gloo/transport/tcp/device.cc:99] rv == 0. -2"),  # its own address
+    ],
+)
+def test_an_unknown_error_is_retried_once(attempts, error):
+    run, _, waits = attempts
+    run([(5, host_error(1, error)), (6, None)])
+    assert len(waits) == 1
+    with pytest.raises(StoppedError, match=f"{line_of(error)}; giving up after 2 failures"):
+        run([(5, host_error(1, error))] * 2)
 
 
 @pytest.mark.parametrize("error", [InputError("bad"), StoppedError("not finite"), KeyError("x")])
