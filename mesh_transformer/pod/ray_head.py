@@ -76,9 +76,10 @@ class RayHead:
     def __init__(self, object_store: int = OBJECT_STORE, machines: Sequence[str] = ()):
         _require_token()
         self._arguments = [str(object_store), *machines]
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(_short_folder())
-        self._start()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_short_folder())
+            self._start()
+            self._stack = stack.pop_all()
 
     def _start(self) -> None:
         try:

@@ -175,3 +175,23 @@ def test_process_that_ends_during_the_listing_is_no_member(monkeypatch, error):
 
     monkeypatch.setattr(Path, "read_text", ended)
     assert ray_head._members(session) == {}
+
+
+def test_a_head_that_does_not_start_leaves_no_folder(monkeypatch):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", f"/{'f' * ray_head.LONGEST_FOLDER}")
+    monkeypatch.setattr(ray_head, "_require_token", lambda: None)
+    folders = []
+
+    def fails(head: RayHead) -> None:
+        folders.append(os.environ["RAY_TMPDIR"])
+        raise StoppedError("Ray cannot start on this machine")
+
+    monkeypatch.setattr(RayHead, "_start_once", fails)
+    # The error keeps the frames alive, and with them a context that was not closed.
+    with pytest.raises(StoppedError, match=r"^Ray cannot start") as error:
+        RayHead()
+    assert error.tb is not None
+    assert "RAY_TMPDIR" not in os.environ
+    assert len(folders) == 2  # it was tried twice
+    assert not os.path.exists(folders[0])
