@@ -38,7 +38,7 @@ from mesh_transformer.pod.faults import PermanentError, RaisedError
 from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.ray_head import spill_disk_is_full
-from mesh_transformer.pod.runner import FORWARDED
+from mesh_transformer.pod.runner import FORWARDED, check_versions
 from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.storage.access import local_path
@@ -120,13 +120,14 @@ class TPUCluster:
         if ray.wait(pids, num_returns=len(pids), timeout=SECONDS_TO_START)[1]:
             raise self.failed(fallback=f"host processes did not start in {SECONDS_TO_START:.0f} s")
         self._pids = self._results(pids)
-        address = self.hosts[0].address
-        port = self._results([self._actors[0].free_port.remote(address)])[0]
+        names = [f"host {rank} ({host.address})" for rank, host in enumerate(self.hosts)]
+        check_versions(dict(zip(names, self.call("versions"), strict=True)))
+        coordinator = self._coordinator()
         refs = [
             actor.start.remote(
                 self.config.as_dict(),
                 address=host.address,
-                coordinator=f"{address}:{port}",
+                coordinator=coordinator,
                 processes=len(self.hosts),
                 heartbeat=self.heartbeat,
                 devices=host.devices,
@@ -134,6 +135,12 @@ class TPUCluster:
             for actor, host in zip(self._actors, self.hosts, strict=True)
         ]
         return self._results(refs)
+
+    def _coordinator(self) -> str:
+        """Return the address of a free port of host 0, for JAX's coordinator."""
+        address = self.hosts[0].address
+        (port,) = self._results([self._actors[0].free_port.remote(address)])
+        return f"{address}:{port}"
 
     def init(self) -> None:
         """Initialise the weights and the optimizer state; the step becomes 0."""
@@ -502,7 +509,10 @@ class TPUCluster:
                 raise self._translate_error(error, refs, agree) from None
             except exceptions.RayError as error:
                 lost = f"a call to the hosts was lost ({type(error).__name__})"
-                raise self.failed(fallback=lost) from None
+                failed = self.failed(fallback=lost)
+                # For example, a host whose version of this package cannot be imported.
+                permanent = getattr(error, "actor_init_failed", False)
+                raise PermanentError(str(failed)) if permanent else failed from None
 
     def _translate_error(
         self, error: exceptions.RayTaskError, refs: list[Any], agree: float
@@ -538,8 +548,10 @@ class TPUCluster:
                 ray.get(ping, timeout=0)
             except exceptions.GetTimeoutError:
                 problems.append(f"host {rank} does not answer")
-            except exceptions.RayError:
-                problems.append(f"host {rank} died")
+            except exceptions.RayError as error:
+                at_start = getattr(error, "actor_init_failed", False)
+                cause = f" at its start: {_one_line(error)}" if at_start else ""
+                problems.append(f"host {rank} died{cause}")
         return problems
 
     def failed(self, message: str = "", *, fallback: str = "") -> HostError:

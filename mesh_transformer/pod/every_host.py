@@ -12,8 +12,6 @@ them make the same calls; JAX's collectives do the rest.
 import contextlib
 import ctypes
 import functools
-import hashlib
-import importlib.metadata
 import os
 import secrets
 import signal
@@ -21,14 +19,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-import mesh_transformer
 from mesh_transformer.checkpoint.orbax_handlers import SAVE_SECONDS
 from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import Batch, Generator
@@ -39,8 +35,8 @@ from mesh_transformer.mesh.placement import AllRows
 from mesh_transformer.mesh.program import bind_collectives, compile_together
 from mesh_transformer.network import TrainSet
 from mesh_transformer.pod.lockstep import ADVICE, Lockstep
-from mesh_transformer.pod.meeting import Meeting, Place
-from mesh_transformer.pod.runner import bypass_proxy
+from mesh_transformer.pod.meeting import Meeting, Place, check_free
+from mesh_transformer.pod.runner import bypass_proxy, versions
 from mesh_transformer.pod.shared_folder import create_marker
 from mesh_transformer.storage.access import AnyPath, is_uri, local_path
 from mesh_transformer.training import loop
@@ -337,22 +333,6 @@ def _detected(
         ) from None
 
 
-def versions() -> dict[str, str | None]:
-    """Return what must be equal in all processes besides the config: versions of the code."""
-    found: dict[str, str | None] = {}
-    for package in ("jax", "jaxlib", "libtpu", "orbax-checkpoint"):
-        try:
-            found[f"the version of {package}"] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[f"the version of {package}"] = None
-    digest = hashlib.sha256()
-    folder = Path(__file__).parent.parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
-    version = f"{mesh_transformer.__version__} ({digest.hexdigest()[:12]})"
-    return found | {"the version of mesh_transformer (digest of its sources)": version}
-
-
 @contextlib.contextmanager
 def joined(
     config: Config,
@@ -405,6 +385,9 @@ def _start_jax(
     """Connect JAX in this process to JAX in the others, and start its devices."""
     meeting, place = lockstep.meeting, lockstep.meeting.place
     assert config.tpu_size is not None
+    port = meeting.coordinator.rpartition(":")[2]
+    if place.index == 0 and place.count > 1:
+        check_free(place.bind_host, int(port))
     if config.tpu_size % place.count == 0:
         use_virtual_devices(config.tpu_size // place.count)
     if place.count > 1:
@@ -414,7 +397,6 @@ def _start_jax(
         bind_collectives(meeting.address)
         with contextlib.suppress(AttributeError):  # a JAX version without this setting
             jax.config.update("jax_check_proxy_envs", False)  # it would warn of `no_proxy`
-        port = meeting.coordinator.rpartition(":")[2]
         jax.distributed.initialize(
             meeting.coordinator,
             num_processes=place.count,

@@ -76,6 +76,8 @@ def joined_hosts(
             if joined and (complete or (late and awaited is not None)):
                 return [Host(nodes[address][0], address) for address in joined]
             if late:
+                if line := duplicate(missing[0]):
+                    raise HostError(line)
                 raise HostError(
                     f"host {missing[0]} has not joined the Ray cluster within {seconds:.0f} s; "
                     "check that the host can reach this machine's ports and runs the same version "
@@ -87,6 +89,14 @@ def joined_hosts(
 def missing_hosts(addresses: Sequence[str]) -> list[str]:
     """Return the addresses at which Ray lists no running machine, or more than one."""
     return [address for address, nodes in _nodes_at(addresses).items() if len(nodes) != 1]
+
+
+def duplicate(address: str) -> str:
+    """Return a line for the user if several Ray nodes run at an address, else ""."""
+    count = len(_nodes_at([address])[address])
+    if count < 2:
+        return ""
+    return f"{count} Ray nodes have joined as host {address}; stop Ray there, and start it once"
 
 
 def _nodes_at(addresses: Sequence[str]) -> dict[str, list[str]]:
@@ -103,17 +113,21 @@ def start_process(rank: int, host: Host) -> Any:
 
     This function does not wait until the process has started.
     """
-    variables = {}
-    if host.devices is not None:
-        # Remove the driver's device count; `NetworkRunner.start` sets the host's own.
-        flags = os.environ.get("XLA_FLAGS", "")
-        flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", flags)
-        variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
     remote: Any = ray.remote  # Ray's type annotations lack these options
     options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"health": 1}}
     options["enable_task_events"] = False  # only Ray's dashboard would use them
-    runner = remote(**options, **on(host), runtime_env={"env_vars": variables})(NetworkRunner)
-    return runner.remote(rank, own_process=True)
+    options["runtime_env"] = {"env_vars": _variables(host)}
+    return remote(**options, **on(host))(NetworkRunner).remote(rank, own_process=True)
+
+
+def _variables(host: Host) -> dict[str, str]:
+    """Return the environment variables of a host's process that differ from its machine's."""
+    if host.devices is None:
+        return {}
+    # Remove the driver's device count; `NetworkRunner.start` sets the host's own.
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", flags)
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
 
 
 def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[Host]) -> None:

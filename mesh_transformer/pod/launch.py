@@ -149,20 +149,19 @@ class LocalNodes:
 
     def __call__(self) -> "Present":
         from mesh_transformer.pod.elastic import Present
-        from mesh_transformer.pod.hosts import joined_hosts
+        from mesh_transformer.pod.hosts import duplicate, joined_hosts
 
         self._head.revive()
         joined = joined_hosts(self._addresses, self._wait, self._awaited)
         present = [host.address for host in joined]
         for address in self._awaited:
             if address not in present:
-                print(
+                missing = (
                     f"host {address} is missing; to replace it: ray start --num-cpus 0 "
                     f"--address {self._head.address} --node-ip-address {address} "
-                    f"--resources '{{\"{RESOURCE}\": 1}}'",
-                    file=sys.stderr,
-                    flush=True,
+                    f"--resources '{{\"{RESOURCE}\": 1}}'"
                 )
+                print(duplicate(address) or missing, file=sys.stderr, flush=True)
         self._awaited = present
         config, used = self._fit(len(joined))
         hosts = [dataclasses.replace(host, devices=self._devices) for host in joined[:used]]

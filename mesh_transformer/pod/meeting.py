@@ -11,6 +11,7 @@ without leaving the meeting is noticed at once, because the operating system clo
 
 import contextlib
 import dataclasses
+import errno
 import ipaddress
 import json
 import os
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mesh_transformer.util import InputError, brief, start_thread
+from mesh_transformer.util import HostError, InputError, brief, start_thread
 
 MOST_BYTES = 1 << 20  # in one message; longer ones are not from a process of ours
 HELLO_SECONDS = 5.0  # for a new connection to say who it is
@@ -265,7 +266,7 @@ class _Hub:
             self._refuse(problem)
             return
         self._listener.close()
-        port = _free_port(self._place)
+        port = free_port(self._place.bind_host)
         hosts = [self._hellos[index]["host"] for index in range(self._place.count)]
         coordinator = f"{self._place.address.rpartition(':')[0]}:{port}"
         reached = [_address(connection) for connection, _ in self._members.values()]
@@ -442,12 +443,37 @@ def _listener(place: Place) -> socket.socket:
         ) from None
 
 
-def _free_port(place: Place) -> int:
-    host = place.bind_host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as free:
-        free.bind((host, 0))
+def free_port(host: str) -> int:
+    """Return a free TCP port at an address of this machine; "" stands for all addresses."""
+    with _bound(host, 0) as free:
         return free.getsockname()[1]
+
+
+def check_free(host: str, port: int) -> None:
+    """Check that JAX's coordinator can listen at a port, because jaxlib would crash if not.
+
+    Raises:
+      HostError: if another program has taken the port since it was chosen.
+    """
+    try:
+        _bound(host, port).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise HostError(
+            f"port {port} at {host or '*'}, which JAX's coordinator was to use, has been taken by "
+            "another program"
+        ) from None
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _connected(place: Place, seconds: float, heartbeat: int) -> socket.socket:

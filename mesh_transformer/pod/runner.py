@@ -1,20 +1,22 @@
 """`NetworkRunner`: runs a `CausalTransformer` on one of several hosts, for a driver process."""
 
-import contextlib
 import functools
+import hashlib
+import importlib.metadata
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
+import mesh_transformer
 from mesh_transformer.checkpoint import blocks
 from mesh_transformer.checkpoint.state_tree import check_same_run, leaves
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
@@ -29,13 +31,14 @@ from mesh_transformer.mesh.program import (
     compile_together,
     use_compilation_cache,
 )
+from mesh_transformer.pod import meeting
 from mesh_transformer.pod.faults import host_error
 from mesh_transformer.pod.keeper import Copy, receive, send
 from mesh_transformer.pod.shared_folder import create_marker
 from mesh_transformer.pod.steps import StepReport
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import InputError, StoppedError, brief
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -74,6 +77,48 @@ def bypass_proxy(address: str) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         others = [other for other in os.environ.get(name, "").split(",") if other]
         os.environ[name] = ",".join([*others, address])
+
+
+PACKAGE_VERSION = "the version of mesh_transformer (digest of its sources)"
+
+
+def versions() -> dict[str, str | None]:
+    """Return {what: version} of this process's code, which must be equal in all of a run."""
+    found: dict[str, str | None] = {}
+    for package in ("jax", "jaxlib", "libtpu", "orbax-checkpoint"):
+        try:
+            found[f"the version of {package}"] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[f"the version of {package}"] = None
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent.parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    version = f"{mesh_transformer.__version__} ({digest.hexdigest()[:12]})"
+    return found | {PACKAGE_VERSION: version}
+
+
+def check_versions(hosts: Mapping[str, Mapping[str, str | None]]) -> None:
+    """Raise InputError if hosts have different versions of the code, or this process has another.
+
+    This process is the driver, which may lack what only the hosts' devices need.
+
+    Args:
+      hosts: {name of a host: its `versions()`}.
+    """
+    driver = {PACKAGE_VERSION: versions()[PACKAGE_VERSION]}
+    reports: dict[str, Mapping[str, str | None]] = {"the driver": driver, **hosts}
+    for what in sorted({what for report in reports.values() for what in report}):
+        names: dict[str | None, list[str]] = {}
+        for name, report in reports.items():
+            if what in report:
+                names.setdefault(report[what], []).append(name)
+        if len(names) > 1:
+            differing = ", but ".join(
+                f"{version or 'missing'} on {brief(', '.join(machines))}"
+                for version, machines in names.items()
+            )
+            raise InputError(f"{what} is {differing}; install the same version on all of them")
 
 
 # Methods of `CausalTransformer` that `NetworkRunner.forward` calls directly.  The batch rows
@@ -119,9 +164,11 @@ class NetworkRunner:
     @_one_line_errors
     def free_port(self, address: str) -> int:
         """Return a free TCP port at this host's `address`, for JAX's coordinator to listen on."""
-        with contextlib.closing(socket.socket()) as listener:
-            listener.bind((address, 0))
-            return listener.getsockname()[1]
+        return meeting.free_port(address)
+
+    def versions(self) -> dict[str, str | None]:
+        """Return `versions()` of this process."""
+        return versions()
 
     @_one_line_errors
     def start(
@@ -149,13 +196,16 @@ class NetworkRunner:
           A dict with the attributes `replicas`, `dp`, `batch_size`, `noise_batches` and
           `peak_flops` of the model; see `CausalTransformer`.
         """
+        host, _, port = coordinator.rpartition(":")
+        if processes > 1 and self.rank == 0:
+            meeting.check_free(host, int(port))
         use_compilation_cache()
         if devices is not None:
             use_virtual_devices(devices)
             compile_together()
         if processes > 1:
             jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
-            bypass_proxy(coordinator.rpartition(":")[0])
+            bypass_proxy(host)
             bind_collectives(address)
             jax.distributed.initialize(
                 coordinator,

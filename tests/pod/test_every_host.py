@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,21 @@ def test_a_run_recovers_from_every_kind_of_interruption(uninterrupted, tmp_path)
     ):
         print(interrupt(tmp_path, config, 2, interruption))
     run = run_to_end(tmp_path, config, 2)
+    assert_same_rows(rows_of(run.folder), rows_of(expected))
+
+
+@pytest.mark.slow
+def test_a_slow_process_is_waited_for(uninterrupted, tmp_path):
+    """It starts half a minute late, and is later suspended for less than the heartbeat."""
+    config, expected = uninterrupted
+    slow = random.Random(3).randrange(2)
+    with every_host(tmp_path, config, 2, "--heartbeat", "100") as run:
+        for step, seconds in ((0, 30.0), (9, 35.0)):
+            run.wait_for_step(step)
+            run.all[slow].send_signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            run.all[slow].send_signal(signal.SIGCONT)
+        assert run.wait() == [0, 0], run.log(0) + run.log(1)
     assert_same_rows(rows_of(run.folder), rows_of(expected))
 
 
