@@ -1,6 +1,7 @@
 """Generate text with a trained model, for one --prompt or for prompts typed interactively."""
 
 import argparse
+import sys
 
 from mesh_transformer.cli.arguments import add_host_arguments, model_arguments, model_parser
 from mesh_transformer.cli.machines import running_model
@@ -59,7 +60,7 @@ def main() -> None:
 
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.tokenizer import Tokenizer
-    from mesh_transformer.serving.repl import Repl, Settings
+    from mesh_transformer.serving.repl import COMPILING, Repl, Settings
 
     # This comes before the model is loaded, which takes long, so that errors appear at once.
     model = path if config else Source(path)
@@ -82,6 +83,7 @@ def main() -> None:
         if args.prompt is None:
             repl.run()
             return
+        print(COMPILING, file=sys.stderr)
         print(args.prompt, end="", flush=True)
         for piece, _ in repl.answer(args.prompt):
             print(piece, end="", flush=True)

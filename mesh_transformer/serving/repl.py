@@ -19,6 +19,7 @@ from mesh_transformer.network import Batch, Network
 from mesh_transformer.util import InputError, cache_folder
 
 GREETING = "Type a prompt; an empty line, Ctrl-D or Ctrl-C exits. /help lists the settings."
+COMPILING = "compiling; the first answer takes longer"
 PIECE_SECONDS = 0.1  # target time between pieces of an answer
 COMMANDS = {
     "temp": "sampling temperature; 0 is greedy",
@@ -121,6 +122,8 @@ class Repl:
             self.settings = self.settings.changed(command)
 
     def _print_answer(self, prompt: str) -> None:
+        if self._batch is None:
+            _message(COMPILING)
         start, generated = time.perf_counter(), 0
         try:
             for piece, tokens in self.answer(prompt):
