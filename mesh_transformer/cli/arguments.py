@@ -167,11 +167,12 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     if args.mode == "eval_all" and args.tune_model_path is not None:
         raise InputError("--mode eval_all scores a model folder; give it as --model-dir")
     config = load_config(args, args.version)
+    folder = args.model_dir or config.model_folder()
     base = args.tune_model_path or config.tune_model_path
     if args.fresh_opt and base is None:
         raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
     if base is not None and args.mode in TRAIN_MODES:
-        _check_base(base, config)
+        config = _based_on(base, folder, config)
     if args.mode == "train" and config.watched_set is not None:
         raise InputError(
             f"--mode train does not score {config.watched_set}, which keep_best and early_stop "
@@ -188,20 +189,39 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
         fall_back=args.fall_back,
         validate=args.mode == "train_and_eval",
     )
-    return config, args.model_dir or config.model_folder(), options
+    return config, folder, options
 
 
-def _check_base(path: str, config: Config) -> None:
-    """Raise InputError if the model to fine-tune has another tokenizer than the config."""
-    from mesh_transformer.checkpoint.source import Source
+def _based_on(path: str, folder: str, config: Config) -> Config:
+    """Return the config of a run that fine-tunes the model at `path`, with its `end_tokens`.
+
+    A config that sets `end_tokens` keeps its own.  If the model is gone, which does not matter to a
+    run that resumes, they are those of the run's checkpoint in `folder`.
+
+    Raises:
+      InputError: if the model has another tokenizer than the config.
+    """
     from mesh_transformer.data.same_tokenizer import check_encoding
 
+    own = _stored_config(path)
+    if own is not None:
+        check_encoding(own.tokenizer, None, config.tokenizer, f"the model {path}")
+    if config.end_tokens is not None:
+        return config
+    own = own or _stored_config(folder)
+    if own is None or own.n_vocab > config.n_vocab:  # the latter is refused when it is loaded
+        return config
+    return config.replace(end_tokens=own.end_tokens)
+
+
+def _stored_config(path: str) -> Config | None:
+    """Return the config of the checkpoint at `path`; None if there is none that stores a config."""
+    from mesh_transformer.checkpoint.source import Source
+
     try:
-        source = Source(path)
-        own = None if source.kind == "original" else source.config.tokenizer
-    except InputError:  # which does not matter to a run that resumes
-        return
-    check_encoding(own, None, config.tokenizer, f"the model {path}")
+        return Source(path).config
+    except InputError:
+        return None
 
 
 def model_parser(description: str | None) -> argparse.ArgumentParser:

@@ -240,6 +240,22 @@ def test_a_base_of_another_tokenizer_is_refused(work):
     assert made["end_tokens"] == [256, 300]
 
 
+def test_a_fine_tuned_model_ends_answers_as_its_base(work):
+    """Also after the base is gone, when the run resumes; a config's own list stays."""
+    base = base_folder(load_tokenizer("same"), "ends-base", eos_token_id=[256, 300])
+    plain = base_folder(load_tokenizer("same"), "plain-base")
+
+    def ends(model: str, folder: str = "new", **own: Any) -> list[int] | None:
+        values = run_config("bytes", "bytes").replace(n_vocab=512).as_dict()
+        Path("ends.json").write_text(json.dumps(values | own))
+        command = ["--config", "ends.json", "--model-dir", folder, "--tune-model-path", model]
+        return run_arguments(run_parser("").parse_args(command))[0].end_tokens
+
+    assert ends(base) == ends(base, end_tokens=None) == ends("gone", base) == [256, 300]
+    assert (ends(base, end_tokens=[7]), ends(base, end_tokens=[])) == ([7], [])
+    assert ends(plain) is ends("gone") is None
+
+
 class Loaded(Exception):  # noqa: N818  # no error
     """Raised in place of training."""
 
