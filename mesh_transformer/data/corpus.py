@@ -42,6 +42,7 @@ SAVE_EVERY = 16  # batches between saves of the progress
 PROGRESS = "progress.json"
 ENDS = np.dtype(np.int64)
 PIECES = 2  # how documents are cut and counted; progress of a version with another number is void
+_VERSION = "pieces"  # the name of that number in the progress
 
 
 class Corpus:
@@ -147,8 +148,13 @@ class Progress:
 
         Raises:
           InputError: if the settings, the list of files or a completed file differ; the message
-            lists the differences.
+            lists the differences.  Also if another version saved this progress.
         """
+        if self.settings.get(_VERSION) != PIECES:
+            raise InputError(
+                f"{folder}: another version of mesh-transformer began this run, which this one "
+                "cannot resume; start over with --new, or resume with that version"
+            )
         new_settings = json.loads(json.dumps(new.settings))
         different = [key for key, value in new_settings.items() if self.settings.get(key) != value]
         if self.names != new.names:
@@ -220,7 +226,7 @@ class Tokenizing:
         self.dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
         self.cuts = cuts_of(tokenizer)
         names = [os.path.basename(file) for file in files]
-        self.progress = Progress(settings | {"pieces": PIECES}, names)
+        self.progress = Progress(settings | {_VERSION: PIECES}, names)
         if (folder / PROGRESS).exists():
             self.progress = Progress.load(folder / PROGRESS).checked(self.progress, files, folder)
 

@@ -255,6 +255,23 @@ def test_damaged_progress_file_is_refused(tmp_path, monkeypatch, source, damage)
         create(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("version", [None, 1, 3])
+def test_a_run_that_another_version_began_is_not_resumed(tmp_path, monkeypatch, source, version):
+    stop_at(monkeypatch, packing, "write_records", 1)
+    with pytest.raises(Stopped):
+        create(source, tmp_path / "out")
+    path = tmp_path / "out" / "set.partial" / "progress.json"
+    values = json.loads(path.read_text())
+    values["settings"] |= {"pieces": version}
+    if version is None:  # as of version 1.0
+        del values["settings"]["pieces"], values["settings"]["text_column"]
+    path.write_text(json.dumps(values))
+    line = r"set\.partial: another version of mesh-transformer began this run.*start over"
+    with pytest.raises(InputError, match=line):
+        create(source, tmp_path / "out")
+    assert create(source, tmp_path / "out", "--new") == create(source, tmp_path / "whole")
+
+
 def test_two_runs_cannot_write_the_same_set_at_once(tmp_path, source):
     with (
         script.work_folder(tmp_path / "out" / "set.partial", False),
