@@ -25,7 +25,7 @@ ROWS = 32  # of a .parquet or .arrow file that are converted at once
 # The last bytes of a stream of Arrow record batches.  A stream that is cut short between two
 # batches lacks them.
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
-_GAP = re.compile(r"[\s,]*")
+_SPACE = re.compile(r"\s*")
 ARROW_FILE = b"ARROW1"  # the first bytes of Arrow's other format, which has a table of contents
 
 
@@ -130,11 +130,14 @@ def _json_items(stream: IO[bytes], path: str, bad: BadInputHandler) -> Iterator[
 
     The items are those of one array, or values that follow each other, as in JSON Lines.  `bad` is
     called for each item that is not UTF-8.
+
+    Raises:
+      DamagedError: if the file is not JSON, such as an array in which a comma is missing or extra.
     """
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
     decoder, rest, number, position = json.JSONDecoder(), "", 0, 0
     is_array: bool | None = None  # None before the first visible character
-    is_last = False
+    is_last, is_next = False, True  # whether an item, and neither a comma nor the end, is due
     try:
         while not is_last:
             block = text.read(
@@ -144,11 +147,16 @@ def _json_items(stream: IO[bytes], path: str, bad: BadInputHandler) -> Iterator[
             if is_array is None and (rest := rest.lstrip()):
                 is_array = rest[0] == "["
                 position = int(is_array)
-            while (position := _end_of_gap(rest, position)) < len(rest):
-                if is_array and rest[position] == "]":
+            while (position := _end_of_space(rest, position)) < len(rest):
+                if is_array and rest[position] == "]" and (not number or not is_next):
                     if (rest[position + 1 :] + text.read()).strip():
                         raise DamagedError(f"there is text after the array of {number} items")
                     return
+                if not is_next:
+                    if rest[position] != ",":
+                        raise DamagedError(f"item {number} is not followed by a comma")
+                    position, is_next = position + 1, True
+                    continue
                 try:
                     value, end = decoder.raw_decode(rest, position)
                 except (ValueError, RecursionError) as error:
@@ -157,7 +165,7 @@ def _json_items(stream: IO[bytes], path: str, bad: BadInputHandler) -> Iterator[
                     break  # the item may go on in the next block
                 if end == len(rest) and not is_last:
                     break  # a number may have further digits there
-                number += 1
+                number, is_next = number + 1, not is_array
                 where = f"{path}: item {number}"
                 if invalid := invalid_bytes(rest[position:end]):
                     bad(not_utf8_error(where, invalid))
@@ -170,9 +178,8 @@ def _json_items(stream: IO[bytes], path: str, bad: BadInputHandler) -> Iterator[
         text.detach()  # otherwise `text` would close the stream, whose position is still needed
 
 
-def _end_of_gap(text: str, start: int) -> int:
-    """Return the position of the next item of JSON: after spaces and commas."""
-    match = _GAP.match(text, start)
+def _end_of_space(text: str, start: int) -> int:
+    match = _SPACE.match(text, start)
     return match.end() if match else start
 
 

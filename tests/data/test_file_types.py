@@ -278,9 +278,31 @@ def test_bad_items_of_json_are_named(tmp_path):
     bad = BadInputHandler(True)
     assert documents(path, bad) == ["a", "d"]
     assert bad.counts == {"not UTF-8": 1, "no text": 1}
-    path.write_bytes(b'[{"text": "a"} {]')
+    path.write_bytes(b'[{"text": "a"}, {]')
     with pytest.raises(InputError, match=r"a\.json: damaged or cut short: item 2 is not JSON"):
         documents(path)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1 << 16])
+def test_a_file_of_json_has_one_comma_between_two_items(tmp_path, monkeypatch, size):
+    """Random arrays with a comma more or less, compared with the json package."""
+    monkeypatch.setattr(tables, "JSON_CHARACTERS", size)
+    path, generator = tmp_path / "a.json", np.random.default_rng(size)
+    for line in ("[1,,2]", "[,1]", "[1,]", "[1 2]", "[,]", "[1,,]", '["a""b"]', "1, 2", "{},{}"):
+        path.write_text(line)
+        with pytest.raises(tables.DamagedError, match=r"item \d+ is not (JSON|followed by)"):
+            items(path)
+    for _ in range(200):
+        count = generator.integers(1, 7)
+        text = "[" + "".join(generator.choice(["1", "[2]", ",", ",", " "], count)) + "]"
+        path.write_text(text)
+        try:
+            expected = json.loads(text)
+        except ValueError:
+            with pytest.raises(tables.DamagedError):
+                items(path)
+        else:
+            assert items(path) == expected
 
 
 @pytest.mark.parametrize("ending", [".tar", ".tar.zst", ".csv.xz", ".jsonl.xz", ".tar.gz"])
