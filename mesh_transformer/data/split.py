@@ -13,7 +13,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import zstandard
 from tqdm import tqdm
@@ -190,9 +190,36 @@ def _documents(
 
 
 def _rows(file: str, bad: BadInputHandler, progress: Callable[[int], object]) -> Iterator[Piece]:
-    """Yield each row of a table as a piece that holds a line of JSON."""
+    """Yield each row of a table as a piece that holds a line of JSON.
+
+    Raises:
+      InputError: if a column holds bytes, for which JSON has no form that other readers know.
+    """
     for where, value in rows_of(file, Columns((), ""), bad, progress):
-        yield Piece(json.dumps(value, default=str), True, where=where)
+        try:
+            line = json.dumps(value, default=_as_text)
+        except TypeError:
+            column = next(name for name, cell in value.items() if _holds_bytes(cell))
+            raise InputError(
+                f"{where}: column {column} holds bytes, expected text or numbers; remove the "
+                "column, or convert it to text"
+            ) from None
+        yield Piece(line, True, where=where)
+
+
+def _as_text(value: Any) -> str:
+    """Return a value that JSON lacks, such as a date, as text; refuse bytes."""
+    if isinstance(value, bytes):
+        raise TypeError
+    return str(value)
+
+
+def _holds_bytes(value: Any) -> bool:
+    try:
+        json.dumps(value, default=_as_text)
+    except TypeError:
+        return True
+    return False
 
 
 def _until_end(piece: Piece | None, pieces: Iterator[Piece]) -> Iterator[Piece]:

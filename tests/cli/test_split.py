@@ -1,5 +1,6 @@
 """mesh-transformer split: no text is lost, the choice is by document, and errors leave nothing."""
 
+import datetime
 import gzip
 import io
 import json
@@ -267,6 +268,19 @@ def test_rows_are_assigned_whole_with_all_their_columns(tmp_path, capsys, name, 
     out = ["--output-dir", str(tmp_path), "--seq", "32", "--tokenizer", "bytes"]
     completion_records.main([str(tmp_path / "out" / "train.jsonl.zst"), "train", *out])
     assert (tmp_path / f"train_{len(train)}.tfrecords").exists()
+
+
+def test_rows_with_bytes_are_refused_and_dates_are_text(tmp_path, capsys):
+    day = datetime.date(2020, 1, 2)
+    write_rows(tmp_path / "days.parquet", [row | {"day": day} for row in ROWS])
+    call(capsys, tmp_path / "days.parquet", tmp_path / "days", "--rows")
+    assert {row["day"] for row in rows_in(tmp_path / "days" / "train.jsonl.zst")} == {"2020-01-02"}
+    for cell in (b"\x89PNG", {"bytes": b"a", "path": None}, [b"a"]):
+        path = tmp_path / "images.parquet"
+        write_rows(path, [row | {"image": cell} for row in ROWS])
+        with pytest.raises(InputError, match="row 1: column image holds bytes, expected text or"):
+            command.main([str(path), str(tmp_path / "new"), "--rows"])
+        assert not (tmp_path / "new").exists()
 
 
 def test_the_share_of_few_rows_is_one_row_at_least(tmp_path, capsys):
