@@ -71,7 +71,7 @@ from mesh_transformer.storage.access import (
     unwritable_error,
 )
 from mesh_transformer.storage.locks import BucketLock, LocalLock, lock_folder
-from mesh_transformer.util import InputError, StoppedError, check_number, start_thread
+from mesh_transformer.util import InputError, StoppedError, brief, check_number, start_thread
 
 _CHUNK = 8 << 20  # bytes per read or write of a leaf; up to 128 reads or writes run at once
 _SIGNAL_SECONDS = 0.5  # longest time until a signal is handled while `wait` waits
@@ -532,10 +532,19 @@ def _absolute(path: str) -> epath.Path:
     """Return a path or URI as the absolute path that Orbax requires.
 
     Raises:
-      InputError: if the path is in a bucket that cannot be reached or does not exist.
+      InputError: if the path is in a bucket that cannot be reached or does not exist, or has names
+        that are not UTF-8, which tensorstore requires.
     """
     check_bucket(path)
-    return epath.Path(local_path(path))
+    absolute = local_path(path)
+    try:
+        absolute.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{brief(absolute, 500)}: the path is not UTF-8, as those of native checkpoints must "
+            "be; rename its folders, or choose another path"
+        ) from None
+    return epath.Path(absolute)
 
 
 def _copied_if_in_host(leaf: Any) -> Any:

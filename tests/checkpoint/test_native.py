@@ -408,6 +408,18 @@ def changed(mesh, **tops):
     return {**template_of(mesh), **tops}
 
 
+def test_a_path_that_is_not_utf_8_is_refused_in_one_line(saved, tmp_path, caplog):
+    """Where a run would save, and where a checkpoint was moved to."""
+    bad = tmp_path / os.fsdecode(b"caf\xe9")
+    shutil.copytree(saved[0], bad)
+    line = r"caf\\udce9(/\w+)?: the path is not UTF-8, .*; rename its folders, or choose another"
+    for use, path in ((Checkpoints, bad / "new"), (find, bad), (find, bad / "step_7")):
+        with pytest.raises(InputError, match=line):
+            use(str(path))
+    assert not (bad / "new").exists()
+    assert not caplog.records
+
+
 def test_error_names_the_leaf_that_does_not_match_the_config(saved):
     folder, _ = saved
     mesh = mesh_of(2, 4)
