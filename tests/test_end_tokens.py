@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 
 import mesh_transformer
 from mesh_transformer.checkpoint.conversion import convert

@@ -6,8 +6,9 @@ The oracle is the torch model, or lm-eval's own model around it.
 import jax
 import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
+
+torch = pytest.importorskip("torch")
 
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from mesh_transformer.checkpoint.original import write
 from mesh_transformer.config import Config
@@ -98,6 +96,8 @@ def test_conversions_in_a_bucket_equal_local_ones(tmp_path):
             assert local_bytes(tmp_path / f"{name}_back") == local_bytes(tmp_path / expected)
 
         # The same weights in a file of torch.
+        torch = pytest.importorskip("torch")
+        load_file = pytest.importorskip("safetensors.torch").load_file
         for path in (tmp_path / "hf").iterdir():
             if path.suffix != ".safetensors":
                 gcs._put(("bucket", f"models/bin/{path.name}"), path.read_bytes())

@@ -5,7 +5,8 @@ import sys
 
 import numpy as np
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion, hf

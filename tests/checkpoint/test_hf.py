@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file
 
 from mesh_transformer.checkpoint import hf, hf_files
 from mesh_transformer.config import Config

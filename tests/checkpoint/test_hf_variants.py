@@ -8,9 +8,11 @@ import sys
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file
 
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion, hf, hf_config

@@ -6,7 +6,6 @@ from types import MappingProxyType
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from transformers import BatchEncoding
 
 from mesh_transformer.data.in_memory import InMemoryTrainSet, InOrder
@@ -60,7 +59,7 @@ def test_windows_of_a_text_are_pieces_of_it_from_all_places(tmp_path, library):
     tokens.tofile(tmp_path / "train.bin")  # as nanoGPT's
     data = {
         "memmap": lambda: np.memmap(tmp_path / "train.bin", np.uint16, "r"),
-        "torch": lambda: torch.tensor(tokens.astype(np.int64)),
+        "torch": lambda: pytest.importorskip("torch").tensor(tokens.astype(np.int64)),
         "jax": lambda: jnp.asarray(tokens),
     }[library]()
     train_set, starts = open_set(data), set()

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import torch
 from nbclient import NotebookClient
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mesh_transformer.checkpoint import conversion
 from mesh_transformer.data.tokenizer import load_tokenizer
 from tests.support.pages import ROOT
-from tests.support.torch_models import torch_model
 
 EXAMPLES = ROOT / "examples"
 FEW = {"total_steps": 40, "warmup_steps": 5, "val_every": 20, "val_batches": 2}
@@ -56,8 +54,8 @@ def test_addition_passes_its_exam(run):
 
 @pytest.mark.slow
 def test_gpt2_is_tuned_and_exported(run):
+    pytest.importorskip("torch").manual_seed(0)
     config = GPT2Config(n_positions=64, n_embd=32, n_layer=2, n_head=2, vocab_size=50257)
-    torch.manual_seed(0)
     GPT2LMHeadModel(config).save_pretrained("gpt2")
     load_tokenizer().save_pretrained("gpt2")
     code = "import gpt2_finetune as demo; print('score', *demo.main('gpt2', lr=1e-2, end_lr=1e-3))"
@@ -72,6 +70,9 @@ def test_gpt2_is_tuned_and_exported(run):
 
 @pytest.mark.slow
 def test_pythia_goes_to_a_mesh_and_back(run):
+    torch = pytest.importorskip("torch")
+    from tests.support.torch_models import torch_model
+
     torch_model(
         "gpt_neox", layers=2, heads=8, rotary=4, vocab=101, dtype=torch.float16
     ).save_pretrained("pythia")

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 
 import mesh_transformer
 from mesh_transformer.checkpoint.hf_config import read_config
