@@ -12,7 +12,7 @@ import numpy as np
 
 from mesh_transformer.checkpoint import hf_files
 from mesh_transformer.checkpoint.hf_files import write_json
-from mesh_transformer.checkpoint.stored_tensors import DTYPES, read_json
+from mesh_transformer.checkpoint.stored_tensors import DTYPES, have_equal_values, read_json
 from mesh_transformer.config import Config
 from mesh_transformer.data.same_tokenizer import is_gpt2
 from mesh_transformer.storage import files
@@ -338,12 +338,14 @@ def _has_own_head(folder: str, family: Family) -> bool:
         stored = hf_files.find(folder, optional=family.head_weights)
         tensors = {name: x for name, x in stored.items() if x.dtype in DTYPES}
         head, embedding = (
-            next((tensors[name].read() for name in names if name in tensors), None)
+            next((tensors[name] for name in names if name in tensors), None)
             for names in (family.head_weights, (family.embedding_weight, bare))
         )
+        if head is None or embedding is None:
+            return False
+        return not have_equal_values(head, embedding)
     except InputError:
         return False
-    return head is not None and embedding is not None and not np.array_equal(head, embedding)
 
 
 @functools.cache

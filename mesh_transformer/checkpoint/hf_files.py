@@ -59,6 +59,12 @@ class Tensor(NamedTuple):
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
+def has_weights(folder: str) -> bool:
+    """Return whether a folder holds a model's weights, complete or not."""
+    paths = (os.path.join(folder, name) for name in WEIGHTS)
+    return any(files.is_file(path) or files.is_file(f"{path}.index.json") for path in paths)
+
+
 def find(
     folder: str, optional: Container[str] = (), names: tuple[str, str] = WEIGHTS
 ) -> dict[str, StoredTensor]:
@@ -163,13 +169,17 @@ def _span(
     if dtype is not None and end - begin != count * dtype.itemsize:
         raise ValueError(f"{end - begin} bytes for {shape} {code}")
 
-    def read() -> np.ndarray:
-        values = np.empty(count, dtype)
+    def part(first: int, length: int) -> np.ndarray:
+        values = np.empty(length, dtype)
         with files.open_file(path) as file:
-            file.seek(start + begin)
+            file.seek(start + begin + first * values.itemsize)
             read_bytes = file.readinto(values.view(np.uint8).data)
         if read_bytes != values.nbytes:
             raise InputError(f"{path} was truncated while it was read; {COPY_ADVICE}")
+        return values
+
+    def read() -> np.ndarray:
+        values = part(0, count)
         if checksum is not None and (actual := _checksum(values)) != checksum:
             raise InputError(
                 f"{path}: tensor {name} is damaged: its checksum is {actual}, expected {checksum}; "
@@ -177,7 +187,7 @@ def _span(
             )
         return values.reshape(shape)
 
-    return StoredTensor(path, code, shape, read)
+    return StoredTensor(path, code, shape, read, begin, part)
 
 
 def _checksum(values: np.ndarray) -> str:

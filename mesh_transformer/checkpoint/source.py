@@ -7,7 +7,14 @@ from typing import Any, Literal, get_args
 
 from etils import epath
 
-from mesh_transformer.checkpoint import hf_config, native, native_state, original_files, peft
+from mesh_transformer.checkpoint import (
+    hf_config,
+    hf_files,
+    native,
+    native_state,
+    original_files,
+    peft,
+)
 from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, saved_base
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.step_folders import committed_steps
@@ -67,12 +74,12 @@ class Source:
                 adapters = peft.is_adapters(self.path)
                 if kind == "native" or not (whole or adapters):
                     raise
-                if whole and adapters:
+                if whole and adapters and hf_files.has_weights(self.path):
                     raise InputError(
                         f"{self.path} holds both a model (config.json) and adapters of another "
                         f"({peft.CONFIG}); move one of them to a folder of its own"
                     ) from None
-                kind = "hf" if whole else "peft"
+                kind = "peft" if adapters else "hf"
         self.kind: Format = kind
 
     @classmethod

@@ -1,6 +1,7 @@
 """What the readers of tensor files share: tensors that have not been read yet, JSON, messages."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from mesh_transformer.util import InputError
 # safetensors' names of the dtypes that can be read -> dtype
 DTYPES = {name.upper(): dtype for name, dtype in FLOATS.items()} | {"F64": np.dtype(np.float64)}
 COPY_ADVICE = "copy the folder again"
+COMPARED = 1 << 22  # elements of two tensors that are compared at once
 _POINTER = b"version https://git-lfs.github.com/"
 
 
@@ -26,12 +28,33 @@ class StoredTensor(NamedTuple):
       shape: the tensor's shape.
       read: a function that returns the tensor's values.  They may be a view of a larger array, so
         the caller must copy them and drop the view.
+      place: where in the file the values are.  Tensors of one file at one place share them.
+      part: a function that returns the `count` elements from the one at `first` on, in one axis;
+        None if only all can be read at once.
     """
 
     path: str
     dtype: str
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
+    place: Any
+    part: Callable[[int, int], np.ndarray] | None = None
+
+
+def have_equal_values(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two tensors are equal.  They are read up to the first difference only."""
+    if one.shape != other.shape:
+        return False
+    if (one.path, one.dtype, one.place) == (other.path, other.dtype, other.place):
+        return True
+    if one.part is None or other.part is None:
+        return np.array_equal(one.read(), other.read())
+    size = math.prod(one.shape)
+    for first in range(0, size, COMPARED):
+        count = min(COMPARED, size - first)
+        if not np.array_equal(one.part(first, count), other.part(first, count)):
+            return False
+    return True
 
 
 def refuse_pointer(path: str, content: bytes) -> None:

@@ -100,7 +100,7 @@ def find(path: str) -> dict[str, StoredTensor]:
             ) from None
 
     return {
-        name: StoredTensor(path, tensor.dtype, tensor.shape, functools.partial(read, name))
+        name: StoredTensor(path, tensor.dtype, tensor.shape, functools.partial(read, name), tensor)
         for name, tensor in tensors.items()
     }
 

@@ -12,13 +12,15 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from mesh_transformer.checkpoint import hf_files, torch_files
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file
+
+from mesh_transformer.checkpoint import hf_files, stored_tensors, torch_files
 from mesh_transformer.checkpoint.hf_files import Tensor
-from mesh_transformer.checkpoint.stored_tensors import DTYPES
+from mesh_transformer.checkpoint.stored_tensors import DTYPES, have_equal_values
 from mesh_transformer.util import InputError
 
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -404,3 +406,46 @@ def test_tensors_of_unsupported_dtypes_are_listed(tmp_path):
     assert hf_files.find(str(tmp_path))["a"].dtype == "I64"
     torch.save({"a": torch.ones(3, dtype=torch.uint16)}, tmp_path / PICKLED)
     assert hf_files.find(str(tmp_path))["a"].dtype == "torch.uint16"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tensors_are_compared_up_to_the_first_difference(tmp_path, monkeypatch, seed):
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(stored_tensors, "COMPARED", size := int(rng.integers(1, 9)))
+    values = rng.standard_normal((7, 5)).astype(FLOATS[seed % 3])
+    other, at = values.copy(), int(rng.integers(values.size))
+    other.flat[at] += 1
+    arrays = {"a": values, "same": values, "other": other, "short": values[:6], "wide": values.T}
+    write(tmp_path, arrays | {"cast": values.astype(np.float32)})
+    parts: list[int] = []
+
+    def counted(name):
+        tensor = hf_files.find(str(tmp_path))[name]
+        assert tensor.part is not None
+        own = tensor.part
+
+        def part(first, count):
+            parts.append(first)
+            return own(first, count)
+
+        return tensor._replace(part=part)
+
+    assert have_equal_values(counted("a"), counted("same"))
+    assert have_equal_values(counted("a"), counted("cast"))
+    assert parts == 2 * [first for first in range(0, 35, size) for _ in "ab"]
+    parts.clear()
+    assert not have_equal_values(counted("a"), counted("other"))
+    assert parts == [first for first in range(0, at + 1, size) for _ in "ab"]
+    parts.clear()
+    for name, equal in (("a", True), ("short", False), ("wide", False)):
+        assert have_equal_values(counted("a"), counted(name)) == equal
+    assert not parts
+
+
+def test_tensors_of_bin_files_are_compared(tmp_path):
+    values = torch.randn(4, 3)
+    torch.save({"a": values, "tied": values, "b": values + 1}, tmp_path / PICKLED)
+    stored = hf_files.find(str(tmp_path))
+    assert not have_equal_values(stored["a"], stored["b"])
+    refused = stored["tied"]._replace(read=lambda: pytest.fail("read, though it is the same data"))
+    assert have_equal_values(stored["a"], refused)

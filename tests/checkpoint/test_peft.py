@@ -8,7 +8,9 @@ import re
 
 import numpy as np
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
+
 from safetensors.torch import load_file, save_file
 
 import mesh_transformer
@@ -272,3 +274,15 @@ def test_adapters_beside_a_whole_model_are_ambiguous(tmp_path):
     (tmp_path / peft.CONFIG).write_text("{}")
     with pytest.raises(InputError, match=r"holds both a model .* and adapters of another"):
         Source(tmp_path)
+
+
+def test_adapters_may_lie_beside_their_base_s_config(tmp_path):
+    """Some trainers save it with them; only weights make a folder a model."""
+    network = torch_model("gptj")
+    network.save_pretrained(tmp_path / "base")
+    adapters = random_adapters(network, "gptj")
+    save_adapters(tmp_path / "peft", tmp_path / "base", adapters)
+    network.config.save_pretrained(tmp_path / "peft")
+    assert Source(tmp_path / "peft").kind == "peft"
+    expected = merged_logits(network, adapters, 6 / 4, "gptj")
+    assert_same_logits(logits(tmp_path / "peft"), expected)
