@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"  # what decoders output for bytes of an invalid or incomplete character
+MOST_BYTES = 3  # of an incomplete character; some decoders output `INCOMPLETE` for each of them
 MOST_PENDING = 8  # an upper bound on the tokens of one character, which has at most 4 bytes
+CONTEXT = 64  # tokens of a prompt that are enough to decode what follows, special ones included
 
 
 class TextStream:
@@ -17,18 +19,27 @@ class TextStream:
     Args:
       decode: function from a list of token ids to their text, such as a tokenizer's `decode`.
       stop: stop sequences: strings that end the text and are not included in it.
+      before: the tokens that precede the text, such as a prompt's; their text is not returned.
 
     Attributes:
       stopped: the stop sequence that ended the text, or None.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()):
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str] = (),
+        before: Sequence[int] = (),
+    ):
         self.stopped: str | None = None
         self._decode = decode
         self._stop = [sequence for sequence in stop if sequence]
-        # Tokens already converted to text.  They are decoded again together with `_tokens`, because
-        # a decoder may treat the first token of a list differently.
-        self._before: list[int] = []
+        # The last tokens already converted to text.  They are decoded again together with
+        # `_tokens`, because a decoder may treat the first token of a list differently.
+        self._known: tuple[list[int], str] = ([], "")  # `_before` and its text
+        self._before = self._last([int(token) for token in before])
+        while self._text(self._before).endswith(INCOMPLETE):
+            self._before.pop()
         self._tokens: list[int] = []  # pending tokens, whose text may still change
         self._read = 0  # number of characters in the text of `_tokens` that have been processed
         self._held = ""  # processed text that may be the beginning of a stop sequence
@@ -41,14 +52,41 @@ class TextStream:
         if self.stopped is not None:
             return ""
         self._tokens += map(int, tokens)
+        piece = self._settle()
         text = self._pending()
-        whole = text.removesuffix(INCOMPLETE)  # later tokens may complete the last character
-        piece, self._read = whole[self._read :], max(self._read, len(whole))
-        if whole == text:
-            self._before, self._tokens, self._read = self._tokens, [], 0
-        elif len(self._tokens) > MOST_PENDING:
+        whole = text[: len(text) - _incomplete(text)]  # later tokens may complete the rest
+        piece += whole[self._read :]
+        self._read = max(self._read, len(whole))
+        if len(self._tokens) > MOST_PENDING:
             self._shorten()
         return self._until_stop(piece)
+
+    def _settle(self) -> str:
+        """Return the new text of the pending tokens up to the last that ends with a character.
+
+        These are then no longer pending.
+        """
+        for end in range(len(self._tokens), max(0, len(self._tokens) - MOST_BYTES - 1), -1):
+            tokens = self._tokens[:end]
+            text = self._text_after(self._before, tokens)
+            if not text.endswith(INCOMPLETE):
+                # Tokens without text of their own must not displace the text before them.
+                if text or not self._text(self._before):
+                    self._before = self._last(self._before + tokens)
+                piece, self._tokens = text[self._read :], self._tokens[end:]
+                self._read = max(0, self._read - len(text))
+                return piece
+        return ""
+
+    def _last(self, tokens: list[int]) -> list[int]:
+        """Return the last tokens, about `MOST_PENDING`, from the start of a character on."""
+        first = max(0, len(tokens) - MOST_PENDING)
+        for start in range(first, len(tokens)):
+            text = self._text(tokens[start:])
+            if not text.startswith(INCOMPLETE):
+                self._known = (tokens[start:], text)
+                return tokens[start:]
+        return tokens[first:]
 
     def _shorten(self) -> None:
         """Shorten the list of pending tokens by removing those whose text is final.
@@ -88,8 +126,14 @@ class TextStream:
 
     def _text_after(self, before: list[int], tokens: list[int]) -> str:
         """Return the text that `tokens` add to the text of the preceding tokens `before`."""
-        prefix = self._decode(before) if before else ""
-        return self._decode(before + tokens)[len(prefix) :] if tokens else ""
+        prefix, text = self._text(before), self._text(before + tokens)
+        # Some decoders output no character of a run of bytes while its last one is incomplete.
+        return text[len(prefix) :] if text.startswith(prefix) else self._text(tokens)
+
+    def _text(self, tokens: list[int]) -> str:
+        if tokens == self._known[0]:
+            return self._known[1]
+        return self._decode(tokens) if tokens else ""
 
     def _until_stop(self, piece: str) -> str:
         """Return the text held back by earlier calls, then `piece`, up to a stop sequence.
@@ -107,6 +151,12 @@ class TextStream:
         held = max((_overlap(text, sequence) for sequence in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
+
+
+def _incomplete(text: str) -> int:
+    """Return how many characters at the end of a text may be bytes of one incomplete character."""
+    end = text[-MOST_BYTES:]
+    return len(end) - len(end.rstrip(INCOMPLETE))
 
 
 def _overlap(text: str, sequence: str) -> int:

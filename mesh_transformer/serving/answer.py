@@ -1,18 +1,20 @@
 """Conversion of generated tokens to an answer's text, with stop sequences and logprobs."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.special_tokens import beginning, end_tokens, special_tokens
 from mesh_transformer.data.tokenizer import byte_decoder
-from mesh_transformer.generation.text_stream import TextStream
+from mesh_transformer.generation.text_stream import CONTEXT, TextStream
 from mesh_transformer.serving.engine import Progress, Token
 
 # A token that is only part of a character is written as this prefix and its bytes, as in OpenAI's
 # API.
 PART = "bytes:"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # the name of a token that is one byte, as in Llama 2's
 Finish = Literal["stop", "length"]
 
 
@@ -38,12 +40,14 @@ class TokenTexts:
             self.end = min(self.ends & self.special.keys(), default=None)
         self.longest = max(map(len, tokenizer.get_vocab())) + 1
         self._cache: dict[int, str] = {}
+        # A token with text.  Decoders may leave out the space at the start of a text.
+        self._other = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
 
     def __getitem__(self, number: int) -> str:
         """Return the string that represents the token with the id `number`.
 
-        This is usually the token's text.  A token that is only part of a character is represented
-        as `bytes:\\x..`, as in OpenAI's API.
+        This is usually the token's text after another token.  A token that is only part of a
+        character is represented as `bytes:\\x..`, as in OpenAI's API.
         """
         if number not in self._cache:
             self._cache[number] = self._word(number)
@@ -77,12 +81,14 @@ class TokenTexts:
         return named | (self.ends if ends else frozenset())
 
     def _word(self, number: int) -> str:
-        word = self.text([number])
+        word = self.text([*self._other, number])[len(self.text(self._other)) :]
         if "\ufffd" not in word and word:
             return word
         name = self.tokenizer.convert_ids_to_tokens(number)
         if name is None:  # the model's vocabulary may be larger than the tokenizer's
             return f"<|token_{number}|>"
+        if byte := _BYTE.fullmatch(name):
+            return f"{PART}\\x{byte[1].lower()}"
         byte_of = byte_decoder()
         if not all(letter in byte_of for letter in name):
             return name
@@ -119,14 +125,15 @@ class Offsets:
     Args:
       words: the tokenizer's token texts.
       start: offset of the first token.
+      before: the tokens that precede the text.
 
     Attributes:
       length: length of the text so far that is not held back.
     """
 
-    def __init__(self, words: TokenTexts, start: int = 0):
+    def __init__(self, words: TokenTexts, start: int = 0, before: Sequence[int] = ()):
         self._words = words
-        self._stream = TextStream(words.text)  # holds back unfinished characters
+        self._stream = TextStream(words.text, (), before)  # holds back unfinished characters
         self.length = start
 
     def push(self, number: int) -> int:
@@ -182,7 +189,11 @@ class Echo:
 class Answer:
     """The text of a request's answer, built from the engine's updates.
 
+    The text of the prompt and that of the answer together are the text of all of their tokens: an
+    answer may begin with a space where the tokens alone would not.
+
     Args:
+      prompt: the prompt's token ids.
       stop: stop sequences: strings that end the answer and are not part of the text.
       ends: the ids of the tokens that end the answer and are not part of the text.
       echo: the prompt, if the answer begins with the prompt, else None.  Logprobs may be added to
@@ -194,7 +205,12 @@ class Answer:
     """
 
     def __init__(
-        self, words: TokenTexts, stop: Sequence[str], ends: frozenset[int], echo: Echo | None
+        self,
+        words: TokenTexts,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        ends: frozenset[int],
+        echo: Echo | None,
     ):
         self.tokens = 0
         self.finish: Finish | None = None
@@ -202,8 +218,9 @@ class Answer:
         self._echo = echo
         self._length = 0  # number of characters returned so far
         self._token_offsets: list[TokenOffset] = []  # tokens not returned yet
-        self._offsets = Offsets(words, echo.length if echo else 0)
-        self._stream = TextStream(words.text, stop)
+        before = [number for number in prompt[-CONTEXT:] if number not in words.special]
+        self._offsets = Offsets(words, echo.length if echo else 0, before)
+        self._stream = TextStream(words.text, stop, before)
 
     def feed(self, progress: Progress) -> Piece:
         """Add the engine's next update, and return the next piece of the answer.

@@ -14,7 +14,7 @@ from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens, spec
 from mesh_transformer.generation.prompts import check_length
 from mesh_transformer.generation.sampling import REPL_DEFAULTS, SamplingOptions
 from mesh_transformer.generation.stream import stream_tokens
-from mesh_transformer.generation.text_stream import TextStream
+from mesh_transformer.generation.text_stream import CONTEXT, TextStream
 from mesh_transformer.network import Batch, Network
 from mesh_transformer.util import InputError, cache_folder
 
@@ -150,7 +150,9 @@ class Repl:
                 f"the prompt has {len(tokens)} tokens; only the last {window} (the model's window) "
                 "are used"
             )
-        stream = TextStream(self._tokenizer.decode, [settings.stop] if settings.stop else [])
+        before = [token for token in tokens[-CONTEXT:] if token not in special]
+        stop = [settings.stop] if settings.stop else []
+        stream = TextStream(self._tokenizer.decode, stop, before)
         for new in self._generate(tokens, settings):
             before_end = list(itertools.takewhile(lambda token: token not in ends, new))
             text = stream.push([token for token in before_end if token not in special])

@@ -393,12 +393,13 @@ class Completion:
         words, echoes = self._service.words, dict[int, Echo]()
         for choice in self._choices:
             key = id(choice.prompt)
+            numbers = choice.prompt.tolist()
             if self._echo and key not in echoes:
-                numbers = choice.prompt.tolist()
                 echoes[key] = await self._service.run_in_thread(
                     functools.partial(Echo, words, numbers)
                 )
-            choice.answer = Answer(words, self._body.stops, choice.request.stop, echoes.get(key))
+            stop = choice.request.stop
+            choice.answer = Answer(words, numbers, self._body.stops, stop, echoes.get(key))
         return [choice.answer for choice in self._choices if choice.answer is not None]
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:

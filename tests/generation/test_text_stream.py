@@ -7,6 +7,7 @@ import pytest
 
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.generation.text_stream import TextStream
+from tests.support.llama_tokenizers import LLAMA_LIKE, PIECES
 
 TEXT = "naïve 日本語 👩‍👩‍👧‍👦 café 🇨🇭 \ufffd ok\n\n𐍈\tend"
 
@@ -55,8 +56,8 @@ def test_an_incomplete_character_is_returned_by_finish():
 
 def test_invalid_bytes_do_not_hold_back_later_text():
     stream = TextStream(by_bytes)
-    assert [stream.push([0x80]) for _ in range(3)] == ["", "\ufffd", "\ufffd"]
-    assert stream.push(list(b"ok")) == "\ufffdok"
+    assert [stream.push([0x80]) for _ in range(5)] == ["", "", "", "\ufffd", "\ufffd"]
+    assert stream.push(list(b"ok")) == "\ufffd\ufffd\ufffdok"
 
 
 def reference_stop(text: str, stop: list[str]) -> tuple[str, str | None]:
@@ -109,3 +110,40 @@ def test_a_decoder_that_strips_the_first_space_is_supported():
 
     pieces = streamed(TextStream(decode), [[0], [1], [2]])
     assert "".join(pieces) == "one two three"
+
+
+@pytest.mark.parametrize("kind", [*LLAMA_LIKE, "gpt2"])
+@pytest.mark.parametrize("seed", range(5))
+def test_text_after_a_prompt_is_what_its_tokens_add_to_the_prompt_s_text(kind, seed):
+    """Also the space at its start, which these decoders leave out at the start of a text."""
+    rng = np.random.default_rng(seed)
+    tokenizer: Any = LLAMA_LIKE[kind]() if kind in LLAMA_LIKE else load_tokenizer()
+    spaces = 0
+    for _ in range(60):
+        if rng.random() < 0.5:
+            text = "".join(rng.choice(PIECES, rng.integers(2, 20)))
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            tokens = rng.integers(260, len(tokenizer), rng.integers(2, 30)).tolist()
+        cut = int(rng.integers(len(tokens)))
+        prompt = tokenizer.decode(tokens[:cut])
+        if prompt.endswith("\ufffd"):  # within a character
+            continue
+        expected = tokenizer.decode(tokens)[len(prompt) :]
+        stream = TextStream(tokenizer.decode, before=tokens[:cut])
+        assert "".join(streamed(stream, chunks(rng, tokens[cut:]))) == expected
+        spaces += expected.startswith(" ")
+    assert spaces > 3
+
+
+def test_tokens_without_text_do_not_hide_the_text_before_them():
+    """Such as those that a padded vocabulary adds."""
+
+    def decode(tokens: list[int]) -> str:
+        return "".join(["", " one", " two"][token] for token in tokens).lstrip()
+
+    for before in ([], [1, 0, 0]):
+        for parts in ([[1], *[[0]] * 20, [2]], [[0], [1, 0], [0], [0, 2]], [[0] * 20, [2]]):
+            text = decode([*before, *(token for part in parts for token in part)])
+            pieces = streamed(TextStream(decode, before=before), parts)
+            assert "".join(pieces) == text[len(decode(before)) :]
