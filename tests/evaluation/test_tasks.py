@@ -297,6 +297,7 @@ def train(model) -> None:
 
 def hf_scores(folder: str, names: list[str], rows: int = 4, **options: Any) -> dict[str, float]:
     """Return the scores that lm-eval computes with its own Hugging Face model."""
+    pytest.importorskip("torch")
     from lm_eval.models.huggingface import HFLM
 
     model = HFLM(folder, device="cpu", dtype="float32", batch_size=rows, max_length=SEQ)
