@@ -214,6 +214,7 @@ def test_a_run_survives_a_taken_port_and_slow_and_suspended_hosts(
     (head,) = sessions_of(os.getpid()) - {other_ray}
     threads: list[threading.Thread] = []
     attempts: list[Any] = []
+    suspensions = {9: 4.0, 14: 200.0}  # for less than the heartbeat, and for more
 
     def suspend_new(before: set[int]) -> None:
         (pid, *_) = wait_until(lambda: runners() - before, "a host's process")
@@ -248,8 +249,8 @@ def test_a_run_survives_a_taken_port_and_slow_and_suspended_hosts(
 
     def observed_read(cluster: Any, read: Any, reading: Any) -> Any:
         values = read(reading)
-        if reading.step in (9, 14):  # for less than the heartbeat, and for more
-            threads.append(suspend(cluster._pids[1], 4.0 if reading.step == 9 else 200.0))
+        if seconds := suspensions.pop(reading.step, None):
+            threads.append(suspend(cluster._pids[1], seconds))
         return values
 
     restarts.train(make, str(tmp_path / "run"))
