@@ -34,6 +34,8 @@ MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 15_000
 THIRD = "TEST_THIRD"  # a landing's number: of the slow tests, only that third is run
 STARTED = "TEST_STARTED"  # when the session started, in seconds, for its workers
+# Ray reads at its import how it authenticates, and some tests import it before a head starts.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 # Processes that tests start share a compilation cache during a session.  This process does not use
 # it: it compiles hardly any program twice, and writing all programs to the cache would take longer.
 jax.config.update("jax_enable_compilation_cache", False)

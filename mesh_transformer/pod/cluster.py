@@ -34,7 +34,7 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.placement import gathered, process_rows, replica_rows
 from mesh_transformer.pod.batch import ClusterBatch
-from mesh_transformer.pod.faults import PermanentError, RaisedError
+from mesh_transformer.pod.faults import PermanentError, RaisedError, last_line
 from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.ray_head import spill_disk_is_full
@@ -533,7 +533,7 @@ class TPUCluster:
             if ray.wait(refs, num_returns=len(refs), timeout=agree)[1]:
                 self.kill()
             return type(cause)(*cause.args)
-        failed = self.failed(str(cause) if isinstance(cause, StoppedError) else _one_line(error))
+        failed = self.failed(str(cause) if isinstance(cause, StoppedError) else last_line(error))
         # If another host has died, that is the cause.
         is_cause = isinstance(cause, PermanentError | RaisedError) and str(failed) == str(cause)
         return cause if is_cause else failed
@@ -550,7 +550,7 @@ class TPUCluster:
                 problems.append(f"host {rank} does not answer")
             except exceptions.RayError as error:
                 at_start = getattr(error, "actor_init_failed", False)
-                cause = f" at its start: {_one_line(error)}" if at_start else ""
+                cause = f" at its start: {last_line(error)}" if at_start else ""
                 problems.append(f"host {rank} died{cause}")
         return problems
 
@@ -598,9 +598,3 @@ class TPUCluster:
             return
         self.ended = True
         kill_processes(self._actors, self._pids, self.hosts)
-
-
-def _one_line(error: BaseException) -> str:
-    """Return the last line of a Ray exception's text, which states the cause."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].strip()[:300]
