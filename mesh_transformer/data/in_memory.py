@@ -251,6 +251,11 @@ def _masked(obs: np.ndarray, target: np.ndarray) -> Row:
 
 def _hugging_face_row(item: Row) -> Row:
     """Return the sequence of an item with `input_ids` and, optionally, what goes with them."""
+    # Unsigned integers have no -1, which marks what does not count.
+    item = {
+        name: array.astype(np.int64) if array.dtype.kind == "u" else array
+        for name, array in item.items()
+    }
     tokens, padding = item["input_ids"], item.get("attention_mask")
     for name in ("attention_mask", "labels"):
         if name in item and item[name].shape != tokens.shape:

@@ -164,6 +164,17 @@ def test_items_for_transformers_count_their_labels_and_no_padding():
     np.testing.assert_array_equal(row["loss_mask"][0], [1, 1, 1, 1, 1, 0, 0])
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64, np.int8, np.int64])
+def test_padding_never_counts_whatever_the_dtype_of_the_tokens(dtype):
+    tokens = np.arange(SEQ + 1, dtype=dtype)
+    item = {"input_ids": tokens, "attention_mask": (tokens < 5).astype(dtype)}
+    for given in (item, item | {"labels": tokens}):
+        [row] = InOrder([given], SEQ, 1)
+        np.testing.assert_array_equal(row["loss_mask"][0], np.arange(1, SEQ + 1) < 5)
+        np.testing.assert_array_equal(row["target"][0][:4], [1, 2, 3, 4])
+        assert row["target"].max() == 4
+
+
 def test_any_mapping_is_an_item():
     item = {"input_ids": list(range(SEQ + 1)), "attention_mask": [1] * (SEQ - 1) + [0, 0]}
     [expected] = InOrder([item], SEQ, 1)
