@@ -573,17 +573,17 @@ def load(
         checkpoint of the original mesh-transformer-jax, or a Hugging Face folder.
       config: a Config, a dict of config keys and values (those that describe the model suffice), or
         the path of a config file; required for checkpoints of the original mesh-transformer-jax,
-        which store none.  Default: the checkpoint's, with mp (`cores_per_replica`) reduced to a
-        divisor of the number of accelerators, or to 1 on CPUs.  For a Hugging Face folder, the
-        default `dtype` is bfloat16, whatever the dtype of its tensors.
+        which store none.  `end_tokens` that it lacks are the checkpoint's.  Default: the
+        checkpoint's, with mp (`cores_per_replica`) reduced to a divisor of the number of
+        accelerators, or to 1 on CPUs.  For a Hugging Face folder, the default `dtype` is bfloat16.
       changes: config keys whose values replace those of the config, such as `total_steps` to
         fine-tune, or `tpu_size` and `cores_per_replica` to load onto a mesh.
       optimizer: whether to load the optimizer's state too; otherwise training creates a fresh one.
     """
     source = Source.of(path)
     changes = changes or {}
-    fitted = fit_to_devices(source.config, changes) if config is None else Config.of(config)
-    fitted = fitted.replace(**changes)
+    given = None if config is None else source.with_end_tokens(Config.of(config))
+    fitted = (given or fit_to_devices(source.config, changes)).replace(**changes)
     assert fitted.tpu_size is not None
     use_virtual_devices(fitted.tpu_size)
     # The default is all devices, on which a config for fewer devices would get several replicas.

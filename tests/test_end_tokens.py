@@ -155,3 +155,15 @@ def test_conversions_keep_the_end_tokens(folder, tmp_path):
     for name in ("config.json", "generation_config.json"):
         assert json.loads((again / name).read_text())["eos_token_id"] == [TURN, END]
     assert Source(again).config.end_tokens == [TURN, END]
+
+
+def test_a_model_that_is_loaded_with_a_config_keeps_its_end_tokens(folder):
+    """Unless the config has its own, or another tokenizer, whose ids have other meanings."""
+    own = Source(folder).config.replace(dtype="float32", end_tokens=None)
+    for config, expected in (
+        (own, [TURN, END]),
+        (own.replace(end_tokens=[START]), [START]),
+        (own.replace(tokenizer="bytes"), None),
+    ):
+        assert mesh_transformer.load(folder, config).config.end_tokens == expected
+    assert mesh_transformer.load(folder, own, changes={"end_tokens": None}).config == own

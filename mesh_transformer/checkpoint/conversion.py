@@ -180,9 +180,7 @@ def convert(
             return _export_adapters(opened, target, base, dtype)
         described = opened.base(base) if opened.kind == "peft" else opened
         config = (config or described.config).merged()
-        own = None if source_kind == "original" else described.config
-        if own and config.end_tokens is None and config.tokenizer == own.tokenizer:
-            config = config.replace(end_tokens=own.end_tokens)
+        config = described.with_end_tokens(config)
         if source_kind == "hf" and target_kind == "original":
             _check_rows(target, config, shards)
         # Check before the long read that the tokenizer exists and fits the model.

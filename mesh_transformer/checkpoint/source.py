@@ -19,6 +19,7 @@ from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, saved_
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.step_folders import committed_steps
 from mesh_transformer.config import Config
+from mesh_transformer.data.tokenizer import TOKENIZER_FILES
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import AnyPath, check_bucket, local_path, step_number
 from mesh_transformer.util import InputError
@@ -125,6 +126,28 @@ class Source:
             f"{self.path}: checkpoints of mesh-transformer-jax do not store a config; give the "
             "config that the model was trained with (--config)"
         )
+
+    @functools.cached_property
+    def tokenizer(self) -> str | None:
+        """The name of the model's own tokenizer; None if the checkpoint does not tell."""
+        if self.kind == "hf" and not {*TOKENIZER_FILES} & {*files.names(self.path)}:
+            return None
+        return None if self.kind == "original" else self.config.tokenizer
+
+    def with_end_tokens(self, config: Config, *, same_tokenizer: bool = False) -> Config:
+        """Return a config of the model with the checkpoint's end tokens, unless it has its own.
+
+        A config with another tokenizer, whose ids have other meanings, is returned unchanged.
+
+        Args:
+          same_tokenizer: whether the tokenizers are known to be the same, whatever their names.
+        """
+        if self.kind == "original" or config.end_tokens is not None:
+            return config
+        if not same_tokenizer and config.tokenizer != self.config.tokenizer:
+            return config
+        ids = self.config.end_tokens
+        return config.replace(end_tokens=ids and [n for n in ids if n < config.n_vocab])
 
     @functools.cached_property
     def adapters(self) -> Base | None:

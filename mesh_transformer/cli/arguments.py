@@ -2,13 +2,16 @@
 
 import argparse
 import sys
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.documents import TEXT_COLUMN
 from mesh_transformer.data.file_types import format_types
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
 from mesh_transformer.util import InputError
+
+if TYPE_CHECKING:
+    from mesh_transformer.checkpoint.source import Source
 
 # Flags that replace a config key of the same name.
 TPU_KEYS = ("tpu_zone", "tpu_generation", "tpu_runtime_version")
@@ -203,23 +206,20 @@ def _based_on(path: str, folder: str, config: Config) -> Config:
     """
     from mesh_transformer.data.same_tokenizer import check_encoding
 
-    own = _stored_config(path)
+    own = _stored(path)
     if own is not None:
         check_encoding(own.tokenizer, None, config.tokenizer, f"the model {path}")
-    if config.end_tokens is not None:
-        return config
-    own = own or _stored_config(folder)
-    if own is None or own.n_vocab > config.n_vocab:  # the latter is refused when it is loaded
-        return config
-    return config.replace(end_tokens=own.end_tokens)
+    own = own or _stored(folder)
+    return config if own is None else own.with_end_tokens(config, same_tokenizer=True)
 
 
-def _stored_config(path: str) -> Config | None:
-    """Return the config of the checkpoint at `path`; None if there is none that stores a config."""
+def _stored(path: str) -> "Source | None":
+    """Return the checkpoint at `path`; None if there is none that stores a config."""
     from mesh_transformer.checkpoint.source import Source
 
     try:
-        return Source(path).config
+        source = Source(path)
+        return source if source.config else None
     except InputError:
         return None
 

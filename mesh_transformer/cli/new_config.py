@@ -71,19 +71,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def base_config(path: str, config: str) -> Config:
-    """Return the config of the model at `path`.
-
-    Args:
-      config: a config file, or the name of a config shipped with the library.  It is used only if
-        the model is a checkpoint of mesh-transformer-jax, because such checkpoints store no config.
-    """
-    from mesh_transformer.checkpoint.source import Source
-
-    source = Source(path)
-    return Config.load(config) if source.kind == "original" else source.config
-
-
 def check_same_tokenizer(train: str, val: str) -> None:
     """Raise InputError if training and validation records were created with different tokenizers.
 
@@ -118,23 +105,36 @@ def tokenizer_keys(name: str | None) -> dict[str, Any]:
     return {"tokenizer": name, "n_vocab": -(-len(load_tokenizer(name)) // 256) * 256}
 
 
+def text_of(values: dict[str, Any], path: str) -> str:
+    """Return the text of a config file, which is YAML if its name ends so, otherwise JSON."""
+    if path.endswith((".yaml", ".yml")):
+        import yaml
+
+        return yaml.safe_dump(values, sort_keys=False)  # JSON's 6e-05 is not a number in YAML
+    return json.dumps(values, indent=2) + "\n"
+
+
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
 
+    from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.record_set import check_tokenizer, set_size, tokenizer_of
     from mesh_transformer.data.same_tokenizer import check_encoding
     from mesh_transformer.performance import recipe
     from mesh_transformer.performance.topology import slice_named, this_machine
 
     check_absent(args.output)
-    base = base_config(args.base, args.base_config) if args.base else None
+    base, source = None, Source(args.base) if args.base else None
     if args.val:
         check_same_tokenizer(args.train, args.val)
-    if base is None:
+    if source is None:
         changes = tokenizer_keys(args.tokenizer or tokenizer_of(args.train))
     else:
-        changes = {"tokenizer": args.tokenizer or base.tokenizer}
-        check_encoding(base.tokenizer, None, changes["tokenizer"], f"--base {args.base}")
+        is_original = source.kind == "original"  # which stores no config
+        base = Config.load(args.base_config) if is_original else source.config
+        own = base.tokenizer if is_original else source.tokenizer
+        changes = {"tokenizer": args.tokenizer or own or tokenizer_of(args.train) or "gpt2"}
+        check_encoding(own, None, changes["tokenizer"], f"--base {args.base}")
         check_tokenizer(args.train, changes["tokenizer"])
     changes |= settings(args)
     corpus, held_out = set_size(args.train), set_size(args.val) if args.val else None
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     paths |= {"val_set": {"val": args.val}} if args.val else {}
     paths |= {"tune_model_path": args.base} if args.base else {}
     try:
-        files.write_text(args.output, json.dumps(paths | result.values, indent=2) + "\n")
+        files.write_text(args.output, text_of(paths | result.values, args.output))
     except OSError as error:
         raise InputError(
             f"{args.output} cannot be written ({error.strerror}); choose another --output"

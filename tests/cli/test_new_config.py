@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.cli import new_config, new_tokenizer, text_records
+from mesh_transformer.cli.arguments import run_arguments, run_parser
 from mesh_transformer.config import Config
 from mesh_transformer.data.record_set import RecordSet, SetSize, set_size
 from mesh_transformer.data.tfrecords import write_records
@@ -169,6 +170,17 @@ def test_the_command_writes_a_config_that_reads_the_records(tmp_path, capsys):
         call(*flags)
 
 
+@pytest.mark.parametrize("name", ["my.json", "my.yaml", "my.yml"])
+@pytest.mark.parametrize("lr", [1e-4, 6e-4, 2e-5, 3.5e-5])
+def test_numbers_are_read_as_they_were_written(tmp_path, name, lr):
+    """Rates such as 6e-05, which are no numbers in YAML without a decimal point."""
+    output = tmp_path / name
+    settings = ("--set", f"lr={lr}", "--set", f"end_lr={lr / 10}", "--topology", "v3-8")
+    call("--train", write_set(tmp_path, "train"), "--output", output, *settings)
+    config = Config.load(str(output))
+    assert (config.lr, config.end_lr) == (lr, lr / 10)
+
+
 def test_validation_records_of_another_tokenizer_are_refused(tmp_path):
     indexes = {name: write_set(tmp_path, name) for name in ("train", "val")}
     for name, index in indexes.items():
@@ -212,6 +224,24 @@ def test_the_tokenizer_is_that_of_the_records(tmp_path, monkeypatch):
     Path("mine.manifest.json").unlink()
     call("--train", "mine.index", "--output", "other.json")
     assert "tokenizer" not in json.loads(Path("other.json").read_text())
+
+
+def test_a_base_without_a_tokenizer_takes_that_of_the_records(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("to be or not to be " * 50)
+    text_records.main(["text.txt", "mine", "--seq", "8", "--tokenizer", "bytes"])
+    values = {"model_type": "gptj", "n_layer": 2, "n_embd": 64, "n_head": 4, "rotary_dim": 8}
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text(json.dumps(values | {"vocab_size": 257, "n_positions": 32}))
+    flags = ("--train", "mine.index", "--base", "hf", "--topology", "v3-8")
+    call(*flags, "--output", "a.json")
+    call(*flags, "--output", "b.json", "--tokenizer", "bytes")
+    for name in ("a.json", "b.json"):
+        assert Config.load(name).tokenizer == "bytes"
+        command = ["--config", name, "--model-dir", "m"]
+        assert run_arguments(run_parser("").parse_args(command))[0].tokenizer == "bytes"
+    with pytest.raises(InputError, match="was created with the tokenizer bytes, which gives other"):
+        call(*flags, "--output", "c.json", "--tokenizer", "gpt2")
 
 
 @pytest.mark.parametrize("epochs", ["0", "-1", "nan", "inf", "many"])

@@ -233,7 +233,10 @@ def test_a_base_of_another_tokenizer_is_refused(work):
     with pytest.raises(InputError, match=line):
         run_arguments(run_parser("").parse_args(command))
     same = base_folder(load_tokenizer("same"), "same-base", eos_token_id=[256, 300])
-    run_arguments(run_parser("").parse_args([*command[:-1], same]))
+    config, _, _ = run_arguments(run_parser("").parse_args([*command[:-1], same]))
+    assert config.end_tokens == [256]  # of the base, and 300 is not in the vocabulary
+    chosen = [*command[:-1], same, "--set", "end_tokens=[255]"]
+    assert run_arguments(run_parser("").parse_args(chosen))[0].end_tokens == [255]
     new_config.main([*flags, "--output", "yes.json", "--base", same])
     made = json.loads(Path("yes.json").read_text())
     assert made["tokenizer"] == made["tune_model_path"] == same
