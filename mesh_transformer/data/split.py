@@ -102,6 +102,9 @@ def split(
     if not 0 < validation < 1:
         raise InputError(f"validation is {validation}, expected a fraction above 0 and below 1")
     files = find_files(text, TABLE_TYPES if rows else FILE_TYPES) if files is None else files
+    targets = {os.path.realpath(os.path.join(folder, f"{name}{ENDING}")) for name in NAMES}
+    if replaced := next((file for file in files if os.path.realpath(file) in targets), None):
+        raise InputError(f"{replaced} would be replaced by its own part; choose another folder")
     column_or_rows = None if rows else column
     sizes, skipped = measure(files, skip_bad, column_or_rows)
     choice = choose(sizes, validation, seed)

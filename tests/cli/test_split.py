@@ -207,6 +207,22 @@ def test_the_folder_of_the_text_is_refused(tmp_path):
         split(str(tmp_path), str(tmp_path))
 
 
+@pytest.mark.parametrize("rows", [[], ["--rows"]])
+def test_text_that_a_part_would_replace_is_refused(tmp_path, monkeypatch, rows):
+    lines = b'{"text": "a b c d"}\n' * 20
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.jsonl.zst").write_bytes(zstandard.compress(lines))
+    (tmp_path / "link.jsonl.zst").symlink_to("val.jsonl.zst")
+    monkeypatch.chdir(tmp_path)
+    for text in ("train.jsonl.zst", str(tmp_path / "val.jsonl.zst"), "link.*", "tra*"):
+        with pytest.raises(InputError, match="would be replaced by its own part; choose another"):
+            command.main([text, ".", *rows])
+    for name in ("train", "val"):
+        assert (tmp_path / f"{name}.jsonl.zst").read_bytes() == zstandard.compress(lines)
+    command.main(["train.jsonl.zst", "parts", *rows])
+    assert sum(map(len, both("parts"))) == 20
+
+
 def test_records_of_a_folder_are_those_of_its_files(tmp_path):
     """Without a name, `records` makes a set per file, as with the files' names."""
     (tmp_path / "in.jsonl").write_text("".join(f'"document {n:3}"\n' for n in range(100)))
