@@ -312,9 +312,17 @@ def _from_folder(folder: Path) -> "PreTrainedTokenizerBase":
     if has_files("tokenizer.json") or has_files("tokenizer_config.json"):
         transformers = _import_transformers()
         try:
-            return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            loaded = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # KeyError and others for damaged files
             raise InputError(f"tokenizer {folder}: {_first_line(error)}") from error
+        # transformers 5 loads a tokenizer without its vocabulary, which gives no or unknown tokens.
+        needed = {} if has_files("tokenizer.json") else loaded.vocab_files_names
+        for key in ("vocab_file", "merges_file"):
+            if key in needed and not has_files(needed[key]):
+                raise InputError(
+                    f"tokenizer {folder}: {needed[key]} is missing; copy the folder again"
+                )
+        return loaded
     if has_files("vocab.json", "merges.txt"):
         return _from_gpt2_folder(folder, source=folder)
     if has_files("encoder.json", "vocab.bpe"):
@@ -400,6 +408,11 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "tokenizer.model",
+    "vocab.txt",
+    "spiece.model",
+    "spm.model",
+    "sentencepiece.model",
+    "sentencepiece.bpe.model",
 )
 
 

@@ -82,6 +82,42 @@ def test_a_folder_without_a_vocabulary_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+def save_wordpiece(folder):
+    """Save a tokenizer as those of Chinese GPT-2 models are: its vocabulary is in vocab.txt."""
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh", *(f"##{c}" for c in "abcd")]
+    (folder / "vocab.txt").write_text("\n".join(names) + "\n")
+    settings = {"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_a_vocabulary_in_another_file_is_saved_with_the_tokenizer(tmp_path):
+    (folder := tmp_path / "a").mkdir()
+    (saved := tmp_path / "b").mkdir()
+    save_wordpiece(folder)
+    tokenizer_module.Tokenizer(str(folder), load_tokenizer(folder), True).save(str(saved))
+    expected = load_tokenizer(folder)("abc dab", add_special_tokens=False)["input_ids"]
+    assert load_tokenizer(saved)("abc dab", add_special_tokens=False)["input_ids"] == expected
+    assert 1 not in expected  # [UNK]
+
+
+@pytest.mark.parametrize("missing", [("vocab.txt",), ("vocab.json", "merges.txt")])
+def test_settings_without_a_vocabulary_are_refused(tmp_path, package_data, missing):
+    """transformers 5 would load them, and encode text as unknown tokens, or as none."""
+    if missing == ("vocab.txt",):
+        save_wordpiece(tmp_path)
+    else:
+        for name, new_name in tokenizer_module.HUGGING_FACE_NAMES.items():
+            shutil.copy(package_data / name, tmp_path / new_name)
+        settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    load_tokenizer(tmp_path)
+    for name in missing:
+        (tmp_path / name).unlink()
+    line = rf"^tokenizer {tmp_path}: {missing[0]} is missing; copy the folder"
+    with pytest.raises(InputError, match=line):
+        load_tokenizer(tmp_path)
+
+
 def test_a_damaged_vocabulary_is_refused(tmp_path):
     (tmp_path / "vocab.json").write_text("{")
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
