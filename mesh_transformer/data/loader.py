@@ -254,10 +254,11 @@ class Mixture:
         self.sets, self.seed = sets, seed
         self.extras = frozenset[str]().union(*(record_set.extras for record_set in sets))
         total = sum(weights)
-        if total <= 0 or min(weights) < 0:  # the total is 0 also if there are no sets
+        # The total is 0 also if there are no sets, and NaN if a weight is.
+        if not 0 < total < math.inf or min(weights) < 0:
             raise InputError(
-                f"train_set: the weights are {list(weights)}, expected none below 0 and at least "
-                "one above 0"
+                f"train_set: the weights are {list(weights)}, expected finite ones, none below 0 "
+                "and at least one above 0"
             )
         self.shares = np.cumsum(np.array(weights) / total)
         self.shares[-1] = 1.0  # the sum may differ from 1 by rounding

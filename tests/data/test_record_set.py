@@ -3,6 +3,7 @@
 import collections
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -231,10 +232,14 @@ def test_bad_masked_records_are_refused(tmp_path, change, line):
     assert line in str(caught.value)
 
 
-@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0]])
+@pytest.mark.parametrize(
+    "weights", [[], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf, 1.0], [1e308, 1e308]]
+)
 def test_invalid_weights_are_refused(tmp_path, weights):
     sets = {write_index(tmp_path, f"{n}"): weight for n, weight in enumerate(weights)}
-    with pytest.raises(InputError, match="expected none below 0 and at least one above 0"):
+    with pytest.raises(
+        InputError, match="expected finite ones, none below 0 and at least one above 0"
+    ):
         load(sets)
 
 
