@@ -18,9 +18,10 @@ from mesh_transformer.data.tokenizer import (
     render_chat,
 )
 from mesh_transformer.storage.files import open_file
-from mesh_transformer.util import InputError, join_keys
+from mesh_transformer.util import InputError, brief, join_keys
 
-Message = dict[str, Any]  # with the strings `role` and `content`
+# With the strings `role` and `content`; an answer whose `weight` is 0 does not count in the loss.
+Message = dict[str, Any]
 ANSWERS = "assistant"  # the role whose messages count in the loss
 # The roles of ShareGPT's messages, which have `from` and `value` for `role` and `content`.
 SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERS, "chatgpt": ANSWERS, "bing": ANSWERS}
@@ -76,8 +77,13 @@ class Conversation(NamedTuple):
                 keys = f", found the keys {join_keys(entry)}" if isinstance(entry, dict) else ""
                 expected = "expected a list of messages, each with the strings role and content"
                 raise BadInputError("no messages", f"{where}: {expected}{keys}")
+            if (weight := message.get("weight", 1)) not in (0, 1):
+                expected = f"the weight of a message is {brief(repr(weight))}, expected 0 or 1"
+                raise BadInputError("no messages", f"{where}: {expected}")
             messages.append(message)
-        ends = [end for end, message in enumerate(messages, 1) if message["role"] == ANSWERS]
+        ends = [end for end, message in enumerate(messages, 1) if _counts(message)]
+        if not ends and any(message["role"] == ANSWERS for message in messages):
+            raise BadInputError("no answer", f"{where}: every answer has the weight 0")
         if not ends:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
             raise BadInputError(
@@ -118,7 +124,7 @@ class Conversation(NamedTuple):
         """
         system = [message for message in self.messages[:1] if message["role"] in SYSTEM]
         rest = self.messages[len(system) :]
-        ends = [end for end, message in enumerate(rest, 1) if message["role"] == ANSWERS]
+        ends = [end for end, message in enumerate(rest, 1) if _counts(message)]
         part: Conversation | None = None
         for start, end in pairwise([0, *ends]):
             longer = part and self._replace(messages=[*part.messages, *rest[start:end]])
@@ -145,7 +151,9 @@ def _entries(value: Any) -> list[Any]:
         except (ValueError, RecursionError):
             value = None
     if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
-        rows = zip(*value.values(), strict=False)
+        if len(set(map(len, value.values()))) > 1:
+            return [None]
+        rows = zip(*value.values(), strict=True)
         return [dict(zip(value, row, strict=True)) for row in rows]
     return value if isinstance(value, list) else [None]
 
@@ -162,6 +170,11 @@ def _message(value: Any) -> Message | None:
     # In a table, all messages have the same keys, and null for those that were absent.
     present = {key: value for key, value in value.items() if value is not None}
     return present | {"content": replace_surrogates(value["content"])}
+
+
+def _counts(message: Message) -> bool:
+    """Return whether a message is an answer that counts in the loss."""
+    return message["role"] == ANSWERS and message.get("weight", 1) != 0
 
 
 def _failure(error: Exception, where: str = "") -> BadInputError:
@@ -239,6 +252,12 @@ class ChatTemplate:
 
     def _marked(self, conversation: Conversation) -> list[Segment]:
         text, spans = answer_spans(self._tokenizer, conversation.messages, self.template)
+        answers = [message for message in conversation.messages if message["role"] == ANSWERS]
+        if not all(map(_counts, answers)):
+            if len(spans) != len(answers):
+                found = f"the chat template marks {len(spans)} of {len(answers)} answers"
+                raise BadInputError("template", f"{conversation.where}: {found}, some of weight 0")
+            spans = [span for span, answer in zip(spans, answers, strict=True) if _counts(answer)]
         segments, position = [], 0
         for start, end in spans:
             segments += [Segment(text[position:start], False), Segment(text[start:end], True)]
@@ -248,7 +267,7 @@ class ChatTemplate:
     def _by_answer(self, conversation: Conversation) -> list[Segment]:
         messages, segments, before = conversation.messages, [], ""
         for number, message in enumerate(messages):
-            if message["role"] != ANSWERS:
+            if not _counts(message):
                 continue
             prompt = render_chat(self._tokenizer, messages[:number], self.template, prompt=True)
             text = render_chat(self._tokenizer, messages[: number + 1], self.template)

@@ -146,6 +146,25 @@ def test_mask_matches_that_of_transformers(chatml):
 
 
 @pytest.mark.parametrize("template", [None, CHATML, MARKED])
+def test_answers_of_weight_0_are_read_but_not_learnt(chatml, template):
+    """The tokens are those without weights, up to the last answer that counts."""
+    generator = np.random.default_rng(5)
+    for messages in conversations(40, seed=5):
+        weights = generator.integers(0, 2, len(messages)).tolist()
+        weighed = [message | {"weight": w} for message, w in zip(messages, weights, strict=True)]
+        counted = [n for n, m in enumerate(weighed) if m["role"] == ANSWERS and m["weight"]]
+        if not counted:
+            continue
+        (text,) = texts(chatml, [weighed], template=template)
+        (plain,) = texts(chatml, [messages[: counted[-1] + 1]], template=template)
+        assert text.tokens == plain.tokens
+        runs = iter(answers_in(chatml, plain))
+        answers = [n for n in range(counted[-1] + 1) if messages[n]["role"] == ANSWERS]
+        kept = [run for n, run in zip(answers, runs, strict=True) if n in counted]
+        assert answers_in(chatml, text) == kept
+
+
+@pytest.mark.parametrize("template", [None, CHATML, MARKED])
 def test_tokens_before_an_answer_are_the_prompt_for_it(chatml, template):
     for messages in conversations(30, seed=3, turns=2):
         (text,) = texts(chatml, [messages], template=template)
@@ -269,6 +288,9 @@ BAD = [
     ([USER, {"role": "assistant", "content": None}], "expected a list of messages", "no messages"),
     ([{"speaker": "human", "text": "a"}], "content, found the keys speaker, text", "no messages"),
     ([{"from": "human", "value": "a"}], "no message has the role assistant", "no answer"),
+    ([USER, ANSWER | {"weight": 0}], "every answer has the weight 0", "no answer"),
+    ([USER, ANSWER | {"weight": 0.5}], "weight of a message is 0.5, expected 0", "no messages"),
+    ({"role": ["user", "assistant"], "content": ["a"]}, "expected a list of mess", "no messages"),
     ([USER, {**ANSWER, "content": "b " * 70}], "message 2: 7. tokens .* --seq 64", "too long"),
 ]
 
