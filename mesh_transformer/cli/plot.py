@@ -36,7 +36,10 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     try:
         with files.open_file(path) as file:
             for line in file:
-                rows.append(json.loads(line))
+                row = json.loads(line)
+                if not isinstance(row, dict) or "step" not in row:
+                    raise ValueError("expected an object with the key step")
+                rows.append(row)
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror}); give a model folder, or its metrics.jsonl"

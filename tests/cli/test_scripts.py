@@ -17,8 +17,9 @@ import pytest
 
 import device_sample
 import device_train
+from mesh_transformer.cli import plot
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import run_script
+from mesh_transformer.util import InputError, run_script
 from tests.conftest import QUICK_COMPILATION
 from tests.support.small_run import (
     ROWS,
@@ -541,6 +542,14 @@ def test_invalid_sampling_options_are_refused(untrained, tmp_path, monkeypatch, 
         status, out, err = call(device_sample.main, monkeypatch, capsys, *command, option)
         assert (status, out) == (2, "")
         assert only_error(err.splitlines()) == f"error: generate: {message}"
+
+
+@pytest.mark.parametrize("line", ["5", "null", "[]", '{"train/loss": 1.0}', "{", "\xff"])
+def test_files_that_are_no_metrics_are_refused(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{line}\n", encoding="latin-1")
+    with pytest.raises(InputError, match=r"metrics\.jsonl: not a metrics.jsonl \(line 1: .*give a"):
+        plot.read_rows(str(tmp_path))
 
 
 @pytest.mark.slow
