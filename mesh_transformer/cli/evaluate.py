@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import operator
+import os
 import re
 from typing import Any
 
@@ -87,10 +88,15 @@ def main() -> None:
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.source import Source
-    from mesh_transformer.storage.access import check_bucket
+    from mesh_transformer.storage.access import check_bucket, is_uri
 
     if args.output:
         check_bucket(args.output)
+        folder = os.path.dirname(args.output) or "."
+        if not is_uri(folder) and not os.access(folder, os.W_OK):  # not after hours
+            raise InputError(
+                f"--output {args.output}: {folder} is no folder to write to; create it"
+            )
 
     model = path if config else Source(path)
     model_config = config or Source.of(model).config
@@ -110,6 +116,6 @@ def main() -> None:
     with running_model(args, model, config) as network:
         results = harness.results(network)
     assert results is not None  # None only if stopped, which does not happen here
+    print(harness.table(results))
     if args.output:
         write(args.output, results)
-    print(harness.table(results))

@@ -486,6 +486,13 @@ def test_generation_settings_are_parsed_as_in_lm_eval(monkeypatch, capsys):
         evaluate.main()
 
 
+def test_an_output_that_cannot_be_written_is_reported_at_once(monkeypatch, tmp_path):
+    path = tmp_path / "missing" / "results.json"
+    monkeypatch.setattr(sys, "argv", ["", "--model-path", "gone", "--output", str(path)])
+    with pytest.raises(InputError, match=r"missing is no folder to write to; create it$"):
+        evaluate.main()
+
+
 def test_unusable_tasks_are_reported_before_a_model_is_loaded(model, tasks, monkeypatch):
     config = model.network.config
     with pytest.raises(InputError, match=r"^lm-eval's task made_choice: a continuation has \d tok"):
