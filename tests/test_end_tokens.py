@@ -133,6 +133,19 @@ def test_the_server_ends_as_transformers_does(live, folder, answers):
         assert choice["text"] == text_of(folder, kept)
 
 
+@pytest.mark.parametrize("end", [END, TURN])
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_an_answer_in_a_format_may_end_with_each_of_them(live, end, kind):
+    schema = {"name": "x", "schema": {"type": kind, "minimum": 1}}  # 0 would be complete
+    form = {"type": "json_schema", "json_schema": schema}
+    biases = {str(number): 100 if number == end else -100 for number in (END, TURN)}
+    answer = live.ask(prompt=["a", "b"], response_format=form, logit_bias=biases, logprobs=0)
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert float(choice["text"]) == json.loads(choice["text"])
+        assert choice["logprobs"]["tokens"][-1] == live.service.words[end]
+
+
 def test_chats_end_as_transformers_does(live, folder, answers):
     """The answer to a message is that to the rendered text, which has special tokens already."""
     for message in list(answers)[:4]:

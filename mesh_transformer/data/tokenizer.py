@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -524,10 +525,17 @@ def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
     byte_level = backend is None or "ByteLevel" in json.dumps(
         json.loads(backend.to_str())["decoder"]
     )
+    # Some decoders leave out the space of a text's first token, so each is decoded after another.
+    before = tokenizer("a", add_special_tokens=False)["input_ids"]
+    begin = len(tokenizer.decode(before).encode())
     counts = np.zeros(n_vocab, np.int64)
     for name, number in tokenizer.get_vocab().items():
         if number in special or number >= n_vocab:
             continue
-        is_bytes = byte_level and all(letter in letters for letter in name)
-        counts[number] = len(name) if is_bytes else len(tokenizer.decode([number]).encode())
+        if byte_level and all(letter in letters for letter in name):
+            counts[number] = len(name)
+        elif not byte_level and re.fullmatch("<0x[0-9A-F]{2}>", name):  # a byte, as Llama 2's
+            counts[number] = 1
+        else:
+            counts[number] = len(tokenizer.decode([*before, number]).encode()) - begin
     return counts

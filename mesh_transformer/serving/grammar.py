@@ -10,6 +10,7 @@ import functools
 import json
 import threading
 import weakref
+from collections.abc import Sequence
 
 import llguidance.numpy
 import numpy as np
@@ -48,6 +49,7 @@ class Format:
     Args:
       matcher: the state of the parser.
       n_vocab: the model's vocabulary size.
+      ends: the ids of the tokens that may end the answer where the first of them may.
       parser: the parser.
       allowed: the tokens that may come next, if they are known.
 
@@ -56,16 +58,22 @@ class Format:
     """
 
     def __init__(
-        self, matcher: LLMatcher, n_vocab: int, parser: _Parser, allowed: np.ndarray | None = None
+        self,
+        matcher: LLMatcher,
+        n_vocab: int,
+        ends: Sequence[int],
+        parser: _Parser,
+        allowed: np.ndarray | None = None,
     ):
         self._matcher = matcher
-        self._n_vocab = n_vocab
+        self._n_vocab, self._ends = n_vocab, ends
         self.parser = parser
         self.allowed = self._next() if allowed is None else allowed
 
     def copy(self) -> "Format":
         """Return the format of another answer, with the same tokens so far."""
-        return Format(self._matcher.deep_copy(), self._n_vocab, self.parser, self.allowed)
+        matcher = self._matcher.deep_copy()
+        return Format(matcher, self._n_vocab, self._ends, self.parser, self.allowed)
 
     def add(self, token: int) -> bool:
         """Add a token to the answer, and return whether no token may follow.
@@ -88,6 +96,9 @@ class Format:
         self._check()
         words = bits[0].view(np.uint32)[: -(-self._n_vocab // 32)]
         words[-1] &= 2**32 - 1 >> -self._n_vocab % 32  # without END
+        if self._ends and words[self._ends[0] // 32] >> self._ends[0] % 32 & 1:
+            for end in self._ends:
+                words[end // 32] |= 1 << end % 32
         if not words.any():
             raise ConstraintError(NO_TOKEN)
         return words
@@ -176,8 +187,12 @@ class Grammars:
 
     def _parse(self, schema: str, size: int) -> Format:
         """Return the format of an answer to a schema that has passed its trial."""
+        words, n_vocab = self._words, self._n_vocab
+        # The parser knows only the first of the tokens that end an answer.
+        ends = (words.end, *(words.ends & words.special.keys()))
+        known = [end for end in ends if end is not None and end < n_vocab]
         try:
-            return Format(compiled(self._tokenizer, schema), self._n_vocab, _Parser(size))
+            return Format(compiled(self._tokenizer, schema), n_vocab, known, _Parser(size))
         except (ValueError, ConstraintError) as error:
             raise InputError(brief(str(error).partition("<state>")[0], 200)) from None
 

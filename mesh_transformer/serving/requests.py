@@ -309,7 +309,7 @@ class SamplingRequest(_StrictModel):
 class CompletionRequest(SamplingRequest):
     """The body of `POST /v1/completions`."""
 
-    prompt: Any = _field("<|endoftext|>", PROMPT.format(MOST_CHOICES))
+    prompt: Any = _field("", PROMPT.format(MOST_CHOICES))  # the beginning of a text
     max_tokens: int = _field(16, "a whole number of at least 0", ge=0)
     best_of: int | None = _field(None, "the value of n, or no value")
     logprobs: int | None = _field(None, "a whole number from 0 to 5", ge=0, le=5)

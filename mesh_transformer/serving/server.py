@@ -69,9 +69,14 @@ def serve(app: ASGIApp, listening: socket.socket, drain_seconds: int) -> None:
       drain_seconds: maximum time to finish the running answers.  Answers that take longer are cut
         off.
     """
-    # After shutdown, uvicorn raises the signal again.  With the default handler, SIGTERM would then
-    # kill the process.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    server = make_server(app, drain_seconds)
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # SIGTERM may come before uvicorn handles it.  After shutdown, uvicorn raises it again, and the
+    # default handler would then kill the process.
+    signal.signal(signal.SIGTERM, stop)
     host, port = listening.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     others = ""
@@ -79,7 +84,7 @@ def serve(app: ASGIApp, listening: socket.socket, drain_seconds: int) -> None:
         name, others = "127.0.0.1", f", from other machines at http://{socket.gethostname()}:{port}"
     with tqdm.external_write_mode():  # above the bar of the programs that are being compiled
         print(f"serving at http://{name}:{port}{others} (Ctrl-C stops)", flush=True)
-    make_server(app, drain_seconds).run(sockets=[listening])
+    server.run(sockets=[listening])
 
 
 def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:

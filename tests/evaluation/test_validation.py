@@ -14,6 +14,7 @@ from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import validation
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, NonFiniteError
+from tests.support.llama_tokenizers import LLAMA_LIKE, PIECES
 
 ROWS = 11
 MESH = {"tpu_size": 8, "cores_per_replica": 4}  # batches of 2
@@ -82,6 +83,16 @@ def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text():
         text.replace("<|endoftext|>", "").encode()
     )
     assert counts[50256:].sum() == 0  # the end-of-text token and the vocabulary's padding
+
+
+@pytest.mark.parametrize("kind", LLAMA_LIKE)
+def test_bytes_of_tokens_count_the_spaces_and_bytes_of_llama_2s(kind):
+    tokenizer, rng = LLAMA_LIKE[kind](), np.random.default_rng(0)
+    text = "a" + "".join(rng.choice(PIECES, 200))
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    counts = bytes_of_tokens(tokenizer, 400)
+    assert counts[tokens].sum() == len(f" {text}".encode())
+    assert not counts[tokenizer.all_special_ids].any()
 
 
 def test_mode_eval_scores_the_newest_checkpoint(small, masked, tmp_path, monkeypatch, capsys):

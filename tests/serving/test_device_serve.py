@@ -263,3 +263,15 @@ def test_limits_are_at_least_1(monkeypatch, capsys, flag):
         device_serve.main()
     assert exit_.value.code == 2
     assert f"argument {flag}: 0 is not a positive integer" in capsys.readouterr().err
+
+
+def test_sigterm_before_the_server_runs_is_not_lost():
+    code = """
+import builtins, signal, sys
+from fastapi import FastAPI
+from mesh_transformer.serving import server
+builtins.print = lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+server.serve(FastAPI(), server.listen("127.0.0.1", 0), 1)
+sys.exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=SECONDS).returncode == 7

@@ -14,6 +14,9 @@ import openai
 import pytest
 
 from mesh_transformer.serving.requests import ChatRequest, CompletionRequest, ContextRequest
+from tests.support.fake_network import FakeNetwork
+from tests.support.live_server import Live
+from tests.support.llama_tokenizers import LLAMA_LIKE
 
 pytest_plugins = ["tests.support.live_fixtures"]
 
@@ -70,6 +73,18 @@ def test_streamed_pieces_are_whole_characters_and_add_up_to_the_answer(live, ech
             if logprobs is not None:
                 for key, values in choice["logprobs"].items():
                     assert [v for piece in mine for v in piece["logprobs"][key]] == values
+
+
+@pytest.mark.parametrize("kind", LLAMA_LIKE)
+def test_without_a_prompt_an_answer_begins_a_text(kind):
+    tokenizer = LLAMA_LIKE[kind]()
+    live = Live(FakeNetwork(range(9), n_vocab=len(tokenizer)), tokenizer, None)
+    try:
+        answer = live.ask(max_tokens=1, echo=True, logprobs=0)
+        assert answer["choices"][0]["logprobs"]["tokens"][0] == "<s>"
+        assert answer["usage"]["prompt_tokens"] == 1
+    finally:
+        live.close()
 
 
 def test_usage_is_reported_at_the_end_of_a_stream(live):
