@@ -456,8 +456,10 @@ class Tokenizer(NamedTuple):
                 "the config key tokenizer"
             ) from None
         added = loaded.added_tokens_decoder
-        own = (number for number in loaded.get_vocab().values() if number not in added)
-        fits = max(own, default=0) < config.n_vocab
+        fits = loaded.vocab_size - len(added) <= config.n_vocab
+        if fits:  # otherwise, the vocabulary, a dict of some MB, need not be made
+            own = (number for number in loaded.get_vocab().values() if number not in added)
+            fits = max(own, default=0) < config.n_vocab
         if not fits and (chosen or must_fit):
             raise InputError(
                 f"tokenizer {source} has {len(loaded)} tokens, more than n_vocab {config.n_vocab}; "

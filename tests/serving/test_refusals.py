@@ -484,9 +484,10 @@ def test_echo_is_decoded_once_outside_the_event_loop(tokenizer, token):
     assert all(text.startswith(tokenizer.decode(prompt)) for text in texts)
     beside = [count for thread, count in counting.decoded if thread.startswith("text")]
     others = [count for thread, count in counting.decoded if not thread.startswith("text")]
-    # Some tens of tokens per prompt token, so proportional to the prompt and not to the answers.
-    assert sum(beside) < 60 * len(prompt)
-    assert sum(others) < 100 * 16
+    # Up to 12 calls of 9 tokens per prompt token: proportional to the prompt, not to the answers.
+    assert sum(beside) < 150 * len(prompt)
+    # The last tokens of the prompt, whatever its length, twice per answer.
+    assert sum(others) < 200 * 16
 
 
 def test_a_refused_prompt_is_not_decoded(tokenizer):
