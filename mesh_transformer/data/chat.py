@@ -255,8 +255,10 @@ class ChatTemplate:
         answers = [message for message in conversation.messages if message["role"] == ANSWERS]
         if not all(map(_counts, answers)):
             if len(spans) != len(answers):
-                found = f"the chat template marks {len(spans)} of {len(answers)} answers"
-                raise BadInputError("template", f"{conversation.where}: {found}, some of weight 0")
+                problem = f"the chat template marks {len(spans)} of {len(answers)} answers"
+                raise BadInputError(
+                    "template", f"{conversation.where}: {problem}, some of weight 0"
+                )
             spans = [span for span, answer in zip(spans, answers, strict=True) if _counts(answer)]
         segments, position = [], 0
         for start, end in spans:

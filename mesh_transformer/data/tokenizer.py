@@ -519,6 +519,10 @@ def byte_decoder() -> dict[str, int]:
     }
 
 
+# The name of a token that is one byte, as in Llama 2's tokenizer.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
 def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
     """Return the number of UTF-8 bytes in each token's text, [n_vocab]; 0 for special tokens."""
     letters, special = byte_decoder(), set(tokenizer.all_special_ids)
@@ -536,7 +540,7 @@ def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
             continue
         if byte_level and all(letter in letters for letter in name):
             counts[number] = len(name)
-        elif not byte_level and re.fullmatch("<0x[0-9A-F]{2}>", name):  # a byte, as Llama 2's
+        elif not byte_level and BYTE_TOKEN.fullmatch(name):
             counts[number] = 1
         else:
             counts[number] = len(tokenizer.decode([*before, number]).encode()) - begin

@@ -403,8 +403,8 @@ class _Generation:
         known = {"until", "do_sample", *NUMBERS}
         for key, value in options.items():
             if expected := _expected(key, value):
-                found = brief(repr(value))
-                raise InputError(f"generation_kwargs: {key} is {found}, expected {expected}")
+                actual = brief(repr(value))
+                raise InputError(f"generation_kwargs: {key} is {actual}, expected {expected}")
             if key not in known | set(BEAM_KEYS) and NEUTRAL.get(key, ()) != value:
                 raise InputError(
                     f"generation_kwargs: {key} is not supported; the supported keys are "

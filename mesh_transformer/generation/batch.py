@@ -216,8 +216,8 @@ class Generator:
         """
         arrays = jax.tree.leaves(weights)
         if self._searched is None or not _identical([x() for x in self._searched[0]], arrays):
-            found = describe_bad_weights(weights, self.mesh)
-            self._searched = [weakref.ref(x) for x in arrays], found
+            result = describe_bad_weights(weights, self.mesh)
+            self._searched = [weakref.ref(x) for x in arrays], result
         return self._searched[1]
 
     def cause(self, weights: Any) -> str | None:

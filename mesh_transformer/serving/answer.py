@@ -1,20 +1,18 @@
 """Conversion of generated tokens to an answer's text, with stop sequences and logprobs."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.special_tokens import beginning, end_tokens, special_tokens
-from mesh_transformer.data.tokenizer import byte_decoder
+from mesh_transformer.data.tokenizer import BYTE_TOKEN, byte_decoder
 from mesh_transformer.generation.text_stream import CONTEXT, TextStream
 from mesh_transformer.serving.engine import Progress, Token
 
 # A token that is only part of a character is written as this prefix and its bytes, as in OpenAI's
 # API.
 PART = "bytes:"
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # the name of a token that is one byte, as in Llama 2's
 Finish = Literal["stop", "length"]
 
 
@@ -87,7 +85,7 @@ class TokenTexts:
         name = self.tokenizer.convert_ids_to_tokens(number)
         if name is None:  # the model's vocabulary may be larger than the tokenizer's
             return f"<|token_{number}|>"
-        if byte := _BYTE.fullmatch(name):
+        if byte := BYTE_TOKEN.fullmatch(name):
             return f"{PART}\\x{byte[1].lower()}"
         byte_of = byte_decoder()
         if not all(letter in byte_of for letter in name):

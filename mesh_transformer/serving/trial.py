@@ -120,15 +120,15 @@ class Trials:
         try:
             connection, process = self._running()
             connection.send(schema)
-            deadline, told = time.monotonic() + PROCESS_SECONDS, False
+            deadline, is_cancelled = time.monotonic() + PROCESS_SECONDS, False
             while not connection.poll(LEFT_SECONDS):
-                if left.is_set() and not told:
+                if left.is_set() and not is_cancelled:
                     connection.send(None)
-                    told = True
+                    is_cancelled = True
                 if time.monotonic() > deadline:
                     process.kill()  # there is an end of file then
             outcome = Outcome(*connection.recv())
-            if told:
+            if is_cancelled:
                 raise LeftError
             return outcome
         except (OSError, EOFError) as error:
