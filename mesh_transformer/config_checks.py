@@ -10,11 +10,21 @@ MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minute
 # Optimizers that update each number by itself.
 ELEMENTWISE = ("adam", "lion", "sgd")
 MOST_SUMMED = (2**31 - 1) // 127**2  # products of 8-bit numbers whose sum fits 32 bits
+LARGEST_FLOAT = 3e38  # of 32 bits
+LONG = ("seed", "anneal_tokens", "warmup_tokens")  # the keys that may be 2**31 or larger
 MATMULS = ("forward", "input_gradients", "weight_gradients")  # the names in `int8_matmuls`
 
 
 def check(c: Any) -> None:
     """Raise InputError if a value is out of range or a size is not divisible as required."""
+    for key, value in dataclasses.asdict(c).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{key} is {value}, expected a finite number")
+        if isinstance(value, float) and abs(value) > LARGEST_FLOAT:
+            raise InputError(f"{key} is {value}, expected at most {LARGEST_FLOAT}")
+        limit = 63 if key in LONG else 31
+        if isinstance(value, int) and value >= 2**limit:
+            raise InputError(f"{key} is {value}, expected less than 2**{limit}")
     positive = (
         "layers d_model n_heads n_vocab seq head_size attention_window tpu_size cores_per_replica "
         "per_replica_batch gradient_accumulation_steps anneal_steps original_bias_copies "
@@ -23,8 +33,6 @@ def check(c: Any) -> None:
     for key in positive.split(" "):
         if getattr(c, key) < 1:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 1")
-        if getattr(c, key) >= 2**31:
-            raise InputError(f"{key} is {getattr(c, key)}, expected less than 2**31")
     if c.layers > MOST_LAYERS:
         raise InputError(f"layers is {c.layers}, expected at most {MOST_LAYERS}")
     at_least_0 = "warmup_steps batch_ramp_steps lr end_lr weight_decay adam_eps z_loss "
@@ -37,18 +45,19 @@ def check(c: Any) -> None:
     for key in (*below_1, *dropouts):
         if not 0 <= getattr(c, key) < 1:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
-    for key, value in dataclasses.asdict(c).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"{key} is {value}, expected a finite number")
-    if not -(2**63) <= c.seed < 2**63:
-        raise InputError(f"seed is {c.seed}, expected -2**63 to 2**63 - 1")
+    if c.seed < -(2**63):
+        raise InputError(f"seed is {c.seed}, expected at least -2**63")
     for key in ("clip_norm", "val_batch_multiplier"):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
-    for key in ("memory_every", "early_stop", "anneal_tokens", "warmup_tokens"):
-        least = int(key != "warmup_tokens")
+    or_null = "total_steps memory_every early_stop anneal_tokens warmup_tokens eval_harness_limit"
+    for key in or_null.split(" "):
+        least = int(key not in ("total_steps", "warmup_tokens"))
         if (value := getattr(c, key)) is not None and value < least:
             raise InputError(f"{key} is {value}, expected at least {least}")
+    for key in ("train_set", "bucket", "model_dir", "tokenizer", "tune_model_path"):
+        if getattr(c, key) == "":
+            raise InputError(f"{key} is an empty string; give a value, or remove the key")
     if c.skip_spikes is not None and c.skip_spikes <= 1:
         raise InputError(f"skip_spikes is {c.skip_spikes}, expected above 1")
     if c.attention_window is not None and c.attention_window > c.seq:
@@ -89,7 +98,7 @@ def _check_training(c: Any) -> None:
     wrong = kind == "wsd" and c.warmup_steps + c.anneal_steps > max(total, 1)
     refuse(kind == "wsd" and not total, f"schedule {kind} needs total_steps; set it")
     refuse(wrong, f"{lengths} exceed total_steps {total}; lower one of them (schedule {kind})")
-    wrong = c.batch_ramp_steps and not 1 <= c.batch_ramp_from <= most
+    wrong = (c.batch_ramp_steps or c.batch_ramp_from < 1) and not 1 <= c.batch_ramp_from <= most
     expected = f"expected 1 to gradient_accumulation_steps ({most})"
     refuse(wrong, f"batch_ramp_from is {c.batch_ramp_from}, {expected}")
     wrong = c.momentum and c.optimizer not in ("muon", "sgd")

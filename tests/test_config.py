@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,11 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"lora_targets": ["q", "q"]}, ["lora_targets is ['q', 'q']", "no duplicates"]),
         ({"lora_targets": []}, ["lora_targets is []", "at least one"]),
         ({"pe_rotary_dims": 0}, ["pe_rotary_dims is 0", "positive even number"]),
-        ({"seed": 2**63}, [f"seed is {2**63}", "expected -2**63 to 2**63 - 1"]),
+        ({"seed": 2**63}, [f"seed is {2**63}", "expected less than 2**63"]),
+        ({"seed": -(2**63) - 1}, [f"seed is {-(2**63) - 1}", "expected at least -2**63"]),
+        ({"total_steps": -5}, ["total_steps is -5", "expected at least 0"]),
+        ({"eval_harness_limit": 0}, ["eval_harness_limit is 0", "expected at least 1"]),
+        ({"batch_ramp_from": 0}, ["batch_ramp_from is 0", "expected 1 to"]),
         ({"d_head": 8}, ['params["d_head"]: use the key head_size']),
         ({"lr": "5e-5"}, ["lr is str '5e-5'", "remove the quotes"]),
         ({"layers": 0}, ["layers is 0", "expected at least 1"]),
@@ -95,6 +100,19 @@ def test_invalid_values_are_reported_with_key_value_and_remedy(changes, parts):
     line = error_line(changes)
     for part in parts:
         assert part in line
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
+def test_absurd_values_are_refused(field):
+    """No key takes numbers too large to compute with, and none of a path an empty one."""
+    annotation = typing.get_type_hints(Config)[field.name]
+    kinds = (annotation, *typing.get_args(annotation))
+    absurd: list[Any] = [2**70] * (int in kinds) + [1e300] * (float in kinds)
+    if field.name in ("train_set", "bucket", "model_dir", "tokenizer", "tune_model_path"):
+        absurd.append("")
+    for value in absurd:
+        line = error_line({field.name: value})
+        assert f"{field.name} is " in line or "tpu_size is " in line  # whose default another key is
 
 
 def test_a_missing_required_key_is_reported():

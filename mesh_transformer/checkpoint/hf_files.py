@@ -23,6 +23,7 @@ from mesh_transformer.checkpoint.stored_tensors import (
     COPY_ADVICE,
     DTYPES,
     StoredTensor,
+    have_equal_values,
     parse_json,
     read_json,
     refuse_pointer,
@@ -112,7 +113,12 @@ def _sharded(
         path = os.path.join(folder, name)
         if os.path.basename(name) != name or not files.is_file(path):
             raise InputError(f"{path} is missing, though {index} names it; {COPY_ADVICE}")
-        stored |= opener(path)
+        for tensor, values in opener(path).items():
+            if not have_equal_values(stored.setdefault(tensor, values), values):
+                raise InputError(
+                    f"{path}: tensor {tensor} has other values in {stored[tensor].path}, and only "
+                    f"one can be right; {COPY_ADVICE}"
+                )
     for name, file in weight_map.items():
         if name not in stored and name not in optional:
             raise InputError(

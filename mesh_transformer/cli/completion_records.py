@@ -10,7 +10,7 @@ A row of a table is a pair or a conversation:
   long for a record is cut into several after answers.
 
 ShareGPT's `conversations`, whose messages have `from` and `value`, and Alpaca's `instruction`,
-`input` and `output` are conversations too.
+`input`, `output` and `history` are conversations too.  A column `system` is their system message.
 
 A record holds the text, the end-of-text token, and padding.  Its features are `input_ids`, `labels`
 (the next tokens) and `input_mask`, which is 1 where the label counts in the loss.
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from mesh_transformer.cli.arguments import Parser, add_record_arguments, input_help
-from mesh_transformer.data.chat import Conversation, read_template
+from mesh_transformer.data.chat import BESIDE, Conversation, read_template
 from mesh_transformer.data.completions import Encoder, Pair, pack_texts
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import (
@@ -48,7 +48,7 @@ from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 SHAREGPT = "conversations"  # the column of messages in ShareGPT's format
-ALPACA = (("instruction", "input", "output"), ("instruction", "output"))
+ALPACA = ("instruction", "output")
 
 
 class Names(NamedTuple):
@@ -114,8 +114,9 @@ def read_texts(
       progress: called repeatedly with the number of bytes read since the previous call.
     """
     flags = "name the columns with --messages-column, or --prompt-column and --completion-column"
-    choices = ((names.messages,), (names.prompt, names.completion), (SHAREGPT,), *ALPACA)
-    for where, value in rows_of(path, Columns(choices, flags), bad, progress):
+    choices = ((names.messages,), (names.prompt, names.completion), (SHAREGPT,), ALPACA)
+    columns = Columns(choices, flags, BESIDE)
+    for where, value in rows_of(path, columns, bad, progress):
         try:
             yield _text(value, where, names)
         except BadInputError as error:
@@ -126,11 +127,11 @@ def _text(value: Any, where: str, names: Names) -> Pair | Conversation:
     """Return the pair or conversation in a row; see `Pair.of` for the errors."""
     keys = value.keys() if isinstance(value, dict) else ()
     if names.messages in keys:
-        return Conversation.of(value[names.messages], where)
+        return Conversation.of(value[names.messages], where, value)
     if not {names.prompt, names.completion} <= set(keys):
         if SHAREGPT in keys:
-            return Conversation.of(value[SHAREGPT], where)
-        if set(ALPACA[-1]) <= set(keys):
+            return Conversation.of(value[SHAREGPT], where, value)
+        if set(ALPACA) <= set(keys):
             return Conversation.of_instruction(value, where)
     return Pair.of(value, where, names.prompt, names.completion)
 

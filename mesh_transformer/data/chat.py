@@ -6,7 +6,7 @@ A chat template is a program in the language Jinja, in the form that transformer
 import json
 import re
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import chain, cycle, pairwise
 from typing import Any, NamedTuple
 
 from mesh_transformer.data.inputs import BadInputError, BadInputHandler
@@ -25,6 +25,8 @@ Message = dict[str, Any]
 ANSWERS = "assistant"  # the role whose messages count in the loss
 # The roles of ShareGPT's messages, which have `from` and `value` for `role` and `content`.
 SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERS, "chatgpt": ANSWERS, "bing": ANSWERS}
+# Columns beside a conversation that are part of its text, or without which it means something else.
+BESIDE = ("system", "input", "history", "tools", "functions")
 SYSTEM = ("system", "developer")  # roles of a message that applies to the whole conversation
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the tag at the beginning of an answer
 # The template for tokenizers without one of their own.
@@ -58,20 +60,24 @@ class Conversation(NamedTuple):
     messages: list[Message]
 
     @classmethod
-    def of(cls, value: Any, where: str) -> "Conversation":
+    def of(cls, value: Any, where: str, row: dict[str, Any] | None = None) -> "Conversation":
         """Return the conversation in a cell of a table, without messages after the last answer.
+
+        The row's column `system`, if it has one, is the system message.
 
         Args:
           value: a list of dicts with the strings `role` and `content` (or `from` and `value`, as
             ShareGPT has them), this list as JSON, or a dict of lists, as early versions of the
             package datasets stored lists of dicts.
           where: the file and the line or row, for error messages.
+          row: all columns of the cell's row.
 
         Raises:
-          BadInputError: if the value is something else, or no message is an answer.
+          BadInputError: if the value is something else, or no message is an answer; if the row has
+            another system message than the conversation, or tools.
         """
         messages = []
-        for entry in _entries(value):
+        for entry in _with_system(_entries(value), row or {}, where):
             message = _message(entry)
             if message is None:
                 keys = f", found the keys {join_keys(entry)}" if isinstance(entry, dict) else ""
@@ -96,7 +102,7 @@ class Conversation(NamedTuple):
         """Return the conversation in a row with Alpaca's columns.
 
         The question is the `instruction` and, if there is one, the `input` after an empty line.
-        The answer is the `output`.
+        The answer is the `output`.  `history` is a list of earlier pairs of question and answer.
 
         Raises:
           BadInputError: if a string is missing, or the question or the answer is empty.
@@ -105,9 +111,11 @@ class Conversation(NamedTuple):
         if not all(isinstance(part, str) for part in parts) or not parts[2] or not any(parts[:2]):
             expected = "expected strings `instruction`, `output` and optionally `input`"
             raise BadInputError("no pair", f"{where}: {expected}; only one of them may be empty")
-        question = "\n\n".join(filter(None, parts[:2]))
-        messages = (("user", question), (ANSWERS, parts[2]))
-        return cls.of([{"role": role, "content": text} for role, text in messages], where)
+        turn = ["\n\n".join(filter(None, parts[:2])), parts[2]]
+        texts = chain(*_history(row.get("history"), where), turn)
+        roles = zip(cycle(("user", ANSWERS)), texts, strict=False)
+        messages = [{"role": role, "content": text} for role, text in roles]
+        return cls.of(messages, where, row)
 
     def parts(
         self, length: Callable[["Conversation"], int], longest: int, bad: BadInputHandler
@@ -156,6 +164,41 @@ def _entries(value: Any) -> list[Any]:
         rows = zip(*value.values(), strict=True)
         return [dict(zip(value, row, strict=True)) for row in rows]
     return value if isinstance(value, list) else [None]
+
+
+def _with_system(entries: list[Any], row: dict[str, Any], where: str) -> list[Any]:
+    """Return the messages of a row, with the row's column `system` as the first one.
+
+    Raises:
+      BadInputError: see `Conversation.of`.
+    """
+    for name in ("tools", "functions"):
+        if row.get(name) not in (None, "", "[]", "null", []):
+            problem = f"{where}: the column {name} would not be in the text; render it yourself"
+            raise BadInputError("no messages", f"{problem} as part of a system message")
+    system = row.get("system")
+    if system is None or system == "":
+        return entries
+    first = _message(entries[0]) if entries else None
+    if first and first["role"] in SYSTEM:
+        if first["content"] == system:
+            return entries
+        problem = "expected one system message, found one in the column system and another one"
+        raise BadInputError("no messages", f"{where}: {problem} in the conversation")
+    return [{"role": "system", "content": system}, *entries]
+
+
+def _history(value: Any, where: str) -> list[Any]:
+    """Return the pairs of questions and answers in Alpaca's column `history`.
+
+    Raises:
+      BadInputError: if it is something else.
+    """
+    turns = [] if value in (None, "") else _entries(value)
+    if not all(isinstance(turn, list) and list(map(type, turn)) == [str, str] for turn in turns):
+        expected = "expected `history` to be a list of pairs, a question and its answer each"
+        raise BadInputError("no pair", f"{where}: {expected}")
+    return turns
 
 
 def _message(value: Any) -> Message | None:

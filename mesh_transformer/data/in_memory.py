@@ -1,5 +1,6 @@
 """Training batches from NumPy arrays, datasets and iterables, instead of from record sets."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any, Literal
@@ -8,7 +9,7 @@ import numpy as np
 
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.record_set import Row
-from mesh_transformer.util import InputError, join_keys
+from mesh_transformer.util import InputError, brief, join_keys
 
 BATCHES_AHEAD = 2
 _EXPECTED = (
@@ -224,13 +225,13 @@ def _kind(data: Any, length: int, name: str) -> Literal["text", "items", "iterab
 def _row(item: Any) -> Row:
     """Convert an item of the data to the arrays of a sequence."""
     if isinstance(item, Mapping):  # such as a tokenizer's BatchEncoding
-        row = {key: np.asarray(item[key]) for key in item if item[key] is not None}
+        row = {key: _array(item[key]) for key in item if item[key] is not None}
         if "input_ids" in row and "obs" not in row:
             row = _hugging_face_row(row)
     elif isinstance(item, tuple) and len(item) == 2:
-        row = _masked(np.asarray(item[0]), np.asarray(item[1]))
+        row = _masked(_array(item[0]), _array(item[1]))
     else:
-        tokens = np.asarray(item)
+        tokens = _array(item)
         row = {"obs": tokens[:-1], "target": tokens[1:]} if tokens.ndim == 1 else {}
     if not {"obs", "target"} <= row.keys() or any(array.ndim != 1 for array in row.values()):
         shape = getattr(item, "shape", None)
@@ -241,6 +242,19 @@ def _row(item: Any) -> Row:
         lengths = ", ".join(f"{len(array)} ({name})" for name, array in row.items())
         raise InputError(f"an item of data has arrays of different lengths: {lengths}")
     return row
+
+
+def _array(value: Any) -> np.ndarray:
+    """Return the array of a sequence's tokens, or of what goes with them.
+
+    Raises:
+      InputError: if it is not an array of numbers, such as a list of lists of different lengths.
+    """
+    with contextlib.suppress(ValueError):
+        array = np.asarray(value)
+        if array.dtype.kind in "biuf":
+            return array
+    raise InputError(f"an item of data has {brief(repr(value))}; {_EXPECTED}")
 
 
 def _masked(obs: np.ndarray, target: np.ndarray) -> Row:

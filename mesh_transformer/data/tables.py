@@ -36,10 +36,12 @@ class Columns(NamedTuple):
       choices: tuples of names.  The first tuple is read whose columns are all in the table; all
         columns if there are no tuples.
       remedy: what a user can do if the table lacks the columns, for the error message.
+      optional: names of columns that are read as well if the table has them.
     """
 
     choices: tuple[tuple[str, ...], ...]
     remedy: str
+    optional: tuple[str, ...] = ()
 
     def among(self, names: list[str], path: str) -> tuple[str, ...]:
         """Return the columns to read from the table at `path`, whose columns are `names`.
@@ -51,7 +53,8 @@ class Columns(NamedTuple):
             return tuple(names)
         for choice in self.choices:
             if set(choice) <= set(names):
-                return choice
+                others = (name for name in self.optional if name in names and name not in choice)
+                return (*choice, *others)
         missing = ", nor ".join(" and ".join(choice) for choice in self.choices)
         raise InputError(
             f"{path} has no column {missing}; it has {', '.join(names) or 'none'}: {self.remedy}"

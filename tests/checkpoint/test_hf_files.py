@@ -214,6 +214,21 @@ def test_error_names_a_missing_shard_or_tensor(tmp_path):
     assert_refused(tmp_path, "index.json has no mapping `weight_map`")
 
 
+def test_a_tensor_with_other_values_in_another_shard_is_refused(tmp_path):
+    arrays = random_arrays(0)
+    write(tmp_path, arrays, 1)
+    values = json.loads((tmp_path / f"{SINGLE}.index.json").read_text())["weight_map"]
+    first, last = min(values.values()), max(values.values())
+    (name,) = (name for name, file in values.items() if file == first)
+    (other,) = load_file(tmp_path / last).items()
+    again = as_torch(arrays[name]).clone()
+    save_file(dict([other, (name, again)]), tmp_path / last)
+    assert_same(read_all(tmp_path), arrays)  # equal ones are no contradiction
+    again.view(torch.uint8).view(-1)[0] ^= 1
+    save_file(dict([other, (name, again)]), tmp_path / last)
+    assert_refused(tmp_path, f"{last}: tensor {re.escape(name)} has other values in .*{first}")
+
+
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0a" * 32 + "\nsize 548105171\n"
 )

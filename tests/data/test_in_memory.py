@@ -247,6 +247,9 @@ def test_validation_reads_every_token_of_an_array_once():
             [[1, 2, 3], ([1, 2], [2, 3])],
             "some items of data have loss_mask, obs, target and some obs",
         ),
+        ([[1, [2, 3]]] * 2, "an item of data has [1, [2, 3]]; expected an array of"),
+        ([([1, None], [None, 2])] * 2, "an item of data has [1, None]; expected an array of"),
+        ([{"input_ids": [1, 2], "labels": ["1", "2"]}] * 2, "an item of data has ['1', '2']; "),
         ([[1, 2, 3], [1, 2]], "items of data have 1 and 2 positions; give equal lengths"),
     ],
 )

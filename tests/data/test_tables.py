@@ -363,6 +363,69 @@ def test_columns_of_sharegpt_and_alpaca_are_conversations(tmp_path, kind):
     assert len(set(made.values())) == 1
 
 
+@pytest.mark.parametrize("kind", ["in.jsonl", "in.parquet", "in.arrow", "in.csv"])
+def test_columns_beside_a_conversation_are_part_of_it(tmp_path, kind):
+    generator, number = np.random.default_rng(7), 12
+    systems = [f"speak {n}" if n % 3 else "" for n in range(number)]
+    turns = [
+        [[f"q{n}{i}", f"a{n}{i}"] for i in range(generator.integers(1, 4))] for n in range(number)
+    ]
+    messages = [
+        [{"role": "system", "content": system}] * bool(system)
+        + [
+            {"role": role, "content": text}
+            for turn in conversation
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]
+        for system, conversation in zip(systems, turns, strict=True)
+    ]
+    without = [[m for m in each if m["role"] != "system"] for each in messages]
+    sharegpt = [[{"from": m["role"], "value": m["content"]} for m in each] for each in without]
+    is_csv = kind == "in.csv"  # cells are texts
+    cell = json.dumps if is_csv else lambda value: value
+    rows = {
+        "messages": [{"messages": cell(each)} for each in messages],
+        "apart": [
+            {"messages": cell(each), "system": s} for each, s in zip(without, systems, strict=True)
+        ],
+        "sharegpt": [
+            {"system": s, "conversations": cell(each), "tools": "[]"}
+            for each, s in zip(sharegpt, systems, strict=True)
+        ],
+        "alpaca": [
+            {"instruction": q, "history": cell(history), "output": a, "system": s}
+            for (*history, (q, a)), s in zip(turns, systems, strict=True)
+        ],
+    }
+    made = {}
+    for name, each in rows.items():
+        source, out = write(tmp_path / name, kind, each), tmp_path / name / "out"
+        completion_records.main([str(source), "set", "--output-dir", str(out), "--seq", "128"])
+        made[name] = (out / f"set_{number}.tfrecords").read_bytes()
+    assert len(set(made.values())) == 1
+
+
+def test_columns_that_cannot_be_part_of_a_conversation_are_refused(tmp_path):
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    system = {"role": "system", "content": "one"}
+    alpaca = {"instruction": "q", "output": "a"}
+    refused = [
+        ({"messages": [system, *chat], "system": "two"}, "one system message"),
+        ({"messages": chat, "tools": [{"name": "f"}]}, "the column tools would not be in the text"),
+        ({"conversations": chat, "functions": "[{}]"}, "the column functions would not be"),
+        *(
+            (alpaca | {"history": h}, "`history` to be a list of pairs")
+            for h in (3, "[3]", [["q"]])
+        ),
+    ]
+    for row, message in refused:
+        source = write(tmp_path, "in.jsonl", [row])
+        with pytest.raises(InputError, match=f"in.jsonl: line 1: .*{message}"):
+            completion_records.main([str(source), "set", "--output-dir", str(tmp_path / "out")])
+    source = write(tmp_path, "in.jsonl", [{"messages": [system, *chat], "system": "one"}])
+    completion_records.main([str(source), "set", "--output-dir", str(tmp_path / "out")])
+
+
 def test_each_file_of_a_pattern_and_each_split_of_a_dataset_makes_a_set(tmp_path, capsys):
     rows = [{"text": text} for text in texts(60)]
     data = tmp_path / "data"
