@@ -174,8 +174,9 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     base = args.tune_model_path or config.tune_model_path
     if args.fresh_opt and base is None:
         raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
-    if base is not None and args.mode in TRAIN_MODES:
-        config = _based_on(base, folder, config)
+    if base is None or args.mode in EVAL_MODES:
+        base = args.tune_model_path or folder
+    config = _based_on(base, folder, config)
     if args.mode == "train" and config.watched_set is not None:
         raise InputError(
             f"--mode train does not score {config.watched_set}, which keep_best and early_stop "
@@ -196,7 +197,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
 
 
 def _based_on(path: str, folder: str, config: Config) -> Config:
-    """Return the config of a run that fine-tunes the model at `path`, with its `end_tokens`.
+    """Return the config of a run that uses the model at `path`, with its `end_tokens`.
 
     A config that sets `end_tokens` keeps its own.  If the model is gone, which does not matter to a
     run that resumes, they are those of the run's checkpoint in `folder`.
@@ -250,18 +251,23 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
 
     Raises:
       InputError: if none of --config, --model and --model-path is given, if --version is given
-        without --config, or if the config or the model folder is invalid.
+        without --config, if the config or the model folder is invalid, or if the config names
+        another tokenizer than the model's.
     """
     described = args.config is not None or args.model is not None
     if not described and (args.model_path is None or args.version is not None):
         raise InputError("give --config or --model-path (--version requires --config)")
     changes = settings(args)
-    config = load_config(args, args.version) if described else None
-    if config is None and changes:
-        from mesh_transformer.checkpoint.source import Source
+    if described:
+        config = load_config(args, args.version)
+        path = args.model_path or config.model_folder()
+        # A tokenizer that is chosen by --set may replace the model's own.
+        return path, config if "tokenizer" in changes else _based_on(path, path, config)
+    if not changes:
+        return args.model_path, None
+    from mesh_transformer.checkpoint.source import Source
 
-        config = Source(args.model_path).config.replace(**changes)
-    return args.model_path or (config.model_folder() if config else ""), config
+    return args.model_path, Source(args.model_path).config.replace(**changes)
 
 
 def add_key_arguments(parser: argparse.ArgumentParser):

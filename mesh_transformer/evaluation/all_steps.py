@@ -1,5 +1,6 @@
 """Evaluation of all checkpoints of a model folder, for `--mode eval_all`."""
 
+import hashlib
 import json
 import math
 import os
@@ -7,7 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mesh_transformer.config import Config
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.evaluation.validation import Scores
 from mesh_transformer.network import TrainableNetwork
@@ -25,8 +25,9 @@ def evaluate_all(
 
     The rows are also appended to `evaluations.jsonl` in the folder.  Steps that have a row already
     are not evaluated again, so a stopped evaluation continues where it stopped.  A row counts only
-    if it was made with the same config keys for validation sets and lm-eval tasks.  Damaged steps
-    are reported and skipped.
+    if the step has not been saved anew since, and if it was made with the same batch size and the
+    same config keys for validation sets, lm-eval tasks and precision.  Damaged steps are reported
+    and skipped.
 
     Args:
       folder: the model folder.
@@ -36,17 +37,19 @@ def evaluate_all(
       InputError: if the config has neither validation sets nor lm-eval tasks, or the folder has no
         steps or cannot be written.
     """
-    config = network.config
     evaluation = validation.Evaluation(network)
-    path, settings = os.path.join(folder, NAME), _settings(config)
+    path, settings = os.path.join(folder, NAME), _settings(network)
     rows = _rows(path)
-    known = {row["step"]: row for row in rows if row.get("settings") == settings}
+    known = {
+        (row["step"], row.get("state")): row for row in rows if row.get("settings") == settings
+    }
     steps = saved_steps()
     if not steps:
         raise InputError(f"--mode eval_all: {folder} has no step_<N> folders; give a model folder")
     table, damaged = _Table(), 0
     for step in steps:
-        row = known.get(step)
+        state = _state(folder, step)
+        row = known.get((step, state))
         if row is None:
             try:
                 network.load(os.path.join(folder, f"step_{step}"), only_params=True)
@@ -56,18 +59,31 @@ def evaluate_all(
                 damaged += 1  # or deleted, by a run that is in progress
                 print(f"step {step} is skipped: {error}", file=sys.stderr)
                 continue
-            row = {"step": step} | _values(*evaluation.run(network)) | {"settings": settings}
+            row = {"step": step} | _values(*evaluation.run(network))
+            row |= {"settings": settings, "state": state}
             rows.append(row)
             _write(path, rows)
         table.print(row)
     print(f"{path}: {len(steps) - damaged} steps evaluated, {damaged} skipped")
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """Return the config keys on which a row's values depend."""
-    keys = ("val_set", "val_batches", "val_batch_multiplier", "seq")
-    keys += ("eval_harness_tasks", "eval_harness_limit")
-    return {key: getattr(config, key) for key in keys}
+def _settings(network: TrainableNetwork) -> dict[str, Any]:
+    """Return what a row's values depend on, besides the step: config keys, and the batch size."""
+    keys = ("val_set", "val_batches", "seq", "eval_harness_tasks", "eval_harness_limit")
+    keys += ("tokenizer", "end_tokens", "dtype", "weight_bits", "int8_cache")
+    settings = {key: getattr(network.config, key) for key in keys}
+    return settings | {"val_batch": validation.batch_size(network)}
+
+
+def _state(folder: str, step: int) -> str | None:
+    """Return a digest of a step's checksums, which differ if the step is saved again; None if it
+    has none."""
+    path = os.path.join(folder, f"step_{step}", "checksums.json")
+    try:
+        with files.open_file(path) as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except OSError:
+        return None
 
 
 def _values(scores_by_set: dict[str, Scores], results: dict[str, Any] | None) -> dict[str, float]:

@@ -2,11 +2,15 @@
 
 import argparse
 import json
+from functools import partial
 
+import jax
 import pytest
 
 from mesh_transformer.cli.arguments import (
     add_tpu_arguments,
+    model_arguments,
+    model_parser,
     positive,
     refuse_tpu_arguments,
     run_arguments,
@@ -14,6 +18,7 @@ from mesh_transformer.cli.arguments import (
     tpu_arguments,
 )
 from mesh_transformer.config import Config
+from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
@@ -70,6 +75,34 @@ def test_mode_train_does_not_validate(tmp_path, capsys):
     for key, value in (("keep_best", "val"), ("early_stop", 3)):
         with pytest.raises(InputError, match="--mode train does not score val, which keep_best"):
             options("train", val_set="a.index", **{key: value})
+
+
+def test_a_config_with_another_tokenizer_than_the_models_is_refused(tmp_path):
+    """In all modes and commands; `end_tokens` that it lacks are the model's."""
+    values = SMALL | {"layers": 1, "n_vocab": 260, "tokenizer": "bytes", "total_steps": 3}
+    network = CausalTransformer(values | {"end_tokens": [7]}, devices=jax.devices()[:1])
+    network.save(tmp_path / "model")
+    network.close()
+    own, other = tmp_path / "own.json", tmp_path / "other.json"
+    own.write_text(json.dumps(values))
+    other.write_text(json.dumps(values | {"tokenizer": "gpt2"}))
+    line = "model was created with the tokenizer bytes, which gives other tokens than gpt2; use one"
+
+    def run(config, mode="train_and_eval") -> Config:
+        words = ("--config", str(config), "--model-dir", str(tmp_path / "model"), "--mode", mode)
+        return run_arguments(run_parser(None).parse_args(words))[0]
+
+    def model(config, *words: str) -> Config | None:
+        words = ("--config", str(config), "--model-path", str(tmp_path / "model"), *words)
+        return model_arguments(model_parser(None).parse_args(words))[1]
+
+    for read in (model, run, *(partial(run, mode=mode) for mode in ("eval", "eval_all"))):
+        with pytest.raises(InputError, match=line):
+            read(other)
+        config = read(own)
+        assert config is not None
+        assert config.end_tokens == [7]
+    assert model(other, "--set", "tokenizer=gpt2") == Config.load(str(other))
 
 
 @pytest.mark.parametrize(

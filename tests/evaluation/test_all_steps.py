@@ -122,6 +122,32 @@ def test_a_stopped_evaluation_continues(folder, evaluate, monkeypatch):
         assert len(calls) == 9
 
 
+def test_a_row_counts_only_for_the_state_and_the_settings_that_it_was_made_with(
+    folder, evaluate, monkeypatch
+):
+    calls = []
+
+    def scored(network, *_, **__):
+        calls.append(network)
+        return validation.Scores(1.0, 1, 1, 1)
+
+    monkeypatch.setattr(validation, "score", scored)
+    evaluate()
+    evaluate()
+    assert len(calls) == 4
+    network = CausalTransformer(str(folder / "config.json"), devices=jax.devices()[:1])
+    network.step = 10
+    shutil.rmtree(folder / "model" / "step_10")
+    network.save(str(folder / "model"))
+    network.close()
+    for _ in range(2):
+        evaluate()
+        assert len(calls) == 5
+    for number, change in enumerate(("per_replica_batch=2", "weight_bits=8", "dtype=bfloat16"), 1):
+        evaluate("--set", change)
+        assert len(calls) == 5 + 4 * number
+
+
 def test_damaged_and_deleted_steps_are_skipped(folder, evaluate, monkeypatch, capsys):
     damage_step(folder / "model" / "step_10")
     load = CausalTransformer.load
