@@ -174,12 +174,14 @@ def read_index(index_path: str) -> list[str]:
 def _resolve(entry: str, index_path: str) -> str:
     """Return the path of the record file that an entry (line) of an index names.
 
-    A relative path is resolved against the working directory if the file exists there, and
-    otherwise against the folder of the index.
+    A relative path is resolved against the folder of the index, beside which `records` writes,
+    or, if the file exists only there, against the working directory.
     """
-    if "://" in entry or os.path.isabs(entry) or os.path.exists(entry):
+    if "://" in entry or os.path.isabs(entry):
         return entry
-    return os.path.join(os.path.dirname(index_path), entry)
+    beside = os.path.join(os.path.dirname(index_path), entry)
+    is_beside = "/" not in entry if is_uri(index_path) else os.path.exists(beside)
+    return entry if os.path.exists(entry) and not is_beside else beside
 
 
 def size(source: str, path: str) -> int:

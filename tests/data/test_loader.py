@@ -127,22 +127,28 @@ def test_resume_reads_nothing_before_the_position(index, tmp_path):
     np.testing.assert_array_equal(take(load(index, 1, restore_state=state), 4), expected)
 
 
-def test_relative_paths_are_looked_up_in_the_working_directory_first(tmp_path, monkeypatch):
+def test_relative_paths_are_looked_up_beside_the_index_first(tmp_path, monkeypatch):
+    """A file of the same name in the working directory may be of another record set."""
     in_working_directory, beside_index = np.zeros((2, SEQ + 1)), np.ones((2, SEQ + 1))
     (tmp_path / "data").mkdir()
-    write_records(str(tmp_path / "data" / "a.tfrecords"), beside_index.astype(int))
     (tmp_path / "data" / "a.index").write_text("a.tfrecords\n\n")
     monkeypatch.chdir(tmp_path)
-    np.testing.assert_array_equal(take(load("data/a.index", 2), 1), beside_index)
     write_records("a.tfrecords", in_working_directory.astype(int))
     np.testing.assert_array_equal(take(load("data/a.index", 2), 1), in_working_directory)
+    write_records(str(tmp_path / "data" / "a.tfrecords"), beside_index.astype(int))
+    np.testing.assert_array_equal(take(load("data/a.index", 2), 1), beside_index)
+    # As the original's indexes, which list paths relative to the working directory.
+    (tmp_path / "data" / "b.index").write_text("data/a.tfrecords\n")
+    np.testing.assert_array_equal(take(load("data/b.index", 2), 1), beside_index)
 
 
-def test_a_uri_is_read_through_tensorflows_file_system(index, files, tmp_path):
+def test_a_uri_is_read_through_tensorflows_file_system(index, files, tmp_path, monkeypatch):
     # TensorFlow's in-memory file system takes the place of gs://; the calls are the same.
     gfile = tensorflow().io.gfile
     for name, number in (("a", 0), ("b", 2)):
         gfile.copy(str(tmp_path / f"part_{number}.tfrecords"), f"ram://bucket/{name}.tfrecords")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b.tfrecords").write_text("of another record set")
     with gfile.GFile("ram://bucket/some.index", "w") as index:
         index.write("ram://bucket/a.tfrecords\nb.tfrecords\n")
     expected = np.concatenate([files[0], files[2]])
