@@ -4,6 +4,7 @@ The defaults follow the original's example of the same name: GPT-J-6B's 8 shards
 """
 
 import argparse
+import itertools
 import time
 
 from mesh_transformer.util import InputError, run_script
@@ -52,24 +53,26 @@ def main() -> None:
     devices = args.devices
     config = config.replace(cores_per_replica=devices, tpu_size=devices, early_cast=early_cast)
 
+    from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens
     from mesh_transformer.data.tokenizer import Tokenizer
     from mesh_transformer.transformer_shard import load
 
     tokenizer = Tokenizer.of(None, config, must_fit=True).loaded
     began = time.perf_counter()
     network = load(args.model_path, config)
-    count = network.mesh.size
-    seconds = time.perf_counter() - began
+    count, seconds = network.mesh.size, time.perf_counter() - began
     print(f"loaded onto {count} device{'s' if count > 1 else ''} in {seconds:.1f} s")
 
-    prompt = tokenizer(args.prompt)["input_ids"] or [tokenizer.eos_token_id]
+    prompt = prompt_tokens(tokenizer, args.prompt)
     tokens = np.tile(np.array(prompt), (args.samples, 1))
     options = {"top_p": 0.9, "temp": 0.75, "seed": args.seed + np.arange(args.samples)}
     began = time.perf_counter()
     answers = network.generate(tokens, np.full(args.samples, len(prompt)), args.length, options)
     print(f"{answers.size} tokens in {time.perf_counter() - began:.1f} s, compilation included")
-    for answer in answers:
-        print(f"\n{args.prompt}{tokenizer.decode(answer)}")
+    ends = end_tokens(tokenizer, network.config)
+    for answer in answers.tolist():
+        text = itertools.takewhile(lambda token: token not in ends, answer)
+        print(f"\n{args.prompt}{tokenizer.decode(list(text), skip_special_tokens=True)}")
 
 
 if __name__ == "__main__":

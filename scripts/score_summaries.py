@@ -6,6 +6,7 @@ model and input always give the same scores.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -27,7 +28,7 @@ from mesh_transformer.cli.machines import running_model
 from mesh_transformer.data.completions import Pair
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files
-from mesh_transformer.data.special_tokens import prompt_tokens
+from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")
@@ -78,7 +79,7 @@ def summaries(network: Any, tokenizer: Any, prompts: Sequence[str], length: int)
             group = order[begin : begin + network.batch_size]
             rows = [np.array(tokens[index][-room:]) for index in group]
             for index, row in zip(group, continued(network, rows, length, tokenizer), strict=True):
-                texts[index] = tokenizer.decode(row)
+                texts[index] = tokenizer.decode(row, skip_special_tokens=True)
             bar.update(len(group))
     return texts
 
@@ -86,21 +87,22 @@ def summaries(network: Any, tokenizer: Any, prompts: Sequence[str], length: int)
 def continued(
     network: Any, prompts: Sequence[np.ndarray], length: int, tokenizer: Any
 ) -> Iterator[list[int]]:
-    """Yield the tokens generated after each prompt of a batch, up to the end-of-text token.
+    """Yield the tokens generated after each prompt of a batch, up to one that ends answers.
 
-    The end-of-text token is not included.
+    That token is not included.
     """
     from mesh_transformer.generation.sampling import sampler_settings
     from mesh_transformer.generation.stream import stream_tokens
 
-    end, settings = tokenizer.eos_token_id, sampler_settings({"temp": 0}, len(prompts))
+    ends = end_tokens(tokenizer, network.config)
+    settings = sampler_settings({"temp": 0}, len(prompts))
     batch, rows = network.batch(network.batch_size), np.empty((len(prompts), 0), np.uint32)
     for new in stream_tokens(batch, prompts, length, settings, most=STEPS):
         rows = np.concatenate([rows, new], axis=1)
-        if (rows == end).any(axis=1).all():
+        if np.isin(rows, list(ends)).any(axis=1).all():
             break
     for row in rows.tolist():
-        yield row[: row.index(end)] if end in row else row
+        yield list(itertools.takewhile(lambda token: token not in ends, row))
 
 
 def scored(references: Sequence[str], candidates: Sequence[str]) -> dict[str, dict[str, float]]:

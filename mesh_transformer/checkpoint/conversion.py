@@ -22,6 +22,7 @@ from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Format, Source, check_format, other_format
 from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.config import Config
+from mesh_transformer.data.same_tokenizer import check_encoding
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -153,7 +154,8 @@ def convert(
       target_kind: the format of `target`.  "peft" is only for adapters, which the other formats
         merge into their base model.
       target: the model folder, step_N or Hugging Face folder to write, which must not exist yet.
-      config: the model's config (default: the one stored in the source).
+      config: the model's config (default: the one stored in the source).  Without `tokenizer`, its
+        tokenizer must be the source's, unless `target_kind` is "original", which stores none.
       shards: the number of shards to write, if `target_kind` is "original", the format of
         mesh-transformer-jax (default: the config's cores_per_replica).
       dtype: the dtype to cast the parameters to (default: their own).
@@ -179,6 +181,8 @@ def convert(
         if target_kind == "peft":
             return _export_adapters(opened, target, base, dtype)
         described = opened.base(base) if opened.kind == "peft" else opened
+        if config is not None and tokenizer is None and target_kind != "original":
+            check_encoding(described.tokenizer, None, config.tokenizer, described.path)
         config = (config or described.config).merged()
         config = described.with_end_tokens(config)
         if source_kind == "hf" and target_kind == "original":

@@ -138,6 +138,11 @@ def main(arguments: list[str] | None = None) -> None:
         check_tokenizer(args.train, changes["tokenizer"])
     changes |= settings(args)
     corpus, held_out = set_size(args.train), set_size(args.val) if args.val else None
+    if base is not None and base.pe == "fixed" and source.kind != "hf" and corpus.seq < base.seq:
+        raise InputError(
+            f"--base {args.base}: the model has learned {base.seq} positions, but the records have "
+            f"{corpus.seq} tokens; recreate them with --seq {base.seq}"
+        )
     if not args.topology:
         print("measuring this machine ...", file=sys.stderr)
     device = recipe.device_of(slice_named(args.topology) if args.topology else this_machine())

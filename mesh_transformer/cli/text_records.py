@@ -42,6 +42,7 @@ from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import InputSet, find_set, find_sets, format_counts, left_out
 from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
 from mesh_transformer.data.same_tokenizer import encoding
+from mesh_transformer.data.tfrecords import check_set_name
 from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
 from mesh_transformer.storage.access import check_bucket, is_uri
 from mesh_transformer.storage.files import is_file, open_file, upload
@@ -336,7 +337,10 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(options.tokenizer)
     if tokenizer.eos_token is None:
         raise InputError(f"tokenizer {options.tokenizer} has no end-of-text token; give another")
-    for name, inputs in input_sets(options).items():
+    sets = input_sets(options)
+    for name in sets:
+        check_set_name(name)
+    for name, inputs in sets.items():
         make_set(argparse.Namespace(**vars(options) | {"name": name}), inputs, tokenizer)
     if line := left_out(options.input_path, FILE_TYPES):
         print(line)

@@ -171,6 +171,16 @@ def read_index(index_path: str) -> list[str]:
     return entries
 
 
+def check_set_name(name: str) -> None:
+    """Raise InputError if an index could not list record files of this name, one per line."""
+    last = os.path.basename(name)
+    if last.splitlines() != [last] or last != last.strip():
+        raise InputError(
+            f"the name of the record set is {name!r}, expected one line that neither begins nor "
+            "ends with a space; give another NAME"
+        )
+
+
 def _resolve(entry: str, index_path: str) -> str:
     """Return the path of the record file that an entry (line) of an index names.
 
@@ -461,8 +471,9 @@ def write_set(
       `val_set`), and the number of records.
 
     Raises:
-      InputError: if a file cannot be written.
+      InputError: if the name has line ends, or a file cannot be written.
     """
+    check_set_name(name)
     folder, index = os.fspath(folder), f"{name}.index"
     try:
         with files.output_folder(folder) as local:

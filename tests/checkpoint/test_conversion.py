@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import device_sample
 import mesh_transformer
@@ -29,6 +31,7 @@ from mesh_transformer.checkpoint.host_arrays import FLOATS, in_memory
 from mesh_transformer.checkpoint.source import FORMATS, Source
 from mesh_transformer.cli import convert as convert_command
 from mesh_transformer.config import Config
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, StoppedError, run_script
 from tests.checkpoint.test_hf_config import word_tokenizer
@@ -482,6 +485,9 @@ def test_tokenizer_flag_replaces_the_models_tokenizer(formats, config, tmp_path,
     convert("hf", own, "native", native)
     assert f"the new checkpoint uses the tokenizer in {own}: keep it" in capsys.readouterr().out
     assert Source(native).config.tokenizer == str(own)
+    message = f"native was created with the tokenizer {own}, which gives other tokens than gpt2"
+    for kind in ("hf", "native"):
+        assert_refused(message, "native", native, kind, tmp_path / "end", "--config", config[0])
     shutil.move(own, tmp_path / "moved")
     message = (
         f"tokenizer {own}: no such folder; .* if the model's own tokenizer is gone, "
@@ -630,6 +636,36 @@ def test_scripts_exit_with_status_2_and_one_line(formats, config, tmp_path, monk
         assert error.startswith("error: ")
         assert error.count("\n") == 1
         assert (large in error) == (model == arguments or formats["native"] in arguments)
+
+
+def test_the_resharding_example_continues_a_prompt_up_to_a_token_that_ends_answers(
+    tmp_path, monkeypatch, capsys
+):
+    """The prompt has no special token after it, whatever the tokenizer adds."""
+    folder = tmp_path / "tokenizer"
+    made: Any = load_tokenizer("bytes")
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", made.eos_token_id)]
+    )
+    made.save_pretrained(folder)
+    values = {"layers": 1, "d_model": 32, "n_heads": 2, "n_vocab": 260, "dtype": "float32"}
+    (tmp_path / "c.json").write_text(json.dumps(values | {"tokenizer": str(folder)}))
+    seen = []
+
+    def generate(tokens, *_):
+        seen.append(tokens.tolist())
+        return np.array([[*b"cd", 9, *b"ef"], [*b"gh", made.eos_token_id, 9, 9]])
+
+    def load(_, config):
+        mesh = SimpleNamespace(size=1)
+        return SimpleNamespace(mesh=mesh, config=config.replace(end_tokens=[9]), generate=generate)
+
+    monkeypatch.setattr("mesh_transformer.transformer_shard.load", load)
+    flags = ["--config", tmp_path / "c.json", "--prompt", "ab", "--samples", 2]
+    monkeypatch.setattr(sys, "argv", ["resharding_example.py", *map(str, flags)])
+    resharding_example.main()
+    assert seen == [[[*b"ab"]] * 2]
+    assert capsys.readouterr().out.endswith("\nabcd\n\nabgh\n")
 
 
 def test_unknown_formats_are_refused(tmp_path):

@@ -7,13 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mesh_transformer.checkpoint import native_state
 from mesh_transformer.cli import new_config, new_tokenizer, text_records
 from mesh_transformer.cli.arguments import run_arguments, run_parser
 from mesh_transformer.config import Config
 from mesh_transformer.data.record_set import RecordSet, SetSize, set_size
 from mesh_transformer.data.tfrecords import write_records
 from mesh_transformer.mesh.accelerators import GIB, Hardware
-from mesh_transformer.model import flops
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.model import flops, transformer
 from mesh_transformer.performance import recipe as library
 from mesh_transformer.performance.recipe import SIZES, Device, device_of, recipe
 from mesh_transformer.performance.scaling import sequences_per_step
@@ -207,6 +209,22 @@ def test_the_base_may_have_any_format(tmp_path, capsys):
         assert json.loads(output.read_text())["tune_model_path"] == str(base)
         line = f"next: mesh-transformer train --config {output}\n"
         assert capsys.readouterr().out.endswith(line)
+
+
+def test_a_native_base_that_has_learned_its_positions_needs_records_of_its_length(tmp_path):
+    train = write_set(tmp_path, "train")
+    for seq in (SEQ, 2 * SEQ):
+        config = Config(layers=1, d_model=64, n_heads=4, n_vocab=64, block="gpt2", seq=seq)
+        declared = transformer.declarations(config)
+        params = map_declared(lambda d: np.zeros(d.shape, np.float32), declared)
+        state = {"params": params, "step": np.zeros((), np.int32)}
+        native_state.write(str(tmp_path / f"base{seq}"), state, config)
+    arguments = ["--train", train, "--topology", "v3-8", "--output", tmp_path / "my.json"]
+    line = f"the model has learned {2 * SEQ} positions, but the records have {SEQ} tokens; recreate"
+    with pytest.raises(InputError, match=line):
+        call(*arguments, "--base", tmp_path / f"base{2 * SEQ}")
+    call(*arguments, "--base", tmp_path / f"base{SEQ}")
+    assert Config.load(str(tmp_path / "my.json")).seq == SEQ
 
 
 def test_the_tokenizer_is_that_of_the_records(tmp_path, monkeypatch):

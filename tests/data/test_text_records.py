@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from mesh_transformer.cli import completion_records
 from mesh_transformer.cli import text_records as script
 from mesh_transformer.data import documents as text_documents
 from mesh_transformer.data.record_set import Position, RecordSet
@@ -190,6 +191,15 @@ def test_every_format_gives_the_same_records(tmp_path, documents, tokenizer, nam
     actual = create(tmp_path, "--preserve-data-order", source=name)
     expected = expected_sequences([documents], tokenizer, shuffled=False)
     np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "x/a\u2028", " a", "a "])
+def test_names_that_an_index_cannot_list_are_refused(tmp_path, name):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "completion": "b", "text": "c"}\n')
+    for main in (script.main, completion_records.main):
+        with pytest.raises(InputError, match="the name of the record set is "):
+            main([str(tmp_path / "in.jsonl"), name, "--output-dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_only_known_files_of_a_folder_are_read_in_order_of_name(tmp_path, documents, tokenizer):

@@ -2,9 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from mesh_transformer.config import Config
+from mesh_transformer.data.tokenizer import load_tokenizer
 from scripts import score_summaries
 from tests.support.pages import reader
 
@@ -26,6 +31,23 @@ def test_scores_match_rouge_computed_by_hand():
     lines = score_summaries.table(results, 3).splitlines()
     assert lines[0].startswith("3 examples ")
     assert [line.split()[0] for line in lines[1:]] == ["ROUGE-1", "ROUGE-2", "ROUGE-L"]
+
+
+def test_summaries_end_at_each_token_that_ends_answers(monkeypatch):
+    tokenizer: Any = load_tokenizer("bytes")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|think|>"]})
+    turn, think = 257, 258
+    config = Config(layers=1, d_model=8, n_heads=1, n_vocab=259, seq=16, end_tokens=[turn])
+    network = SimpleNamespace(config=config, batch_size=2, batch=lambda rows: None)
+    made = [[*b"ab", turn, *b"cd"], [think, *b"x", tokenizer.eos_token_id, *b"yz"]]
+
+    def stream(_, prompts, *arguments, **options):
+        for column in zip(*made[: len(prompts)], strict=True):
+            assert column[0] != ord("d")  # both have ended
+            yield np.array(column)[:, None]
+
+    monkeypatch.setattr("mesh_transformer.generation.stream.stream_tokens", stream)
+    assert score_summaries.summaries(network, tokenizer, ["long", "p"], 5) == ["ab", "x"]
 
 
 @pytest.mark.slow
