@@ -52,7 +52,7 @@ def check(c: Any) -> None:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
     or_null = "total_steps memory_every early_stop anneal_tokens warmup_tokens eval_harness_limit"
     for key in or_null.split(" "):
-        least = int(key not in ("total_steps", "warmup_tokens"))
+        least = int(key != "warmup_tokens")
         if (value := getattr(c, key)) is not None and value < least:
             raise InputError(f"{key} is {value}, expected at least {least}")
     for key in ("train_set", "bucket", "model_dir", "tokenizer", "tune_model_path"):

@@ -80,7 +80,7 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"pe_rotary_dims": 0}, ["pe_rotary_dims is 0", "positive even number"]),
         ({"seed": 2**63}, [f"seed is {2**63}", "expected less than 2**63"]),
         ({"seed": -(2**63) - 1}, [f"seed is {-(2**63) - 1}", "expected at least -2**63"]),
-        ({"total_steps": -5}, ["total_steps is -5", "expected at least 0"]),
+        ({"total_steps": 0}, ["total_steps is 0", "expected at least 1"]),
         ({"eval_harness_limit": 0}, ["eval_harness_limit is 0", "expected at least 1"]),
         ({"batch_ramp_from": 0}, ["batch_ramp_from is 0", "expected 1 to"]),
         ({"d_head": 8}, ['params["d_head"]: use the key head_size']),

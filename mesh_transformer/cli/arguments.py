@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from mesh_transformer.config import Config
@@ -174,9 +175,9 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     base = args.tune_model_path or config.tune_model_path
     if args.fresh_opt and base is None:
         raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
-    if base is None or args.mode in EVAL_MODES:
-        base = args.tune_model_path or folder
-    config = _based_on(base, folder, config)
+    base = args.tune_model_path if args.mode in EVAL_MODES else base
+    existing = [] if getattr(args, "new", False) else [folder]  # --new deletes the run there
+    config = _based_on([*filter(None, [base]), *existing], config)
     if args.mode == "train" and config.watched_set is not None:
         raise InputError(
             f"--mode train does not score {config.watched_set}, which keep_best and early_stop "
@@ -196,22 +197,21 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     return config, folder, options
 
 
-def _based_on(path: str, folder: str, config: Config) -> Config:
-    """Return the config of a run that uses the model at `path`, with its `end_tokens`.
+def _based_on(paths: Sequence[str], config: Config) -> Config:
+    """Return the config for using the model at the first of some paths that has one.
 
-    A config that sets `end_tokens` keeps its own.  If the model is gone, which does not matter to a
-    run that resumes, they are those of the run's checkpoint in `folder`.
+    The model's `end_tokens` are used, unless the config sets its own.
 
     Raises:
       InputError: if the model has another tokenizer than the config.
     """
     from mesh_transformer.data.same_tokenizer import check_encoding
 
-    own = _stored(path)
-    if own is not None:
-        check_encoding(own.tokenizer, None, config.tokenizer, f"the model {path}")
-    own = own or _stored(folder)
-    return config if own is None else own.with_end_tokens(config, same_tokenizer=True)
+    for path in paths:
+        if source := _stored(path):
+            check_encoding(source.tokenizer, None, config.tokenizer, f"the model {path}")
+            return source.with_end_tokens(config, same_tokenizer=True)
+    return config
 
 
 def _stored(path: str) -> "Source | None":
@@ -262,7 +262,7 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
         config = load_config(args, args.version)
         path = args.model_path or config.model_folder()
         # A tokenizer that is chosen by --set may replace the model's own.
-        return path, config if "tokenizer" in changes else _based_on(path, path, config)
+        return path, config if "tokenizer" in changes else _based_on([path], config)
     if not changes:
         return args.model_path, None
     from mesh_transformer.checkpoint.source import Source

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mesh_transformer.cli.arguments import (
@@ -142,6 +143,13 @@ def names_of(args: argparse.Namespace, config: Config) -> dict[str, int]:
     return names
 
 
+def ends_of(adapters: "Iterable[Source]") -> dict[int, list[int]]:
+    """Return the `end_tokens` of the configs of adapters, numbered from 1, if they have any."""
+    # Adapters in the format of the package peft have no config of their own.
+    own = ((number, source) for number, source in enumerate(adapters, 1) if source.step is not None)
+    return {number: ids for number, source in own if (ids := source.config.end_tokens)}
+
+
 def draft_of(args: argparse.Namespace, config: Config) -> "Source | None":
     """Return the checkpoint of the draft that --draft names; None without the flag.
 
@@ -217,7 +225,10 @@ def main() -> None:
             )
             engine.warm_up(wait=False)
             max_tokens = args.max_tokens or network.config.window
-            service = Service(names, engine, tokenizer, metrics, max_tokens, chat, args.any_name)
+            ends = ends_of(map(Source, folders))
+            service = Service(
+                names, engine, tokenizer, metrics, max_tokens, chat, args.any_name, ends
+            )
             log = sys.stderr if args.log_requests else None
             app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host], log)
             serve(app, socket, args.drain_seconds)

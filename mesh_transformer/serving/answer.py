@@ -23,6 +23,7 @@ class TokenTexts:
       end: the id of the end-of-text token or, if the tokenizer has none, of another special token
         that ends an answer; None if no such token does.
       ends: the ids of all tokens that end an answer.
+      ends_of: {number of an adapter: the ids of those that end its answers}, where they differ.
       special: {id: name} of the special tokens, which are no part of an answer's text.
       first: the ids of the special tokens that the tokenizer puts before a text.
       longest: length of the longest token with a space, which may not be a part of it.
@@ -32,6 +33,7 @@ class TokenTexts:
         """Args: config: the model's config, which may name more tokens that end an answer."""
         self.tokenizer = tokenizer
         self.ends = end_tokens(tokenizer, config)
+        self.ends_of: dict[int, frozenset[int]] = {}
         self.special, self.first = special_tokens(tokenizer), beginning(tokenizer)
         self.end: int | None = tokenizer.eos_token_id
         if self.end is None:
@@ -63,7 +65,7 @@ class TokenTexts:
         return self.tokenizer.decode(numbers, clean_up_tokenization_spaces=False)
 
     def ends_with(
-        self, stop: Sequence[str], *, ends: bool, formatted: bool = False
+        self, stop: Sequence[str], *, ends: bool, formatted: bool = False, adapter: int = 0
     ) -> frozenset[int]:
         """Return the ids of the tokens that end an answer with the stop sequences `stop`.
 
@@ -72,11 +74,12 @@ class TokenTexts:
         Args:
           ends: whether the tokens that usually end an answer do.
           formatted: whether the answer has a format, in which ordinary tokens are always text.
+          adapter: the number of the answer's adapter; 0 for none.
         """
         named = frozenset(number for number, name in self.special.items() if name in stop)
         if formatted:
             return named | (self.ends & self.special.keys())
-        return named | (self.ends if ends else frozenset())
+        return named | (self.ends_of.get(adapter, self.ends) if ends else frozenset())
 
     def _word(self, number: int) -> str:
         word = self.text([*self._other, number])[len(self.text(self._other)) :]

@@ -13,13 +13,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel
 
 from mesh_transformer.data.chat import ANSWERS
-from mesh_transformer.data.special_tokens import prompt_tokens
+from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens
 from mesh_transformer.generation.prompts import longest_text
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.serving import engine as engines
@@ -63,6 +64,7 @@ class Service:
       template: function from messages to the text of a prompt, which raises InputError for messages
         that it refuses (see `ChatTemplate.prompt`); None for a model that cannot chat.
       any_name: whether all other names mean the model without an adapter.
+      ends: {number of an adapter: the `end_tokens` of its config}, for those whose config has some.
     """
 
     def __init__(
@@ -74,12 +76,15 @@ class Service:
         most_tokens: int,
         template: Callable[..., str] | None = None,
         any_name: bool = False,
+        ends: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ):
         self.name, self.names = next(iter(names)), names
         self._any_name = any_name
         self.engine = engine
         self.metrics = metrics
         self.words = TokenTexts(tokenizer, engine.network.config)
+        own = end_tokens(tokenizer, None)
+        self.words.ends_of = {number: own | frozenset(ids) for number, ids in ends.items()}
         self.most_tokens = most_tokens
         self.template = template
         self.created = int(time.time())
@@ -364,7 +369,10 @@ class Completion:
         groups = [[index] for index in indices] if length else [list(indices)]
         score = self._echo and (self._with_logprobs or not length)
         stop = self._service.words.ends_with(
-            body.stops, ends=not body.ignore_eos, formatted=form is not None
+            body.stops,
+            ends=not body.ignore_eos,
+            formatted=form is not None,
+            adapter=options[0].adapter,
         )
         for group in groups:
             request = engines.Request(

@@ -98,8 +98,7 @@ def train(
     tune_model_path = config.tune_model_path if tune_model_path is None else tune_model_path
     total = config.require_to_train(max_steps)
     if total < 1:
-        key = "total_steps" if max_steps is None else "--max-steps"
-        raise InputError(f"{key} is {total}, expected at least 1")
+        raise InputError(f"--max-steps is {total}, expected at least 1")
     saved = False
     val_sets = config.val_set if val_sets is None else val_sets
     agreement = agreement or Agreement()

@@ -84,13 +84,15 @@ def test_a_config_with_another_tokenizer_than_the_models_is_refused(tmp_path):
     network.save(tmp_path / "model")
     network.close()
     own, other = tmp_path / "own.json", tmp_path / "other.json"
+    parser = run_parser(None)
+    parser.add_argument("--new", action="store_true")
     own.write_text(json.dumps(values))
     other.write_text(json.dumps(values | {"tokenizer": "gpt2"}))
     line = "model was created with the tokenizer bytes, which gives other tokens than gpt2; use one"
 
     def run(config, mode="train_and_eval") -> Config:
         words = ("--config", str(config), "--model-dir", str(tmp_path / "model"), "--mode", mode)
-        return run_arguments(run_parser(None).parse_args(words))[0]
+        return run_arguments(parser.parse_args(words))[0]
 
     def model(config, *words: str) -> Config | None:
         words = ("--config", str(config), "--model-path", str(tmp_path / "model"), *words)
@@ -103,6 +105,8 @@ def test_a_config_with_another_tokenizer_than_the_models_is_refused(tmp_path):
         assert config is not None
         assert config.end_tokens == [7]
     assert model(other, "--set", "tokenizer=gpt2") == Config.load(str(other))
+    words = ["--config", str(other), "--model-dir", str(tmp_path / "model"), "--new"]
+    assert run_arguments(parser.parse_args(words))[0] == Config.load(str(other))
 
 
 @pytest.mark.parametrize(

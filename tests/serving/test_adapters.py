@@ -3,8 +3,13 @@
 import numpy as np
 import pytest
 
+from mesh_transformer.checkpoint import native_state
+from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.cli import serve as command
+from mesh_transformer.config import Config
 from mesh_transformer.generation.blocks import Blocks, Pool, of_adapter
+from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.model import transformer
 from mesh_transformer.util import InputError
 
 pytest_plugins = ["tests.support.live_fixtures"]
@@ -35,6 +40,29 @@ def test_the_network_gets_the_adapter_of_each_request(live):
         answer = live.http.post("/v1/embeddings", json={"input": "a", "model": model})
         assert answer.json()["model"] == model
         assert live.network.calls[-1] == ("embed", 16, "mean", *own)
+
+
+def test_answers_end_at_the_end_tokens_of_their_adapter(serve, live):
+    answer = live.network.answer(live.tokenizer("Hello")["input_ids"], 5, 40)
+    end = answer[7]
+    own = serve(network={"window": 256}, adapters=["tuned", "other"], ends={2: [end]})
+    for model in ("fake", "tuned", "other"):
+        (choice,) = own.ask(prompt="Hello", model=model, seed=5, max_tokens=40)["choices"]
+        kept = answer[: answer.index(end)] if model == "other" else answer
+        assert choice["text"] == live.tokenizer.decode(kept)
+        assert choice["finish_reason"] == ("stop" if model == "other" else "length")
+
+
+def test_the_end_tokens_of_native_adapters_are_read(tmp_path):
+    for number, ends in enumerate((None, [7, 9])):
+        config = Config(layers=1, d_model=16, n_heads=1, n_vocab=32, lora_rank=2, end_tokens=ends)
+        declared = transformer.trained(config)
+        params = map_declared(lambda d: np.zeros(d.shape, np.float32), declared)
+        state = {"params": params, "step": np.zeros((), np.int32)}
+        native_state.write(str(tmp_path / str(number)), state, config)
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "adapter_config.json").write_text("{}")
+    assert command.ends_of(Source(tmp_path / str(n)) for n in (0, 1, 2)) == {2: [7, 9]}
 
 
 def test_kept_beginnings_belong_to_one_adapter(live):

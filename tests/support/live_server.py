@@ -32,12 +32,19 @@ class Live:
         template = read_template(tokenizer, options.pop("template", None))
         names = dict.fromkeys(options.pop("names", ["fake"]), 0)
         names |= {name: number for number, name in enumerate(options.pop("adapters", ()), 1)}
-        any_name = options.pop("any_name", False)
+        any_name, ends = options.pop("any_name", False), options.pop("ends", {})
         self.network = network
         self.tokenizer = tokenizer
         self.engine = Engine(network, metrics, **options)
         self.service = Service(
-            names, self.engine, tokenizer, metrics, 500, template and template.prompt, any_name
+            names,
+            self.engine,
+            tokenizer,
+            metrics,
+            500,
+            template and template.prompt,
+            any_name,
+            ends,
         )
         listening = listen("127.0.0.1", 0)
         self.address = listening.getsockname()
