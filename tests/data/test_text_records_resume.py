@@ -93,6 +93,7 @@ def test_run_that_is_stopped_and_resumed_writes_the_same_bytes(
         assert create(source, out, *options) == expected, place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "characters"])
 def test_run_that_leaves_out_and_cleans_documents_is_resumed_after_any_save(
     tmp_path, monkeypatch, tokenizer, kind

@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.support import made_tasks
 from tests.support.pages import reader
@@ -10,6 +12,7 @@ from tests.support.pages import reader
 MODEL = {"layers": 1, "d_model": 32, "n_heads": 4, "n_vocab": 64, "seq": 32, "pe_rotary_dims": 8}
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
     with reader(tmp_path, monkeypatch) as person:
         tokenizer = made_tasks.save_tokenizer(tmp_path / "tokenizer")

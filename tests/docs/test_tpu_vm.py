@@ -35,6 +35,7 @@ def test_the_page_on_a_tpu_vm_runs(tmp_path, monkeypatch, capsys):
     assert "EleutherAI is" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_page_on_gpus_runs(tmp_path, monkeypatch, capsys):
     with reader(tmp_path, monkeypatch, ("6B_roto_256.json",), **TINY, seq=64) as person:
         write_original(Config.load("configs/6B_roto_256.json"))

@@ -4,12 +4,15 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 from mesh_transformer.performance import recipe
 from tests.support.pages import reader
 
 WORDS = ("the", "king", "and", "queen", "of", "France", "shall", "speak", "no more", "to night")
 
 
+@pytest.mark.slow
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recipe, "SIZES", (recipe.Size("tiny", 1, 32, 4, 3e-3),))
     monkeypatch.setattr(recipe, "CPU_SLOWDOWN", 1e9)  # the time limit allows for one step only

@@ -69,7 +69,7 @@ def network_of(checkpoints, place, **changes: Any) -> CausalTransformer:
     return network
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("checkpoints", "place"),
     [
@@ -114,6 +114,7 @@ def test_each_row_generates_as_the_model_with_its_adapter_merged(checkpoints, pl
     network.close()
 
 
+@pytest.mark.slow
 @ONE
 def test_a_row_does_not_depend_on_the_adapters_of_others(checkpoints):
     network = network_of(checkpoints, MESHES[0])
@@ -131,6 +132,7 @@ def test_a_row_does_not_depend_on_the_adapters_of_others(checkpoints):
     network.close()
 
 
+@pytest.mark.slow
 @ONE
 def test_adapters_are_not_quantized_with_the_model(checkpoints):
     exact, network = (network_of(checkpoints, MESHES[0], int8_weights=x) for x in (False, True))
@@ -143,6 +145,7 @@ def test_adapters_are_not_quantized_with_the_model(checkpoints):
         model.close()
 
 
+@pytest.mark.slow
 @ONE
 def test_adapters_are_applied_to_a_model_in_4_bits(checkpoints):
     """Its answers are those of the rounded matrices with the exact adapters."""
@@ -186,6 +189,7 @@ def test_adapters_that_are_not_finite_are_refused_and_named(checkpoints, tmp_pat
         each.close()
 
 
+@pytest.mark.slow
 @ONE
 def test_wrong_adapters_are_one_line(checkpoints, tmp_path):
     block, base, paths = checkpoints

@@ -20,7 +20,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("place", "speculate"),
     [(PLACES[0], False), (PLACES[1], True), (PLACES[2], False), (PLACES[0], True)],
@@ -68,6 +68,7 @@ def test_only_allowed_tokens_are_generated_and_other_rows_stay_as_they_are(place
         free.insert(range(ROWS), prompts, lengths, settings)  # for the next row
 
 
+@pytest.mark.slow
 def test_no_limit_changes_no_bit():
     """Also of the logprobs, although the program is another one."""
     config = small_config()

@@ -210,6 +210,7 @@ def test_blocks_are_neither_shared_nor_kept_if_not_wanted():
     assert blocks.available == 4
 
 
+@pytest.mark.slow
 def test_other_rows_generate_between_the_parts_of_a_prompt_without_a_pool():
     """The first part fills the cache, so the idle row has no room for what it writes."""
     network = CausalTransformer(small_config(seq=1024, layers=1), devices=jax.devices()[:1])

@@ -182,6 +182,7 @@ def compiled_decode(
     return compiled.as_text(), compiled.memory_analysis()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("place", [PLACES[1], PLACES[2]])
 @pytest.mark.parametrize(
     "changes", [{}, {"weight_bits": 8, "int8_cache": True}, {"weight_bits": 4, "d_model": 256}]
@@ -300,6 +301,7 @@ def test_inserted_rows_generate_the_same_tokens_as_alone(place):
         assert answer == generate_alone(single, prompt, limit, **option)
 
 
+@pytest.mark.slow
 def test_sampled_tokens_are_draws_from_logits_of_a_full_pass():
     """Apply the sampler to logits without a cache, with the same seed and number of tokens."""
     config = small_config()
@@ -317,6 +319,7 @@ def test_sampled_tokens_are_draws_from_logits_of_a_full_pass():
     assert actual[0].tolist() != actual[1].tolist()
 
 
+@pytest.mark.slow
 def test_equal_prompts_get_different_answers():
     """In one call and in several; with a seed, they are repeatable, and those of single rows."""
     network, prompts = network_of(small_config()), np.ones((4, 6), int)
@@ -379,6 +382,7 @@ def test_released_rows_generate_nothing_and_their_settings_are_ignored(monkeypat
     assert not biases.any()  # greedy, without a filter, a penalty or a bias
 
 
+@pytest.mark.slow
 def test_a_growing_cache_gives_the_same_tokens_as_a_large_one(monkeypatch):
     config = small_config(seq=64)
     network = network_of(config)

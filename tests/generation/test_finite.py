@@ -176,6 +176,7 @@ def with_bad_token(way: str = "one device", **changes: Any) -> CausalTransformer
     return network
 
 
+@pytest.mark.slow
 def test_only_the_rows_that_overflow_lack_a_token():
     network, rng = with_bad_token(), np.random.default_rng(1)
     prompts = [rng.integers(TOKEN + 1, network.config.n_vocab, 6) for _ in range(4)]

@@ -127,7 +127,7 @@ def config_of(block: str, **changes: Any) -> Config:
     return small_config(block=block, d_model=4 * G, weight_bits=4, **changes)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "place"),
     [

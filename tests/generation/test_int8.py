@@ -126,7 +126,7 @@ def test_logits_of_the_original_models_change_little(variant):
     assert 0 < error < 0.02 * np.std(expected)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "place"),
     [("gptj", PLACES[1]), ("geglu", PLACES[2]), ("gpt2", PLACES[1]), ("neox", PLACES[2])],

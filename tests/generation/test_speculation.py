@@ -108,7 +108,7 @@ def add_draft(network, config, folder):
     network.add_draft(folder)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "changes"),
     [
@@ -147,7 +147,7 @@ def test_a_draft_changes_no_token(place, changes, tmp_path):
         assert steps == 2 * -(-(max(lengths) - 1) // (2 * (1 + guesses)))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [PLACES[0], PLACES[1]])
 def test_calls_that_do_not_guess_leave_the_draft_in_step(place, tmp_path):
     """The cache grows too, and the draft is added when only the weights are left."""

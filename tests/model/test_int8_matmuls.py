@@ -69,6 +69,7 @@ def trained(config: Config, steps: int = 1) -> tuple[CausalTransformer, dict[str
     return network, metrics[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
 def test_the_compiler_partitions_as_on_one_device(block):
     """Scales of whole rows, also where mp splits them."""
@@ -93,6 +94,7 @@ def test_written_out_collectives_stay_as_they_are():
     assert [count for loop in layer if (count := len(activations(loop)))] == [1, 1]
 
 
+@pytest.mark.slow
 def test_evaluation_and_generation_are_not_rounded():
     config = Config(**(SMALL | {"int8_matmuls": ALL}))
     rounded, _ = trained(config)

@@ -218,6 +218,7 @@ def test_gpt_j_adapters_train_less_than_5_percent_of_the_state():
     assert trained_bytes(config) < 0.05 * trained_bytes(config.merged())
 
 
+@pytest.mark.slow
 def test_a_merged_export_has_the_logits_of_the_adapters(runs, tmp_path):
     folder, config = runs
     adapted = load(folder / "adapters", config)

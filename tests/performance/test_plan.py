@@ -225,6 +225,7 @@ def test_a_plan_counts_two_4_bit_weights_per_byte():
     assert "4-bit weights" in four.table()
 
 
+@pytest.mark.slow
 def test_a_plan_for_generation_with_a_cache_in_blocks():
     """Attention's loop runs once per 256 positions of a row."""
     config = small(cores_per_replica=2, per_replica_batch=2, seq=1024)
@@ -247,6 +248,7 @@ def test_a_plan_for_generation_with_a_cache_in_blocks():
         plan.decode_plan(config, slice_named("cpu-2"), cache_tokens=1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_tokens", [None, 4096])
 def test_a_plan_for_generation_with_guesses(cache_tokens):
     """Looked up, and from a draft with its own heads, whose cache is as long as the model's."""

@@ -65,7 +65,7 @@ def strictly(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_every_answer_is_an_error_that_names_the_weights(value):
     live = serve(("layers", "layer/q", "w"), (0, 3, 5), value, warm=True)

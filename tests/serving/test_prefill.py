@@ -32,14 +32,14 @@ def networks(request):
     return Networks(config, devices, adapters)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(5))
 def test_features_change_no_bit_in_fixed_shapes(networks, seed):
     features, different, _ = compare(networks, seed)
     assert not different, features
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("guesser", ["draft", "itself"])
 def test_a_draft_changes_no_bit_in_fixed_shapes(networks, guesser):
     features, different, _ = compare(networks, 11, guesser)
@@ -71,7 +71,7 @@ def test_all_guesses_of_the_model_as_its_own_draft_are_right(networks, temp):
     assert value("right_guesses") == value("guessed_tokens")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("networks", [(1, False, 0), (4, False, 2)], indirect=True, scope="module")
 @pytest.mark.parametrize(("seed", "guesser"), [(0, "lookup"), (1, "lookup"), (2, "draft")])
 def test_otherwise_features_change_tokens_only_where_logits_are_nearly_equal(

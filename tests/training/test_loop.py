@@ -906,6 +906,7 @@ def relative_difference(actual_folder: Path, expected_folder: Path, first: int) 
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_position_in_the_data_says_so(base, tmp_path, capsys):
     folder, values = base
     network = CausalTransformer(Config(**values), init=False)

@@ -114,6 +114,7 @@ def test_a_skipped_step_changes_nothing(kind):
         jax.tree.map(np.testing.assert_array_equal, after[key], before[key])
 
 
+@pytest.mark.slow
 @offloads
 def test_checkpoints_do_not_depend_on_offload(kind, tmp_path):
     """A run saved with offload resumes without, and one saved without resumes with it."""
@@ -136,6 +137,7 @@ def test_checkpoints_do_not_depend_on_offload(kind, tmp_path):
         second.close()
 
 
+@pytest.mark.slow
 def test_evaluation_and_generation_read_parameters_from_host_memory():
     config = config_of(CASES[0], "params")
     batch = {key: rows[0] for key, rows in random_batch(config, 1, 8).items()}
@@ -150,6 +152,7 @@ def test_evaluation_and_generation_read_parameters_from_host_memory():
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+@pytest.mark.slow
 def test_adapters_of_a_model_in_host_memory(tmp_path):
     """Their base is recognised, and texts have the same scores as without offload."""
     config = config_of(CASES[0], "none").replace(zero=0, skip_nonfinite=False)

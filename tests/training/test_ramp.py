@@ -59,6 +59,7 @@ def test_every_record_is_read_once_and_resuming_is_exact(tmp_path, columns):
         reader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("partitioning", "zero", "masked"),
     [

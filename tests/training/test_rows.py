@@ -115,6 +115,7 @@ def test_another_batch_is_refused_unless_its_keys_have_changed(values, tmp_path,
     )
 
 
+@pytest.mark.slow
 def test_a_resumption_with_another_cores_per_replica_keeps_the_batch(tmp_path):
     sizes = {"layers": 1, "tpu_size": 8, "cores_per_replica": 4, "per_replica_batch": 2}
     config = Config(**(SMALL | sizes | {"total_steps": 2, "ckpt_every": 1}))

@@ -71,6 +71,7 @@ def test_an_update_without_a_counted_target_changes_only_the_step(way):
     assert any(not np.array_equal(*pair) for pair in zip(before, values(network), strict=True))
 
 
+@pytest.mark.slow
 def test_an_update_without_a_counted_target_adds_no_norm_to_the_window():
     network = network_of("virtual mesh")
     assert network.state is not None
