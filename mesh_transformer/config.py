@@ -5,13 +5,13 @@ import difflib
 import json
 import os
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from mesh_transformer import old_names
 from mesh_transformer.config_checks import check
-from mesh_transformer.families import BLOCKS, PRESETS, Block, with_preset
+from mesh_transformer.families import BLOCKS, PRESETS, Block
 from mesh_transformer.storage.mappings import read_mapping
 from mesh_transformer.util import InputError, describe, mismatch, without_paths
 
@@ -39,7 +39,115 @@ LISTED = "`mesh-transformer keys` lists the keys"  # the end of errors about unk
 
 
 @dataclass(frozen=True)
-class Config:
+class Architecture:
+    """The config keys that describe a network: a preset sets them, and checkpoints compare them."""
+
+    # Model.
+    layers: int  # number of transformer layers
+    d_model: int  # width of the residual stream
+    n_heads: int  # attention heads per layer
+    n_vocab: int  # rows of the embedding: the tokenizer's vocabulary, possibly padded
+    seq: int = 2048  # tokens per sequence
+    # The kind of layer; see `families.BLOCKS`.  None: gptj in version 1, geglu in version 2.
+    block: Literal["gptj", "geglu", "gpt2", "neox"] | None = None
+    norm: Norm = "layernorm"  # of each layer's input
+    # Position embedding: rotary, learned ("fixed") or T5's bias.  None: fixed in block gpt2, else
+    # rotary.
+    pe: Literal["rotary", "fixed", "t5"] | None = None
+    pe_rotary_dims: int | None = None  # rotated entries of a head.  None: head_size
+    # The entries of a head that are rotated together: neighbours, or one of each half of the
+    # rotated part.  None: halves in block neox, else neighbours.
+    rotary_pairs: Literal["neighbours", "halves"] | None = None
+    head_size: int | None = None  # entries of a head.  None: d_model / n_heads
+    # GELU exactly, or with its tanh approximation.  None: gelu in block neox, else gelu_tanh.
+    activation: Literal["gelu", "gelu_tanh"] | None = None
+    tie_head: bool | None = None  # the output head is the embedding.  None: true in block gpt2
+    # Hugging Face's model type to export as.  None: the block's; codegen is a gptj, too.
+    hf_type: Literal["gptj", "codegen", "gpt2", "gpt_neox"] | None = None
+    attention_window: int | None = None  # positions that a token attends to.  None: seq
+
+    @property
+    def layer_kind(self) -> Block:
+        """The properties of the model's block (see `families.BLOCKS`)."""
+        assert self.block is not None
+        return BLOCKS[self.block]
+
+    @property
+    def d_head(self) -> int:
+        """Size of one attention head (`head_size` with its default filled in)."""
+        assert self.head_size is not None
+        return self.head_size
+
+    @property
+    def d_rotary(self) -> int:
+        """Number of rotated dimensions per head (`pe_rotary_dims` with its default filled in)."""
+        assert self.pe_rotary_dims is not None
+        return self.pe_rotary_dims
+
+    @property
+    def d_ff(self) -> int:
+        """Width of the feed-forward layer."""
+        return 4 * self.d_model
+
+    @property
+    def window(self) -> int:
+        """Maximum number of positions that a query attends to, including its own position."""
+        assert self.attention_window is not None
+        return self.attention_window
+
+
+@dataclass(frozen=True)
+class Model(Architecture):
+    """The config keys that the code in `model/` reads."""
+
+    # Computation.
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
+    attention: Attention = "auto"  # backend for training and scoring (docs/attention.md)
+    remat: Literal["full", "dots", "none"] = "full"  # what the backward pass recomputes
+    loss_chunk: int = 512  # positions per sequence whose logits are in memory at once
+    # The matmuls of the layers that training computes with 8-bit integers: any of "forward",
+    # "input_gradients" and "weight_gradients"; see docs/training.md.
+    int8_matmuls: list[str] = field(default_factory=list, hash=False)
+    z_loss: float = 1e-4  # weight of the z-loss; see `Losses`
+
+    # Dropout: probabilities with which training sets activations to 0 (`model.dropout`).
+    dropout_embedding: float = 0.0  # of the embedding
+    dropout_attention: float = 0.0  # of the attention probabilities
+    dropout_residual: float = 0.0  # of what a layer adds to the residual stream
+
+    # LoRA: only adapters are trained, on top of an existing model (docs/finetune.md).
+    lora_rank: int = 0  # of the adapters; 0: train the whole model
+    lora_alpha: float | None = None  # adapters are scaled by alpha / rank.  None: lora_rank
+    # Matrices with adapters, by their names in `families.BLOCKS`.  None: fused_in in block geglu,
+    # else q and v.
+    lora_targets: list[str] | None = field(default=None, hash=False)
+
+    @property
+    def model(self) -> "Model":
+        """These keys alone; with norm layernorm-desync, whose parameters depend on mp, all keys."""
+        if self.norm == "layernorm-desync":
+            return self
+        return Model(**{field.name: getattr(self, field.name) for field in fields(Model)})
+
+    @property
+    def shards(self) -> int:
+        """Number of shards of the model, on which the parameters of one norm depend."""
+        return 1
+
+    @property
+    def lora_scale(self) -> float:
+        """Factor `lora_alpha / lora_rank`, by which an adapter's output is multiplied."""
+        assert self.lora_alpha is not None
+        return self.lora_alpha / self.lora_rank
+
+    def adapts(self, target: str) -> bool:
+        """Return whether each layer's matrix `target`, such as "q", has a LoRA adapter."""
+        assert self.lora_targets is not None
+        return self.lora_rank > 0 and target in self.lora_targets
+
+
+@dataclass(frozen=True)
+class Config(Model):
     """Configuration of a model and of its training.
 
     The fields are called keys, as in config files.  Every key of the config files of the original
@@ -53,30 +161,6 @@ class Config:
         the remedy.
     """
 
-    # Model.
-    layers: int  # number of transformer layers
-    d_model: int  # width of the residual stream
-    n_heads: int  # attention heads per layer
-    n_vocab: int  # rows of the embedding: the tokenizer's vocabulary, possibly padded
-    seq: int = 2048  # tokens per sequence
-    norm: Norm = "layernorm"  # of each layer's input
-    # Position embedding: rotary, learned ("fixed") or T5's bias.  None: fixed in block gpt2, else
-    # rotary.
-    pe: Literal["rotary", "fixed", "t5"] | None = None
-    pe_rotary_dims: int | None = None  # rotated entries of a head.  None: head_size
-    # The entries of a head that are rotated together: neighbours, or one of each half of the
-    # rotated part.  None: halves in block neox, else neighbours.
-    rotary_pairs: Literal["neighbours", "halves"] | None = None
-    head_size: int | None = None  # entries of a head.  None: d_model / n_heads
-    # The kind of layer; see `families.BLOCKS`.  None: gptj in version 1, geglu in version 2.
-    block: Literal["gptj", "geglu", "gpt2", "neox"] | None = None
-    # GELU exactly, or with its tanh approximation.  None: gelu in block neox, else gelu_tanh.
-    activation: Literal["gelu", "gelu_tanh"] | None = None
-    tie_head: bool | None = None  # the output head is the embedding.  None: true in block gpt2
-    # Hugging Face's model type to export as.  None: the block's; codegen is a gptj, too.
-    hf_type: Literal["gptj", "codegen", "gpt2", "gpt_neox"] | None = None
-    attention_window: int | None = None  # positions that a token attends to.  None: seq
-
     # Partitioning over devices.
     version: Literal[1, 2] = 1  # which of the original's two models; sets defaults of other keys
     # Who inserts the collectives: the library, or XLA.  None: shard_map in version 1, else jit
@@ -89,10 +173,7 @@ class Config:
     # [dp, mp]: results have the bits of this mesh, whatever mesh runs it (docs/same-bits.md).
     virtual_mesh: list[int] | None = field(default=None, hash=False)
     early_collect: bool = True  # used only in version 2, if zero is None
-    attention: Attention = "auto"  # backend for training and scoring (docs/attention.md)
-    remat: Literal["full", "dots", "none"] = "full"  # what the backward pass recomputes
     shard_activations: bool = False  # between layers, split activations over mp by position
-    loss_chunk: int = 512  # positions per sequence whose logits are in memory at once
     # What training keeps in host memory: the optimizer's moments, or also the parameters; see
     # docs/training.md.
     offload: Literal["none", "moments", "params"] = "none"
@@ -105,22 +186,13 @@ class Config:
     tpu_network: str | None = None  # of Google Cloud.  None: the project's default network
     tpu_subnetwork: str | None = None  # of Google Cloud.  None: the network's default
 
-    # Dropout: probabilities with which training sets activations to 0 (`model.dropout`).
-    dropout_embedding: float = 0.0  # of the embedding
-    dropout_attention: float = 0.0  # of the attention probabilities
-    dropout_residual: float = 0.0  # of what a layer adds to the residual stream
-
     # Precision.
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
     early_cast: bool = False  # store parameters in bf16
     # For generation, the bits that the weights are quantized to (docs/generation.md).  None: 8 if
     # int8_weights is true, else they are not quantized.
     weight_bits: Literal[4, 8] | None = None
     int8_weights: bool = False  # older name of weight_bits 8
     int8_cache: bool = False  # for generation, quantize keys and values to 8 bits
-    # The matmuls of the layers that training computes with 8-bit integers: any of "forward",
-    # "input_gradients" and "weight_gradients"; see docs/training.md.
-    int8_matmuls: list[str] = field(default_factory=list, hash=False)
     bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
 
     # Optimizer.
@@ -155,16 +227,8 @@ class Config:
     # steps.
     skip_spikes: float | None = None
     max_skipped: int = 10  # skipped updates in a row after which training stops
-    z_loss: float = 1e-4  # weight of the z-loss; see `Losses`
     original_bias_copies: int = 1  # copies of each bias in the original run; see `Optimizer`
     noise_scale_alpha: float = 0.01  # weight of the newest step in the noise scale's averages
-
-    # LoRA: only adapters are trained, on top of an existing model (docs/finetune.md).
-    lora_rank: int = 0  # of the adapters; 0: train the whole model
-    lora_alpha: float | None = None  # adapters are scaled by alpha / rank.  None: lora_rank
-    # Matrices with adapters, by their names in `families.BLOCKS`.  None: fused_in in block geglu,
-    # else q and v.
-    lora_targets: list[str] | None = field(default=None, hash=False)
 
     # Run.
     total_steps: int | None = None  # updates at which training ends; required to train
@@ -235,35 +299,6 @@ class Config:
         }
 
     @property
-    def layer_kind(self) -> Block:
-        """The properties of the model's block (see `families.BLOCKS`)."""
-        assert self.block is not None
-        return BLOCKS[self.block]
-
-    @property
-    def d_head(self) -> int:
-        """Size of one attention head (`head_size` with its default filled in)."""
-        assert self.head_size is not None
-        return self.head_size
-
-    @property
-    def d_rotary(self) -> int:
-        """Number of rotated dimensions per head (`pe_rotary_dims` with its default filled in)."""
-        assert self.pe_rotary_dims is not None
-        return self.pe_rotary_dims
-
-    @property
-    def d_ff(self) -> int:
-        """Width of the feed-forward layer."""
-        return 4 * self.d_model
-
-    @property
-    def window(self) -> int:
-        """Maximum number of positions that a query attends to, including its own position."""
-        assert self.attention_window is not None
-        return self.attention_window
-
-    @property
     def shards(self) -> int:
         """Number of shards of the model: that of `virtual_mesh`, by default `cores_per_replica`."""
         return self.cores_per_replica if self.virtual_mesh is None else self.virtual_mesh[1]
@@ -298,17 +333,6 @@ class Config:
     def schedule_in_tokens(self) -> bool:
         """Whether the learning rate schedule counts tokens instead of updates."""
         return self.warmup_tokens is not None or self.anneal_tokens is not None
-
-    @property
-    def lora_scale(self) -> float:
-        """Factor `lora_alpha / lora_rank`, by which an adapter's output is multiplied."""
-        assert self.lora_alpha is not None
-        return self.lora_alpha / self.lora_rank
-
-    def adapts(self, target: str) -> bool:
-        """Return whether each layer's matrix `target`, such as "q", has a LoRA adapter."""
-        assert self.lora_targets is not None
-        return self.lora_rank > 0 and target in self.lora_targets
 
     def for_inference(self) -> "Config":
         """Return a copy of this config whose matmuls are those of evaluation and generation."""
@@ -458,6 +482,19 @@ class Config:
         return f"{bucket.rstrip('/')}/{self.model_dir.strip('/')}"
 
 
+def with_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the config keys `values`, with those that describe the model replaced by a preset's.
+
+    Raises:
+      InputError: if there is no preset of this name.
+    """
+    if name not in PRESETS:
+        raise InputError(f"model {name!r} is not a preset; choose one of {', '.join(PRESETS)}")
+    replaced = {field.name for field in fields(Architecture)}
+    replaced |= {"lora_targets", "original_bias_copies", "tokenizer"}  # may not suit the preset
+    return {key: values[key] for key in values if key not in replaced} | PRESETS[name]
+
+
 def _check_known(values: dict[str, Any], where: str) -> None:
     """Raise InputError if a key of `values` is not a config key.
 
@@ -465,7 +502,7 @@ def _check_known(values: dict[str, Any], where: str) -> None:
     """
     if line := old_names.keys_line(values):
         raise InputError(f"{where}: {line}")
-    known = {f.name for f in dataclasses.fields(Config)}
+    known = {f.name for f in fields(Config)}
     for key in values:
         if key not in known:
             hint = _key_hint(key, f"remove it; {LISTED}")

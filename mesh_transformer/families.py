@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from mesh_transformer.util import InputError
-
 
 @dataclass(frozen=True)
 class Block:
@@ -107,20 +105,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "codegen-6b": _codegen(33, 4096, 16),
     "codegen-16b": _codegen(34, 6144, 24),
 }
-# The config keys that a preset determines; those that it does not name have their defaults.
-MODEL_KEYS = {key for preset in PRESETS.values() for key in preset} | {*DEFAULTS}
-MODEL_KEYS |= {"norm", "head_size", "attention_window", "lora_targets", "original_bias_copies"}
-
-
-def with_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the config keys `values`, with those that describe the model replaced by a preset's.
-
-    Raises:
-      InputError: if there is no preset of this name.
-    """
-    if name not in PRESETS:
-        raise InputError(f"model {name!r} is not a preset; choose one of {', '.join(PRESETS)}")
-    return {key: values[key] for key in values if key not in MODEL_KEYS} | PRESETS[name]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 
 from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.config import Config
+from mesh_transformer.model import transformer
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
@@ -285,6 +286,18 @@ def test_only_a_window_smaller_than_seq_must_match_the_model():
     for expected, actual in ((config, narrow), (narrow, config)):
         with pytest.raises(InputError, match=r"^there: its model has attention_window \d+, but "):
             check_same_model(expected, actual.as_dict(), "there")
+
+
+def test_the_model_is_what_its_keys_say():
+    """Programs and declarations that are cached by it serve all configs with the same keys."""
+    config = Config(**SMALL)
+    others = {"lr": 1.0, "seed": 3, "zero": 1, "cores_per_replica": 2, "per_replica_batch": 4}
+    assert config.replace(**others).model == config.model
+    assert transformer.declarations(config.replace(**others)) == transformer.declarations(config)
+    for key, value in {"norm": "rmsnorm", "remat": "dots", "lora_rank": 2}.items():
+        assert config.replace(**{key: value}).model != config.model
+    desync = config.replace(norm="layernorm-desync")  # whose parameters depend on mp
+    assert desync.replace(cores_per_replica=2).model != desync.model
 
 
 def test_numbers_must_be_finite():

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import jax
 import numpy as np
 
 from mesh_transformer.checkpoint.host_arrays import FLOATS
-from mesh_transformer.config import Config
+from mesh_transformer.config import Architecture, Config
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.util import InputError
 
@@ -25,9 +26,12 @@ def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
       where: the checkpoint, for error messages.
     """
     saved_config = Config.from_dict(saved, f"{where}: saved config")
-    keys = ["block", "norm", "pe", "d_model", "n_heads", "head_size", "activation", "tie_head"]
-    if config.pe == "rotary":
-        keys += ["pe_rotary_dims", "rotary_pairs"]
+    free = {"layers", "n_vocab", "seq", "hf_type"}  # the shapes show the first two
+    if config.pe != "rotary":
+        free |= {"pe_rotary_dims", "rotary_pairs"}
+    if all(c.window == c.seq for c in (config, saved_config)):
+        free.add("attention_window")  # by default all of seq, which may change from run to run
+    keys = [field.name for field in fields(Architecture) if field.name not in free]
     # If only the new config has adapters, the saved weights become their base model.  If only the
     # saved one has them, they are merged into their base model.
     if saved_config.lora_rank and config.lora_rank:
@@ -38,13 +42,6 @@ def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
                 f"{where}: its model has {key} {getattr(saved_config, key)!r}, but the config has "
                 f"{getattr(config, key)!r}; use the config that the model was trained with"
             )
-    # By default the window is all of seq, which may change from run to run.
-    chosen = saved_config.window != saved_config.seq or config.window != config.seq
-    if chosen and saved_config.window != config.window:
-        raise InputError(
-            f"{where}: its model has attention_window {saved_config.window}, but the config has "
-            f"{config.window}; use the config that the model was trained with"
-        )
 
 
 def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:

@@ -90,7 +90,7 @@ def groups(source: str | None = None) -> dict[str, list[Key]]:
     lines, comments = source.splitlines(), field_comments(source)
     module = ast.parse(source).body
     aliases = {ast.unparse(n.targets[0]): n.value for n in module if isinstance(n, ast.Assign)}
-    body = next(n.body for n in module if isinstance(n, ast.ClassDef) and n.name == "Config")
+    body = [field for n in module if isinstance(n, ast.ClassDef) for field in n.body]
     found: dict[str, list[Key]] = {}
     title = ""
     for field in body:

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Config, Model
 from mesh_transformer.generation import decode
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.generation.weights import (
@@ -56,7 +56,7 @@ def decode_specs(
 
 
 def compile_weights(
-    config: Config, mesh: Mesh, adapters: Sequence[Config] = ()
+    config: Config, mesh: Mesh, adapters: Sequence[Model] = ()
 ) -> Callable[[Any, Sequence[Any]], Any]:
     """Return a jitted function that converts parameters to the weights for generation.
 

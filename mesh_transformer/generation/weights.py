@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Config, Model
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import lora, matrices, transformer
 from mesh_transformer.model.lora import Adapter
@@ -26,7 +26,7 @@ SCALES = "adapter_scales"  # the key of the result of `scales`
 DRAFT = "draft"  # the key of the weights of the model that guesses tokens, if there is one
 
 
-def joined_config(config: Config, adapters: Sequence[Config]) -> Config:
+def joined_config(config: Config, adapters: Sequence[Model]) -> Config:
     """Return the config of a base model with all adapters joined.
 
     Args:
@@ -49,7 +49,7 @@ def joined_config(config: Config, adapters: Sequence[Config]) -> Config:
     return config.replace(lora_rank=rank, lora_alpha=float(rank), lora_targets=targets)
 
 
-def scales(adapters: Sequence[Config]) -> np.ndarray:
+def scales(adapters: Sequence[Model]) -> np.ndarray:
     """Return the factor of each of the joined columns, f32 [1 + number of adapters, R].
 
     Row 0 is for no adapter, and row n for adapter n, counted from 1.

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Model
 from mesh_transformer.mesh.parallel import Axes, Parallel
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.dropout import DropProbs, drop_at
@@ -210,7 +210,7 @@ class Device(Protocol):
     def device_kind(self) -> str: ...
 
 
-def attention_backend(config: Config, device: Device) -> str:
+def attention_backend(config: Model, device: Device) -> str:
     """Select the backend for attention over whole sequences on devices like `device`.
 
     Raises:
@@ -226,7 +226,7 @@ def attention_backend(config: Config, device: Device) -> str:
     return name
 
 
-def _obstacle(name: str, config: Config, device: Device) -> str | None:
+def _obstacle(name: str, config: Model, device: Device) -> str | None:
     """Return the reason why the backend `name` cannot be used, or None if it can.
 
     The reason is a phrase to follow the backend's name, such as "requires a TPU, ...".
@@ -250,7 +250,7 @@ def _obstacle(name: str, config: Config, device: Device) -> str | None:
     return _dtype_obstacle(config)
 
 
-def _cudnn_obstacle(config: Config, device: Device) -> str | None:
+def _cudnn_obstacle(config: Model, device: Device) -> str | None:
     capability = str(getattr(device, "compute_capability", ""))
     # On AMD GPUs `compute_capability` is a name such as "gfx942", not a number.
     if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", capability):
@@ -300,14 +300,14 @@ def _cudnn_disagrees(head_size: int) -> str | None:
     return None if difference < 0.1 else f"differs from 'xla' by {difference:.2g} on this machine"
 
 
-def _dtype_obstacle(config: Config) -> str | None:
+def _dtype_obstacle(config: Model) -> str | None:
     if config.dtype == "bfloat16":
         return None
     return f"supports only bfloat16, but dtype is {config.dtype!r}"
 
 
 def attend_function(
-    config: Config, par: Parallel, length: int, text_BT: Array | None
+    config: Model, par: Parallel, length: int, text_BT: Array | None
 ) -> Attend | None:
     """Return a function that computes causal attention over whole sequences.
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.config import Config
 from mesh_transformer.mesh.parallel import Parallel
 
 # Drops attention probabilities: (probs_BHTS, first query position, first key position) -> probs.
@@ -28,16 +27,17 @@ def drop_at(drop: DropProbs, query: int, key: int) -> Callable[[Array], Array]:
     return lambda probs_BHTS: drop(probs_BHTS, query, key)
 
 
-def sequence_keys(config: Config, step: Array, shape: tuple[int, int]) -> Array:
+def sequence_keys(seed: int, step: Array, shape: tuple[int, int]) -> Array:
     """Return the PRNG keys of the sequences of an update, [A, B].
 
     Args:
+      seed: the config's seed.
       step: number of completed updates.
       shape: (A, B), where B counts the sequences of all replicas.
     """
-    seed = jax.random.fold_in(jax.random.key(config.seed), DROPOUT)
+    root = jax.random.fold_in(jax.random.key(seed), DROPOUT)
     index_AB = jnp.arange(shape[0] * shape[1]).reshape(shape)
-    return _fold(jax.random.fold_in(seed, step), index_AB)
+    return _fold(jax.random.fold_in(root, step), index_AB)
 
 
 def _fold(keys: Array, numbers: Array | int) -> Array:

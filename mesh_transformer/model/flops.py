@@ -9,13 +9,13 @@ import math
 
 import jax
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Model
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import block_length
 
 
-def matmul_params(config: Config) -> int:
+def matmul_params(config: Model) -> int:
     """Return the number of parameters in weight matrices: layers, embedding and output head.
 
     A tied output head is the embedding, and counts once.
@@ -28,22 +28,22 @@ def matmul_params(config: Config) -> int:
     return config.layers * _layer_matrices(config) + ends
 
 
-def _lookup_params(config: Config) -> int:
+def _lookup_params(config: Model) -> int:
     """Return the number of parameters of the embedding, if it is only looked up."""
     return 0 if config.tie_head else config.n_vocab * config.d_model
 
 
-def n_params(config: Config) -> int:
+def n_params(config: Model) -> int:
     """Return the number of parameters of the model, without LoRA adapters.
 
     Each bias is counted once, although the original mesh-transformer-jax stores some biases on
     every shard.
     """
-    declared = transformer.declarations(config.merged())
-    return sum(math.prod(d.shape) for d in jax.tree.leaves(declared, is_leaf=is_declaration))
+    declared = jax.tree.leaves(transformer.declarations(config), is_leaf=is_declaration)
+    return sum(math.prod(d.shape) for d in declared if not d.adapter)
 
 
-def flops_per_token(config: Config) -> int:
+def flops_per_token(config: Model) -> int:
     """Return 6N, the FLOPs per token of the forward and backward matmuls with weights.
 
     N is `matmul_params`.  The matmuls between queries, keys and values are not counted.  If the
@@ -53,7 +53,7 @@ def flops_per_token(config: Config) -> int:
     return (4 if config.lora_rank else 6) * matmul_params(config)
 
 
-def palm_flops_per_token(config: Config) -> int:
+def palm_flops_per_token(config: Model) -> int:
     """Return 6N + 12 L H K T, the FLOPs per token including attention, as in the PaLM paper.
 
     6N is the result of `flops_per_token`, L the number of layers, H the number of heads, K the head
@@ -64,7 +64,7 @@ def palm_flops_per_token(config: Config) -> int:
     return flops_per_token(config) + 12 * attention
 
 
-def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
+def hardware_flops_per_token(config: Model, attention: str = "xla") -> int:
     """Return the FLOPs per token that a training step executes, including recomputation.
 
     The embedding is a lookup and is not counted.  The config's `remat` determines which matmuls the
@@ -90,7 +90,7 @@ def hardware_flops_per_token(config: Config, attention: str = "xla") -> int:
     return matmuls + _attention_flops_per_token(config, attention)
 
 
-def int8_flops_per_token(config: Config) -> int:
+def int8_flops_per_token(config: Model) -> int:
     """Return how many of the `hardware_flops_per_token` are of matmuls of 8-bit integers.
 
     These are those of the layers' matrices in the passes that `int8_matmuls` names.
@@ -105,7 +105,7 @@ def int8_flops_per_token(config: Config) -> int:
     return 2 * config.layers * sum(passes[name] for name in set(config.int8_matmuls))
 
 
-def _attention_flops_per_token(config: Config, attention: str) -> int:
+def _attention_flops_per_token(config: Model, attention: str) -> int:
     """Return the FLOPs per token of the attention matmuls.
 
     There are 2 matmuls in the forward pass and 4 in the backward pass.  Unless `remat` is none, the
@@ -119,7 +119,7 @@ def _attention_flops_per_token(config: Config, attention: str) -> int:
     return products * 2 * width * attended_pairs(config, attention) // config.seq
 
 
-def attended_pairs(config: Config, attention: str) -> int:
+def attended_pairs(config: Model, attention: str) -> int:
     """Return the number of query-key pairs per sequence in one attention matmul of one head.
 
     The number depends on the attention backend.  `xla` computes all pairs.  `blocks` splits the
@@ -141,7 +141,7 @@ def attended_pairs(config: Config, attention: str) -> int:
     )
 
 
-def decode_flops_per_token(config: Config) -> int:
+def decode_flops_per_token(config: Model) -> int:
     """Return the forward FLOPs of one token that attends to `seq` positions.
 
     The embedding is a lookup and is not counted.
@@ -150,7 +150,7 @@ def decode_flops_per_token(config: Config) -> int:
     return 2 * matrices + 4 * config.layers * config.n_heads * config.d_head * config.seq
 
 
-def mfu(config: Config, tokens_per_sec: float, peak: float) -> float:
+def mfu(config: Model, tokens_per_sec: float, peak: float) -> float:
     """Return model FLOPs utilisation, 0 to 1, based on `palm_flops_per_token`.
 
     Args:
@@ -160,7 +160,7 @@ def mfu(config: Config, tokens_per_sec: float, peak: float) -> float:
     return tokens_per_sec * palm_flops_per_token(config) / peak
 
 
-def hfu(config: Config, tokens_per_sec: float, peak: float, attention: str = "xla") -> float:
+def hfu(config: Model, tokens_per_sec: float, peak: float, attention: str = "xla") -> float:
     """Return hardware FLOPs utilisation, 0 to 1, based on `hardware_flops_per_token`.
 
     Args:
@@ -171,7 +171,7 @@ def hfu(config: Config, tokens_per_sec: float, peak: float, attention: str = "xl
     return tokens_per_sec * hardware_flops_per_token(config, attention) / peak
 
 
-def _layer_matrices(config: Config) -> int:
+def _layer_matrices(config: Model) -> int:
     attention = config.n_heads * config.d_head
     # geglu projects to twice d_ff: the gate and the value.
     halves = 2 if config.block == "geglu" else 1
@@ -179,5 +179,5 @@ def _layer_matrices(config: Config) -> int:
     return inputs + _output_matrices(config)
 
 
-def _output_matrices(config: Config) -> int:
+def _output_matrices(config: Model) -> int:
     return (config.n_heads * config.d_head + config.d_ff) * config.d_model

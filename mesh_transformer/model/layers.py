@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Model
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 from mesh_transformer.model import attention, lora, paged
 from mesh_transformer.model.cache import LayerCache, rows_of, write, write_rows
@@ -74,7 +74,7 @@ class Initialisers(NamedTuple):
     outputs: hk.initializers.Initializer
 
 
-def initialisers(c: Config) -> Initialisers:
+def initialisers(c: Model) -> Initialisers:
     """Return the initialisers that the config's block selects.
 
     Those of gptj and geglu are the original mesh-transformer-jax's, those of gpt2 are GPT-2's
@@ -105,7 +105,7 @@ class Norm(hk.Module):
     """
 
     def __init__(
-        self, config: Config, par: Parallel, name: str = "norm", *, fanned_out: bool = False
+        self, config: Model, par: Parallel, name: str = "norm", *, fanned_out: bool = False
     ):
         super().__init__(name=name)
         self.par = par
@@ -184,7 +184,7 @@ class Linear(hk.Module):
 
     def __init__(
         self,
-        config: Config,
+        config: Model,
         par: Parallel,
         columns: int,
         name: str,
@@ -243,7 +243,7 @@ class RelativePosition(hk.Module):
     Calling the module returns the f32 bias_BHTS.
     """
 
-    def __init__(self, config: Config, par: Parallel):
+    def __init__(self, config: Model, par: Parallel):
         super().__init__(name="relative")
         self.par = par
         self.heads = config.n_heads
@@ -287,7 +287,7 @@ class Embedding(hk.Module):
     returns the residual stream x_BTD, after dropout if its random numbers are given.
     """
 
-    def __init__(self, config: Config, par: Parallel):
+    def __init__(self, config: Model, par: Parallel):
         super().__init__(name="embedding")
         self.config = config
         self.par = par
@@ -335,7 +335,7 @@ class TransformerLayer(hk.Module):
       if no cache was given, the keys and values of the tokens.
     """
 
-    def __init__(self, config: Config, par: Parallel):
+    def __init__(self, config: Model, par: Parallel):
         super().__init__(name="layer")
         self.config = config
         self.par = par
@@ -574,7 +574,7 @@ class Projection(hk.Module):
     padded with logits of -1e10, whose probability is 0.
     """
 
-    def __init__(self, config: Config, par: Parallel):
+    def __init__(self, config: Model, par: Parallel):
         super().__init__(name="projection")
         self.config = config
         self.par = par

@@ -7,7 +7,7 @@ import haiku as hk
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Model
 from mesh_transformer.mesh.declaration import count_input_axes
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 
@@ -23,7 +23,7 @@ def rank_axis(name: str) -> int:
 
 
 def factors(
-    config: Config,
+    config: Model,
     par: Parallel,
     target: str,
     weight: str,
@@ -64,14 +64,14 @@ def factors(
 class Adapter(NamedTuple):
     """A LoRA adapter of a model: the config with its keys, and its factors, stacked by layer."""
 
-    config: Config
+    config: Model
     params: Any
 
 
 Scale = float | Array  # the factor of an adapter's contribution; an array has the shape [B, 1, R]
 
 
-def scale_of(config: Config, own: Scale | None) -> Scale:
+def scale_of(config: Model, own: Scale | None) -> Scale:
     """Return `own` or, if it is None, the scale of the config's adapters."""
     return config.lora_scale if own is None else own
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Model
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model.dropout import Dropout
 from mesh_transformer.model.transformer import (
@@ -129,7 +129,7 @@ def losses(
     params: Params,
     tokens_BT: Array,
     targets_BT: Array,
-    config: Config,
+    config: Model,
     par: Parallel,
     segments_BT: Array | None = None,
     dropout: Dropout | None = None,
@@ -196,7 +196,7 @@ def train_loss(
     params: Params,
     tokens_BT: Array,
     targets_BT: Array,
-    config: Config,
+    config: Model,
     par: Parallel,
     weights: LossWeights | None = None,
     segments_BT: Array | None = None,

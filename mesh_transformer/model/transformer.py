@@ -68,7 +68,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Model
 from mesh_transformer.mesh.declaration import (
     Declaration,
     map_declared,
@@ -92,7 +92,7 @@ Params = dict[str, Any]  # parameters as nested dicts, in the structure of `decl
 HEAD = "projection/head"  # the module of the output head
 
 
-def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
+def transforms(config: Model, par: Parallel) -> dict[str, hk.Transformed]:
     """Return the model's parts, such as "embed", as pairs of pure init and apply functions."""
     parts: dict[str, Callable[..., Any]] = {
         "embed": lambda *inputs: Embedding(config, par)(*inputs),
@@ -104,7 +104,7 @@ def transforms(config: Config, par: Parallel) -> dict[str, hk.Transformed]:
     return {name: hk.without_apply_rng(hk.transform(part)) for name, part in parts.items()}
 
 
-def init(config: Config, key: Array) -> Params:
+def init(config: Model, key: Array) -> Params:
     """Return newly initialised f32 parameters, as global arrays without padding.
 
     To create the arrays already sharded, call this under `jit` with `out_shardings`.
@@ -112,7 +112,7 @@ def init(config: Config, key: Array) -> Params:
     return _without_tied_head(_init(config, key), config)
 
 
-def _init(config: Config, key: Array) -> Params:
+def _init(config: Model, key: Array) -> Params:
     """Return the result of `init`, with the head's matrix also if it is tied."""
     parts = transforms(config, Auto())
     keys = dict(zip(sorted(parts), jax.random.split(key, len(parts)), strict=True))
@@ -133,7 +133,7 @@ def _init(config: Config, key: Array) -> Params:
 
 
 @functools.cache
-def _declared(config: Config) -> Params:
+def _declared(config: Model) -> Params:
     """Return the result of `declarations`, with the head's matrix also if it is tied."""
     with record_declarations() as declared:
         shapes = jax.eval_shape(functools.partial(_init, config), jax.random.key(0))
@@ -151,16 +151,15 @@ def _declared(config: Config) -> Params:
     }
 
 
-@functools.cache
-def declarations(config: Config) -> Params:
+def declarations(config: Model) -> Params:
     """Return the `Declaration` (shape, layout and role) of every parameter, as nested dicts.
 
     The declarations of the part "layers" describe arrays that are stacked over all layers.
     """
-    return _without_tied_head(_declared(config), config)
+    return _without_tied_head(_declared(config.model), config)
 
 
-def _without_tied_head(tree: Params, config: Config) -> Params:
+def _without_tied_head(tree: Params, config: Model) -> Params:
     """Return a tree of parameters, without the head's matrix if it is the embedding."""
     if not config.tie_head:
         return tree
@@ -182,18 +181,18 @@ def projection_params(params: Params) -> Params:
     return proj | {HEAD: head | {"w": params["embed"]["embedding"]["w"].T}}
 
 
-def declared_projection(config: Config) -> Params:
+def declared_projection(config: Model) -> Params:
     """Return the declarations of the arrays that `projection_params` returns."""
-    return _declared(config)["proj"]
+    return _declared(config.model)["proj"]
 
 
-def collect_projection(params: Params, config: Config, par: Parallel) -> Params:
+def collect_projection(params: Params, config: Model, par: Parallel) -> Params:
     """Return `projection_params` in the compute dtype; see `Parallel.collect`."""
     declared = declared_projection(config)
     return par.collect(projection_params(params), declared, config.dtype)
 
 
-def trained(config: Config) -> Params:
+def trained(config: Model) -> Params:
     """Return the declarations of the trained parameters.
 
     These are all parameters or, if the config sets `lora_rank`, only the adapters.
@@ -202,7 +201,7 @@ def trained(config: Config) -> Params:
     return partition(declared, declared)[0]
 
 
-def frozen(config: Config) -> Params:
+def frozen(config: Model) -> Params:
     """Return the declarations of the frozen parameters.
 
     If the config sets `lora_rank`, these are all parameters except the adapters.  Otherwise there
@@ -255,7 +254,7 @@ def segment_runs(segments: Array) -> tuple[Array, Array]:
 def residual_stream(
     params: Params,
     tokens_BT: Array,
-    config: Config,
+    config: Model,
     par: Parallel,
     segments_BT: Array | None,
     dropout: Dropout | None = None,
@@ -306,7 +305,7 @@ def residual_stream(
 def logits(
     params: Params,
     tokens_BT: Array,
-    config: Config,
+    config: Model,
     par: Parallel,
     segments_BT: Array | None = None,
 ) -> Array:

@@ -18,7 +18,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Architecture, Config
 from mesh_transformer.data.record_set import SetSize
 from mesh_transformer.families import SIZES, Size
 from mesh_transformer.mesh.accelerators import GIB, Hardware
@@ -42,11 +42,9 @@ MEMORY_SHARE = {"cpu": 0.5, "gpu": 0.8, "tpu": 0.95}
 CPU_SLOWDOWN = 2.0
 
 
-ARCHITECTURE = (
-    *("layers", "d_model", "n_heads", "n_vocab", "norm", "pe", "pe_rotary_dims", "head_size"),
-    *("rotary_pairs", "block", "activation", "tie_head", "hf_type", "attention_window"),
-    *("version", "partitioning", "tokenizer", "end_tokens"),
-)
+# The config keys of a base model that its fine-tuning keeps.
+KEPT = {field.name for field in dataclasses.fields(Architecture)} - {"seq"}
+KEPT |= {"version", "partitioning", "tokenizer", "end_tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +203,8 @@ def recipe(
 def _base_keys(base: Config, request: _Request) -> dict[str, Any]:
     """Return the config keys for fine-tuning: the base's architecture, then `request.fixed`."""
     kept = base.as_dict()
-    keys = {key: kept[key] for key in ARCHITECTURE if kept[key] is not None} | request.fixed
+    keys = {key: kept[key] for key in kept if key in KEPT and kept[key] is not None}
+    keys |= request.fixed
     keys["n_vocab"] = request.changes.get("n_vocab", base.n_vocab)
     if base.window != base.seq:
         keys["attention_window"] = min(base.window, request.corpus.seq)

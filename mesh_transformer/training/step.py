@@ -319,7 +319,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         params, moments, step = state["params"], state["opt_state"], state["step"]
         if config.drops:
             accumulation, rows, _ = batch["obs"].shape
-            batch = batch | {"key": sequence_keys(config, step, (accumulation, rows))}
+            batch = batch | {"key": sequence_keys(config.seed, step, (accumulation, rows))}
         copies = device_copies(params, optimizer.declared, config, config.dtype)
         grads, metrics = measure(copies, state["frozen"], batch, *count)
         rows = batch["obs"].shape[1]

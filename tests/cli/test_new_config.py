@@ -111,7 +111,7 @@ def test_gpt_j_on_a_v3_8_is_the_shipped_config():
     result = recipe(corpus(4e6, 2048), corpus(2e5, 2048), tpu("v3-8"), base=GPT_J)
     shipped = Config.load("6B_finetune_v3-8")
     values = Config.from_dict(result.values)
-    for key in (*library.ARCHITECTURE, "cores_per_replica", "tpu_size", "remat", "dtype"):
+    for key in (*library.KEPT, "cores_per_replica", "tpu_size", "remat", "dtype"):
         assert getattr(values, key) == getattr(shipped, key), key
     assert values.lr == pytest.approx(5e-5, rel=0.05)  # 0.4 * 1.2e-4
 

@@ -61,7 +61,7 @@ def test_every_place_step_layer_sequence_and_position_has_masks_of_its_own():
     config = config_of(layers=3)
     masks = {}
     for step in (0, 1):
-        keys = sequence_keys(config, jnp.int32(step), (2, 3))
+        keys = sequence_keys(config.seed, jnp.int32(step), (2, 3))
         for microbatch in range(2):
             batch = Dropout(keys[microbatch])
             for layer in range(3):
@@ -92,7 +92,7 @@ def test_the_factor_of_what_is_kept_is_exact_on_average(rate):
 
 
 def test_heads_and_queries_have_masks_of_their_own():
-    own = Dropout(sequence_keys(config_of(), jnp.int32(5), (1, 2))[0])
+    own = Dropout(sequence_keys(config_of().seed, jnp.int32(5), (1, 2))[0])
     drop = own.drop_probs(0.25, 64, Auto())
     whole = np.asarray(drop(jnp.ones((2, 4, 64, 64)), 0, 0))
     assert set(np.unique(whole)) == {0, np.float32(1 / 0.75)}
@@ -118,7 +118,7 @@ def test_the_expected_loss_of_small_rates_is_that_without_dropout(block):
     def loss(key):
         return train_loss(params, batch["obs"], batch["target"], config, Auto(), key_B=key)[0]
 
-    keys = jax.vmap(lambda step: sequence_keys(config, step, (1, 4))[0])(jnp.arange(400))
+    keys = jax.vmap(lambda step: sequence_keys(config.seed, step, (1, 4))[0])(jnp.arange(400))
     drawn = np.asarray(jax.lax.map(loss, keys), np.float64)
     plain = float(train_loss(params, batch["obs"], batch["target"], config, Auto())[0])
     assert drawn.std() > 1e-4  # so that the next line says something
