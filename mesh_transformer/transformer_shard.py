@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
@@ -28,6 +26,7 @@ from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
 from mesh_transformer.generation.prompts import check_pooled
 from mesh_transformer.generation.speculation import draft_config
+from mesh_transformer.generation.weights import weight_layout
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.device_order import first_devices
 from mesh_transformer.mesh.devices import fit_to_devices, make_mesh, use_virtual_devices
@@ -76,10 +75,10 @@ class CausalTransformer:
         assert self.config.tpu_size is not None
         use_virtual_devices(self.config.tpu_size)
         self.mesh = make_mesh(self.config, devices)
-        steps.check_zero(self.config, self.mesh)
+        self._layout = steps.StateLayout(self.config, self.mesh)
+        weight_layout(self._layout)  # raises an error early if the model cannot generate
         # Of `train`, and of all other methods.
         self._rows = self._eval_rows = Rows(self.mesh, self.config.virtual_replicas(self.dp))
-        self._generator = Generator(self.config, self.mesh, self._eval_rows)
         self._checkpoints: Checkpoints | None = None
         self._folder: str | None = None  # the folder of `_checkpoints`, as the caller passed it
         self.step = 0  # a copy on the host; reading the step in `state` would wait for the device
@@ -109,9 +108,8 @@ class CausalTransformer:
                 f"config: lora_rank is {self.config.lora_rank}, but adapters are trained on an "
                 "existing model; load one first (--tune-model-path)"
             )
-        self._generator = self._generator.of_next_params()
-        key = jax.random.key(self.config.seed)
-        self.state = steps.compile_init(self.config, self.mesh)(key)
+        self._drop_weights(adapters=True)
+        self.state = steps.compile_init(self._layout)(jax.random.key(self.config.seed))
         self.step, self._replaced, self._unchecked = 0, True, False
 
     @property
@@ -137,9 +135,8 @@ class CausalTransformer:
         of a microbatch (with ZeRO 3, the whole microbatch).  `grad_norm` is that of a big batch:
         all sequences of an update, after the ramp of `batch_ramp_steps`.
         """
-        replicas = steps.gradient_replicas(self.config, self.mesh)
         accumulation = self.config.gradient_accumulation_steps
-        return self.batch_size // replicas, self.batch_size * accumulation
+        return self.batch_size // self._layout.par.replicas, self.batch_size * accumulation
 
     @property
     def peak_flops(self) -> float | None:
@@ -149,15 +146,26 @@ class CausalTransformer:
 
     @functools.cached_property
     def _train(self) -> Any:
-        return steps.compile_train(self.config, self.mesh)
+        return steps.compile_train(self._layout)
 
     @functools.cached_property
     def _eval(self) -> Any:
-        return steps.compile_eval(self.config, self.mesh)
+        return steps.compile_eval(self._layout)
 
     @functools.cached_property
     def _logits(self) -> Any:
-        return steps.compile_logits(self.config, self.mesh)
+        return steps.compile_logits(self._layout)
+
+    @functools.cached_property
+    def _generator(self) -> Generator:
+        return Generator(self._layout, self._eval_rows)
+
+    def _drop_weights(self, *, adapters: bool = False) -> None:
+        """Free the generator's copy of the weights, and optionally its adapters."""
+        if "_generator" in vars(self):  # a run that only trains has none
+            self._generator.drop_weights()
+            if adapters:
+                self._generator = self._generator.of_next_params()
 
     def open_train_set(self) -> TFRecordNewInputs:
         """Open `config.train_set`; return an iterator over batches that `train` accepts."""
@@ -198,9 +206,9 @@ class CausalTransformer:
         if self._unchecked and (bad := describe_bad_weights(self._params(), self.mesh)):
             raise NonFiniteError(f"train: {bad}; train from other weights")
         self._unchecked = False
-        self._generator.drop_weights()
+        self._drop_weights()
         if "opt_state" not in state:
-            state["opt_state"] = self._fresh_moments(state)
+            state["opt_state"] = steps.compile_opt_state(self._layout)(state["params"])
         if self._rows.alone and not batch.get("loss_mask", np.ones(1)).any():
             line = "train: no target of the batch counts in the loss, so its update is skipped"
             warnings.warn(line, UncountedWarning, stacklevel=2)
@@ -346,9 +354,9 @@ class CausalTransformer:
         Args:
           paths: checkpoints of adapters that were trained on this model.
         """
-        params, config, mesh = self._params(), self.config, self.mesh
-        loaded = [loading.load_adapter(Source.of(path), config, params, mesh) for path in paths]
-        self._generator = Generator(config, mesh, self._eval_rows, loaded, self._generator.draft)
+        params, layout = self._params(), self._layout
+        loaded = [loading.load_adapter(Source.of(path), layout, params) for path in paths]
+        self._generator = Generator(layout, self._eval_rows, loaded, self._generator.draft)
 
     def add_draft(self, path: AnyPath | Source) -> None:
         """Let a smaller model guess tokens in batches that guess (see `batch`).
@@ -409,11 +417,11 @@ class CausalTransformer:
 
     def saved_state(self) -> steps.State:
         """Return the part of the state that checkpoints store: all but frozen parameters."""
-        return steps.unpadded(loading.saved_part(self._loaded()), self.config, self.mesh)
+        return self._layout.unpadded(steps.saved_part(self._loaded()))
 
     def saved_template(self) -> steps.State:
         """Return `saved_state` as `jax.ShapeDtypeStruct`s with shardings; needs no loaded state."""
-        return loading.saved_part(loading.stored_state(self.config, self.mesh))
+        return steps.saved_part(self._layout.stored)
 
     def own_aux(self) -> dict[str, Any]:
         """Return what every save adds to `aux`: the config and a record of the LoRA base model."""
@@ -467,7 +475,7 @@ class CausalTransformer:
         saved = {path[0] for path in step.leaves}
         # There are no saved norms if the key skip_spikes is new.
         only = [key for key in template if key != "norms" or key in saved]
-        restored = self._fresh_history() | checkpoints.restore(newest, template, only=only)
+        restored = self._layout.fresh_history() | checkpoints.restore(newest, template, only=only)
         self.resume(newest, restored, aux, where, base)
         return aux
 
@@ -490,9 +498,9 @@ class CausalTransformer:
         frozen = {}
         if (recorded := adapters.saved_base(aux, where)) is not None:
             places = [recorded.path, *([] if base is None else [local_path(base)])]
-            frozen, self._base = loading.load_base(where, self.config, self.mesh, places, recorded)
-        self._generator = self._generator.of_next_params()
-        self.state = steps.padded(state | {"frozen": frozen}, self.config, self.mesh)
+            frozen, self._base = loading.load_base(where, self._layout, places, recorded)
+        self._drop_weights(adapters=True)
+        self.state = self._layout.padded(state | {"frozen": frozen})
         self.step, self._replaced, self._unchecked = step, False, True
 
     def load(
@@ -516,22 +524,15 @@ class CausalTransformer:
           InputError: if the checkpoint cannot be read or does not fit the config, or if its
             optimizer's state is that of another optimizer.
         """
-        self._generator.drop_weights()
-        optimizer = not fresh_opt and not only_params
-        loaded = loading.load(Source.of(path), self.config, self.mesh, optimizer=optimizer)
-        state = steps.padded(loaded.state, self.config, self.mesh)
+        self._drop_weights()
+        source, optimizer = Source.of(path), not (fresh_opt or only_params)
+        loaded = loading.load(source, self._layout, optimizer=optimizer)
+        state = self._layout.padded(loaded.state)
         if "opt_state" not in state and not only_params:
-            state["opt_state"] = self._fresh_moments(state)
-        zero = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.mesh, P()))
-        self._generator = self._generator.of_next_params()
+            state["opt_state"] = steps.compile_opt_state(self._layout)(state["params"])
+        self._drop_weights(adapters=True)
         self.step, self._base, self._replaced, self._unchecked = 0, loaded.base, True, True
-        self.state = state | {"step": zero} | self._fresh_history()
-
-    def _fresh_history(self) -> steps.State:
-        return jax.device_put(steps.history(self.config), NamedSharding(self.mesh, P()))
-
-    def _fresh_moments(self, state: steps.State) -> Any:
-        return steps.compile_opt_state(self.config, self.mesh)(state["params"])
+        self.state = state | self._layout.fresh_history()
 
     def _writer(self, folder: AnyPath) -> Checkpoints:
         folder = os.fspath(folder)
@@ -549,10 +550,7 @@ class CausalTransformer:
         return self.state
 
     def _own_params(self) -> Any | None:
-        """Return the parameters in the state, or None if there is no state.
-
-        After `only_generate` there is no state, but the generator keeps its copy of the weights.
-        """
+        """Return the parameters; None after `only_generate`, as the generator keeps a copy."""
         return None if self.state is None else self._params()
 
     def _params(self) -> Any:

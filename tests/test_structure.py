@@ -47,14 +47,15 @@ ROOMS = (
 )
 # These modules use a network only through its protocol, without meshes and layouts.
 DRIVERS = ("training.loop", "training.metrics", "evaluation", "serving", "pod.restarts")
-LAYOUTS = {
-    "declaration",
-    "devices",
-    "parallel",
-    "placement",
-    "program",
-    "virtual",
-}  # modules in mesh/
+LAYOUTS = (
+    "mesh.declaration",
+    "mesh.devices",
+    "mesh.parallel",
+    "mesh.placement",
+    "mesh.program",
+    "mesh.virtual",
+    "training.step",
+)
 MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"}
 
 # The files that may import each of the heavy packages.
@@ -230,7 +231,7 @@ def mesh_errors(module: str, source: str) -> list[str]:
     return [
         f"{module}:{line}: may not import {name}"
         for line, name in imports(source)
-        if name.startswith(("jax.sharding", *(f"mesh_transformer.mesh.{m}" for m in LAYOUTS)))
+        if name.startswith(("jax.sharding", *(f"mesh_transformer.{m}" for m in LAYOUTS)))
         or name.split(".")[-1] in MESH_NAMES
     ]
 
@@ -546,6 +547,7 @@ def test_the_collective_rule_detects_errors(source):
     [
         (mesh_errors, "serving.app", "from jax.sharding import Mesh"),
         (mesh_errors, "training.loop", "from mesh_transformer.mesh import parallel"),
+        (mesh_errors, "training.loop", "from mesh_transformer.training.step import StateLayout"),
         (home_errors, "scripts/make.py", "def f():\n    import tensorflow as tf"),
         (home_errors, "mesh_transformer/checkpoint/hf.py", "from torch import nn"),
         (home_errors, "mesh_transformer/training/step.py", "import orbax.checkpoint as ocp"),

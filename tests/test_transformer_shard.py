@@ -88,6 +88,21 @@ def test_another_state_of_the_same_step_is_not_taken_for_saved(tmp_path):
     network.close()
 
 
+def test_training_alone_builds_no_generator():
+    network = CausalTransformer(CONFIG)
+    network.train(batch())
+    assert "_generator" not in vars(network)
+    answer = network.generate(np.ones((1, 3), int), [3], 2, {"temp": 0.0})
+    network.train(batch())
+    assert network._generator._made is None  # the copy of the old weights
+    assert answer.shape == (1, 2)
+
+
+def test_weights_that_cannot_be_quantized_are_refused_at_once():
+    with pytest.raises(InputError, match="weight_bits is 4, but a matrix of the model has 64 inp"):
+        CausalTransformer(CONFIG.replace(weight_bits=4), init=False)
+
+
 def test_evaluation_checks_the_same_keys(network):
     sample = {key: tokens[0] for key, tokens in batch(other=batch()["obs"]).items()}
     with pytest.raises(InputError, match="eval: the batch has an unknown key 'other'"):

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -26,21 +25,10 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation.finite import describe_bad_weights
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.host_memory import device_copies
-from mesh_transformer.model import transformer
 from mesh_transformer.model.lora import Adapter
 from mesh_transformer.storage.access import AnyPath
-from mesh_transformer.training import step as steps
+from mesh_transformer.training.step import State, StateLayout, init_state
 from mesh_transformer.util import InputError, NonFiniteError
-
-
-def compile_adapters(config: Config, mesh: Mesh) -> Callable[[Array], Any]:
-    """Return a jitted function from a PRNG key to newly initialised LoRA adapters on `mesh`."""
-
-    def fresh(key: Array) -> Any:
-        return steps.init_state(config, key)["params"]
-
-    layout = jax.tree.map(lambda leaf: leaf.sharding, stored_state(config, mesh)["params"])
-    return jax.jit(fresh, out_shardings=layout)
 
 
 def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
@@ -58,11 +46,6 @@ def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
     return jax.jit(sums, out_shardings=named(mesh, P()))
 
 
-def stored_state(config: Config, mesh: Mesh) -> steps.State:
-    """Return the state as checkpoints store it, as `jax.ShapeDtypeStruct`s with shardings."""
-    return steps.unpadded(steps.abstract_state(config, mesh), config, mesh)
-
-
 class Loaded(NamedTuple):
     """The result of `load`.
 
@@ -72,21 +55,12 @@ class Loaded(NamedTuple):
       base: the record of the adapters' base model; None if `state` has no adapters.
     """
 
-    state: steps.State
+    state: State
     base: Base | None
 
 
-def saved_part(state: steps.State) -> steps.State:
-    """Return the part of a state that checkpoints store: everything but the frozen parameters.
-
-    Args:
-      state: a training state, or `ShapeDtypeStruct`s in the same structure.
-    """
-    return {key: value for key, value in state.items() if key != "frozen"}
-
-
-def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Loaded:
-    """Load a checkpoint's weights, and optionally its optimizer's state, onto `mesh`.
+def load(source: Source, layout: StateLayout, *, optimizer: bool) -> Loaded:
+    """Load a checkpoint's weights, and optionally its optimizer's state, onto a mesh.
 
     If the config does not set `lora_rank`, the result is a whole model.  Adapters in the checkpoint
     are merged into their base model.
@@ -102,28 +76,31 @@ def load(source: Source, config: Config, mesh: Mesh, *, optimizer: bool) -> Load
       InputError: if the source cannot be read or does not fit the config, or if the optimizer's
         state is that of another optimizer.
     """
-    state = stored_state(config, mesh)
+    config, state = layout.config, layout.stored
     # The other entries are those of another run.
     template = {key: state[key] for key in (("params", "opt_state") if optimizer else ("params",))}
     recorded = source.adapters
     if not config.lora_rank:
         return Loaded(_read(source, config, template) | {"frozen": {}}, None)
     if recorded is None:
-        frozen, base = load_base(source.path, config, mesh, [source], None)
-        fresh = compile_adapters(config, mesh)(jax.random.key(config.seed))
-        return Loaded({"params": fresh, "frozen": frozen}, base)
+        frozen, base = load_base(source.path, layout, [source], None)
+        fresh = jax.jit(
+            lambda key: init_state(config, key)["params"],
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state["params"]),
+        )
+        return Loaded({"params": fresh(jax.random.key(config.seed)), "frozen": frozen}, base)
     state = _read_adapters(source, config, template)
-    frozen, base = load_base(source.path, config, mesh, [recorded.path], recorded)
+    frozen, base = load_base(source.path, layout, [recorded.path], recorded)
     return Loaded(state | {"frozen": frozen}, base)
 
 
-def load_adapter(source: Source, config: Config, params: Any, mesh: Mesh) -> Adapter:
+def load_adapter(source: Source, layout: StateLayout, params: Any) -> Adapter:
     """Load LoRA adapters that were trained on a model.
 
     Args:
       source: a checkpoint of adapters.
-      config: the model's config.
-      params: the model's parameters on `mesh`.
+      layout: the layout of the model's state.
+      params: the model's parameters.
 
     Returns:
       The adapters, with the padding of the mesh.
@@ -132,6 +109,7 @@ def load_adapter(source: Source, config: Config, params: Any, mesh: Mesh) -> Ada
       InputError: if the checkpoint holds no adapters, or those of another model.
       NonFiniteError: if some of its values are NaN or infinite.
     """
+    config, mesh = layout.config, layout.mesh
     if source.adapters is None:
         raise InputError(f"{source.path}: holds a whole model, expected LoRA adapters")
     if config.lora_rank:
@@ -140,33 +118,33 @@ def load_adapter(source: Source, config: Config, params: Any, mesh: Mesh) -> Ada
             "itself; load its base model"
         )
     saved = source.config if source.step is not None else source.read_adapters(config)[0]
-    own = config.replace(
-        lora_rank=saved.lora_rank,
-        lora_alpha=saved.lora_alpha,
-        lora_targets=saved.lora_targets,
-        offload="none",
+    own = layout.of(
+        config.replace(
+            lora_rank=saved.lora_rank,
+            lora_alpha=saved.lora_alpha,
+            lora_targets=saved.lora_targets,
+            offload="none",
+        )
     )
-    template = {"params": stored_state(own, mesh)["params"]}
-    adapters = steps.padded(_read_adapters(source, own, template), own, mesh)["params"]
+    template = {"params": own.stored["params"]}
+    adapters = own.padded(_read_adapters(source, own.config, template))["params"]
     # Rows without the adapter multiply it by 0, and 0 times NaN is NaN.
     if bad := describe_bad_weights(adapters, mesh):
         raise NonFiniteError(f"{source.path}: {bad}")
     if config.offload == "params":
-        declared = transformer.declarations(config)
-        params = jax.jit(lambda x: device_copies(x, declared, config, np.float32))(params)
-    base = steps.unpadded({"params": params}, own.merged(), mesh)["params"]
-    if leaf := source.adapters.difference(Base("", _checksums(base, own, mesh))):
+        params = jax.jit(lambda x: device_copies(x, layout.declared, config, np.float32))(params)
+    base = layout.of(own.config.merged()).unpadded({"params": params})["params"]
+    if leaf := source.adapters.difference(Base("", _checksums(base, own))):
         raise InputError(
             f"{source.path}: its adapters were trained on another model, {source.adapters.path} "
             f"(leaf {leaf} differs); load that one"
         )
-    return Adapter(own, adapters)
+    return Adapter(own.config, adapters)
 
 
 def load_base(
     where: str,
-    config: Config,
-    mesh: Mesh,
+    layout: StateLayout,
     places: Sequence[AnyPath | Source],
     recorded: Base | None,
 ) -> tuple[Any, Base]:
@@ -185,7 +163,7 @@ def load_base(
     Raises:
       InputError: if no checkpoint in `places` holds the base model.
     """
-    template = stored_state(config, mesh)["frozen"]
+    template = layout.stored["frozen"]
     rejected = []
     for place in places:
         try:
@@ -197,8 +175,8 @@ def load_base(
         if source.adapters is not None:
             rejected.append(f"{name} (adapters, not a base model)")
             continue
-        frozen = _read(source, config.merged(), {"params": template})["params"]
-        base = Base(name, _checksums(frozen, config, mesh))
+        frozen = _read(source, layout.config.merged(), {"params": template})["params"]
+        base = Base(name, _checksums(frozen, layout))
         changed = recorded and recorded.difference(base)
         if not changed:
             return frozen, base
@@ -210,19 +188,19 @@ def load_base(
     )
 
 
-def _checksums(frozen: Any, config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
+def _checksums(frozen: Any, layout: StateLayout) -> dict[str, dict[str, int]]:
     """Return {dtype: {leaf name: checksum}} of the frozen parameters, as `Base` records them.
 
     The dtypes are bfloat16 and, if different, the config's dtype.
     """
     sums_by_dtype = {}
-    for dtype in sorted({config.dtype, "bfloat16"}):
-        sums = leaves(compile_checksums(mesh, dtype)(frozen))
+    for dtype in sorted({layout.config.dtype, "bfloat16"}):
+        sums = leaves(compile_checksums(layout.mesh, dtype)(frozen))
         sums_by_dtype[dtype] = {"/".join(path): int(np.asarray(x)) for path, x in sums.items()}
     return sums_by_dtype
 
 
-def _read(source: Source, config: Config, template: steps.State) -> steps.State:
+def _read(source: Source, config: Config, template: State) -> State:
     """Read a checkpoint into arrays with the template's shardings and dtypes.
 
     Top-level keys of the template that the checkpoint lacks, such as "opt_state", are left out.
@@ -239,7 +217,7 @@ def _read(source: Source, config: Config, template: steps.State) -> steps.State:
     return put_on_devices(host, {key: leaf for key, leaf in template.items() if key in host})
 
 
-def _read_adapters(source: Source, config: Config, template: steps.State) -> steps.State:
+def _read_adapters(source: Source, config: Config, template: State) -> State:
     """Read a checkpoint of adapters into arrays with the template's shardings and dtypes."""
     if source.step is not None:
         return _read_native(source.step, config, template)
@@ -248,7 +226,7 @@ def _read_adapters(source: Source, config: Config, template: steps.State) -> ste
     return put_on_devices(host, {"params": template["params"]})
 
 
-def _read_native(step: SavedStep, config: Config, template: steps.State) -> steps.State:
+def _read_native(step: SavedStep, config: Config, template: State) -> State:
     check_same_model(config, step.config, str(step))
     saved = {path[0] for path in step.leaves}
     if "opt_state" in template.keys() & saved:

@@ -256,6 +256,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
     from mesh_transformer.model import flops
     from mesh_transformer.performance import benchmark
+    from mesh_transformer.training.step import StateLayout
 
     if args.every_host:
         try:
@@ -275,27 +276,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             f"({devices[0].device_kind}); change --dp or --mp"
         )
     mesh = make_mesh(config, first_devices(count))
+    layout = StateLayout(config, mesh)
     limits = benchmark.limits(args.hardware, mesh, config.dtype)
     peak = None if limits is None else limits.flops
     if args.decode:
         bandwidth = None if limits is None else limits.bandwidth
         default = min(128, max(config.window // 4, 1))
         result: Any = benchmark.measure_decoding(
-            config, mesh, bandwidth, prompt=args.prompt or default, tokens=args.tokens or default
+            layout, bandwidth, prompt=args.prompt or default, tokens=args.tokens or default
         )
     elif args.checkpoint:
         with work_folder(args.folder) as folder:
-            result = checkpoint_timing.measure(config, mesh, folder, args.rounds)
+            result = checkpoint_timing.measure(layout, folder, args.rounds)
     elif args.loader:
         with work_folder(args.folder) as folder, one_core():
             result = loader_timing.measure(folder, args.records, config.seq, args.rounds)
         most = peak and peak / flops.palm_flops_per_token(config)
         result |= {"most_tokens_per_second_of_a_step": most}
     elif args.ablate:
-        result = ablation.measure(config, mesh, args.rounds)
+        result = ablation.measure(layout, args.rounds)
     else:
         result = benchmark.measure_training(
-            config, mesh, limits, count=args.steps, warmup=args.warmup, profile=args.profile
+            layout, limits, count=args.steps, warmup=args.warmup, profile=args.profile
         )
     figures = result if isinstance(result, dict) else dataclasses.asdict(result)
     limits_dict = limits and dataclasses.asdict(limits)

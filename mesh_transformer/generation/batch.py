@@ -11,11 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
-from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.blocks import Chunks, Pool, most_slots
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
@@ -30,8 +28,9 @@ from mesh_transformer.generation.prompts import (
 from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
 from mesh_transformer.generation.speculation import check_guesses, within_window
 from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
-from mesh_transformer.generation.weights import DRAFT, Weights, generation_config, joined_config
+from mesh_transformer.generation.weights import DRAFT, Weights, weight_layout
 from mesh_transformer.mesh.placement import Rows
+from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model.lora import Adapter
 from mesh_transformer.util import InputError, bucket, check_number
 
@@ -53,36 +52,34 @@ class Generator:
     f32 on CPUs, where bf16 matmuls are slow, and `config.dtype` on other devices.
 
     Args:
+      layout: the layout of the model's parameters.
       adapters: further adapters, one of which each text may choose.
       draft: the generator of a smaller model on the same mesh, with cached weights, which guesses
         tokens in batches that are made with `guesses`; None to look guesses up.
 
     Raises:
-      InputError: if the sum of the adapters' ranks is larger than the model's width.
+      InputError: if the adapters' ranks sum to more than the model's width, or as `WeightLayout`.
     """
 
     def __init__(
         self,
-        config: Config,
-        mesh: Mesh,
+        layout: Layout,
         rows: Rows,
         adapters: Sequence[Adapter] = (),
         draft: "Generator | None" = None,
     ):
-        self._own = config
-        config = generation_config(config, mesh)
+        self._source = layout
         self.adapters, self.draft = adapters, draft
         configs = tuple(adapter.config for adapter in adapters)
-        self._weights = programs.compile_weights(config, mesh, configs)
-        config = config.replace(virtual_mesh=None, cores_per_replica=config.shards, tpu_size=None)
-        self.config = joined_config(config.merged(), configs)
-        self.mesh = mesh
+        self.layout = weight_layout(layout, configs)
+        self.config = self.layout.config
         self.rows = rows
+        self._weights = programs.compile_weights(layout, self.layout, configs)
         # The parameters' arrays (None after `cache_weights`), and the weights computed from them.
         self._made: tuple[list[Array] | None, Weights] | None = None
-        self._score = functools.cache(functools.partial(programs.compile_score, self.config, mesh))
-        self._embed = functools.cache(functools.partial(programs.compile_embed, self.config, mesh))
-        self._before = programs.compile_before(self.config, mesh)
+        self._score = functools.cache(functools.partial(programs.compile_score, self.layout))
+        self._embed = functools.cache(functools.partial(programs.compile_embed, self.layout))
+        self._before = programs.compile_before(self.layout)
         # The last beginning that `score` got, and its keys and values.
         self._begun: tuple[tuple[bytes, int], decode.Before] | None = None
         # The arrays that `bad_weights` got last, and its result.
@@ -94,7 +91,7 @@ class Generator:
 
     def with_draft(self, draft: "Generator") -> "Generator":
         """Return the same generator with another draft, and with the weights of this one."""
-        result = Generator(self._own, self.mesh, self.rows, self.adapters, draft)
+        result = Generator(self._source, self.rows, self.adapters, draft)
         result._made = self._made
         return result
 
@@ -104,7 +101,7 @@ class Generator:
         It has the same draft, but no adapters, which belong to the parameters they were trained on.
         """
         self.drop_weights()
-        return Generator(self._own, self.mesh, self.rows, (), self.draft) if self.adapters else self
+        return Generator(self._source, self.rows, (), self.draft) if self.adapters else self
 
     def _cached(self, compile_program: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that compiles programs for a batch's state, each of them once.
@@ -118,7 +115,7 @@ class Generator:
             draft = None
             if self.draft is not None and drafts:
                 draft = within_window(self.draft.config, self.config)
-            return compile_program(self.config, self.mesh, *args, draft=draft)
+            return compile_program(self.layout, *args, draft=draft)
 
         return lambda *args, drafts=False: program(drafts, *args)
 
@@ -216,7 +213,7 @@ class Generator:
         """
         arrays = jax.tree.leaves(weights)
         if self._searched is None or not _identical([x() for x in self._searched[0]], arrays):
-            result = describe_bad_weights(weights, self.mesh)
+            result = describe_bad_weights(weights, self.layout.mesh)
             self._searched = [weakref.ref(x) for x in arrays], result
         return self._searched[1]
 

@@ -11,22 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config, Model
 from mesh_transformer.generation import decode
 from mesh_transformer.generation.sampling import SamplerSettings
-from mesh_transformer.generation.weights import (
-    check_weights,
-    joined_config,
-    weight_specs,
-    weights_of,
-)
+from mesh_transformer.generation.weights import WeightLayout, weights_of
 from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.host_memory import device_copies
-from mesh_transformer.mesh.program import compiled
+from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import transformer
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.lora import Adapter
@@ -56,7 +50,7 @@ def decode_specs(
 
 
 def compile_weights(
-    config: Config, mesh: Mesh, adapters: Sequence[Model] = ()
+    source: Layout, layout: WeightLayout, adapters: Sequence[Model] = ()
 ) -> Callable[[Any, Sequence[Any]], Any]:
     """Return a jitted function that converts parameters to the weights for generation.
 
@@ -64,14 +58,11 @@ def compile_weights(
     any sharding.  See `weights_of` for the weights.
 
     Args:
+      source: the layout of the parameters, from which `weight_layout` made `layout`.
       adapters: the configs of the adapters.
-
-    Raises:
-      InputError: if the config quantizes weights to 4 bits, and a matrix cannot be (see
-        `check_weights`).
     """
-    declared, mp = transformer.declarations(config), mesh.shape["mp"]
-    check_weights(config, mp)
+    config, mp = source.config.replace(dtype=layout.config.dtype), layout.mesh.shape["mp"]
+    declared = transformer.declarations(config)
 
     def one(d: Declaration, x: Array) -> Array:  # a virtual mesh may have other padding
         return resized(resized(x, d.shape), d.padded(mp))
@@ -86,12 +77,11 @@ def compile_weights(
             ]
         return weights_of(params, config, list(map(Adapter, adapters, factors)))
 
-    own = joined_config(config.merged(), adapters)
-    return jax.jit(weights, out_shardings=named(mesh, weight_specs(own)))
+    return jax.jit(weights, out_shardings=named(layout.mesh, layout.specs))
 
 
 def compile_empty(
-    config: Config, mesh: Mesh, pool: bool, draft: Config | None = None
+    layout: WeightLayout, pool: bool, draft: Config | None = None
 ) -> Callable[..., decode.DecodeState]:
     """Return a jitted function (rows, slots, blocks, block) -> state of a batch without prompts.
 
@@ -99,21 +89,21 @@ def compile_empty(
     `slots` and `block` are the numbers of positions of each (see `decode.empty`).
     """
     return jax.jit(
-        functools.partial(decode.empty, config, mp=mesh.shape["mp"], draft=draft),
+        functools.partial(decode.empty, layout.config, mp=layout.mesh.shape["mp"], draft=draft),
         static_argnums=(0, 1, 2, 3),
-        out_shardings=named(mesh, decode_specs(config, pool=pool, draft=draft)),
+        out_shardings=named(layout.mesh, decode_specs(layout.config, pool=pool, draft=draft)),
     )
 
 
 def compile_grow(
-    config: Config, mesh: Mesh, draft: Config | None = None
+    layout: WeightLayout, draft: Config | None = None
 ) -> Callable[..., decode.DecodeState]:
     """Return a jitted function (state, slots) -> the same state with a larger KV cache.
 
     `slots` is the new number of positions in each row's KV cache.  The state must have no pool.
     """
-    layout = named(mesh, decode_specs(config, draft=draft))
-    return jax.jit(decode.grow, static_argnums=1, out_shardings=layout)
+    shardings = named(layout.mesh, decode_specs(layout.config, draft=draft))
+    return jax.jit(decode.grow, static_argnums=1, out_shardings=shardings)
 
 
 def before_specs(config: Config) -> decode.Before:
@@ -122,14 +112,14 @@ def before_specs(config: Config) -> decode.Before:
     return decode.Before((LayerCache(cache, cache),) * config.layers, P())
 
 
-def compile_before(config: Config, mesh: Mesh) -> Callable[..., decode.Before]:
+def compile_before(layout: WeightLayout) -> Callable[..., decode.Before]:
     """Return `decode.before`, compiled: (weights, tokens, length, adapter) -> `Before`."""
-    specs = (weight_specs(config), P(), P(), P())
-    return compiled(decode.before, config, mesh, specs, before_specs(config))
+    specs = (layout.specs, P(), P(), P())
+    return layout.compiled(decode.before, specs, before_specs(layout.config))
 
 
 def compile_score(
-    config: Config, mesh: Mesh, alternatives: int, after: bool = False
+    layout: WeightLayout, alternatives: int, after: bool = False
 ) -> Callable[..., Any]:
     """Return `decode.score`, compiled: (weights, tokens, following, text, adapter) -> `Chosen`.
 
@@ -139,21 +129,19 @@ def compile_score(
     """
     rows = P("dp")
     function = functools.partial(decode.score, alternatives=alternatives)
-    text = before_specs(config) if after else None
-    specs = (weight_specs(config), rows, rows, text, P())
-    return compiled(function, config, mesh, specs, rows)
+    text = before_specs(layout.config) if after else None
+    return layout.compiled(function, (layout.specs, rows, rows, text, P()), rows)
 
 
-def compile_embed(config: Config, mesh: Mesh, pooling: str) -> Callable[..., Array]:
+def compile_embed(layout: WeightLayout, pooling: str) -> Callable[..., Array]:
     """Return `decode.embed`, compiled: (weights, tokens, lengths, adapter) -> vectors."""
     rows = P("dp")
     function = functools.partial(decode.embed, pooling=pooling)
-    return compiled(function, config, mesh, (weight_specs(config), rows, rows, P()), rows)
+    return layout.compiled(function, (layout.specs, rows, rows, P()), rows)
 
 
 def compile_prefill(
-    config: Config,
-    mesh: Mesh,
+    layout: WeightLayout,
     alternatives: int | None,
     width: int,
     pool: bool,
@@ -167,19 +155,18 @@ def compile_prefill(
     Args:
       constrained: whether `prompts.allowed_PW` is given.
     """
-    rows, state = P("dp"), decode_specs(config, pool=pool, draft=draft)
+    rows, state = P("dp"), decode_specs(layout.config, pool=pool, draft=draft)
     allowed = rows if constrained else None
     prompts = decode.Prompts(*(rows,) * 6, settings=state.settings, allowed_PW=allowed)
     function = functools.partial(
         decode.prefill, alternatives=alternatives, width=width, draft=draft
     )
-    specs = (weight_specs(config, draft), state, prompts)
-    return compiled(function, config, mesh, specs, (state, rows), donate_argnums=1)
+    specs = (layout.specs_with(draft), state, prompts)
+    return layout.compiled(function, specs, (state, rows), donate_argnums=1)
 
 
 def compile_decode(
-    config: Config,
-    mesh: Mesh,
+    layout: WeightLayout,
     alternatives: int | None,
     most: int,
     pool: bool = False,
@@ -194,10 +181,10 @@ def compile_decode(
     Args:
       constrained: whether `allowed` is given; None must be passed otherwise.
     """
-    state = decode_specs(config, pool=pool, draft=draft)
+    state = decode_specs(layout.config, pool=pool, draft=draft)
     function = functools.partial(
         decode.decode, alternatives=alternatives, most=most, guesses=guesses, draft=draft
     )
     rows = P("dp")
-    specs = (weight_specs(config, draft), state, rows, P(), rows if constrained else None)
-    return compiled(function, config, mesh, specs, (state, rows, rows), donate_argnums=1)
+    specs = (layout.specs_with(draft), state, rows, P(), rows if constrained else None)
+    return layout.compiled(function, specs, (state, rows, rows), donate_argnums=1)

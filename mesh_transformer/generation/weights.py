@@ -5,17 +5,19 @@ joined to a single one, whose columns R are those of all of them.  For each row,
 other adapters are multiplied by 0.
 """
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config, Model
 from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import lora, matrices, transformer
 from mesh_transformer.model.lora import Adapter
 from mesh_transformer.model.transformer import Params
@@ -146,35 +148,52 @@ def quantized_parts(config: Config) -> dict[str, int]:
     return {} if config.weight_bits is None else {"layers": config.weight_bits, "proj": 8}
 
 
-def check_weights(config: Config, mp: int) -> None:
-    """Raise InputError if the config's `weight_bits` is impossible on a mesh with mp shards."""
-    declared = weight_declarations(config.merged())
-    for part, bits in quantized_parts(config).items():
-        if bits == 4:
-            matrices.check_groups(declared[part], mp)
+@dataclass(frozen=True)
+class WeightLayout(Layout):
+    """How the weights for generation, with the joined adapters, are laid out on a mesh.
 
+    They are split over mp only, even if ZeRO splits the training state over dp.
 
-def generation_config(config: Config, mesh: Mesh) -> Config:
-    """Return the config with which a model generates on a mesh.
-
-    The weights are split over mp only, even if ZeRO splits the training state over dp.  CPUs
-    compute in f32, in which their matmuls are faster.
+    Raises:
+      InputError: at construction, if a matrix cannot be quantized to `weight_bits`.
     """
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    dtype = "float32" if on_cpu else config.dtype
-    return config.for_inference().replace(zero=0, dtype=dtype)
+
+    def __post_init__(self) -> None:
+        for part, bits in quantized_parts(self.config).items():
+            if bits == 4:
+                declared = weight_declarations(self.config.merged())[part]
+                matrices.check_groups(declared, self.mesh.shape["mp"])
+
+    @functools.cached_property
+    def specs(self) -> Weights:
+        """The PartitionSpecs of the arrays that `weights_of` returns."""
+        declared = weight_declarations(self.config)
+        specs = map_declared(lambda d: d.spec, declared)
+        for part, bits in quantized_parts(self.config).items():
+            specs[part] = matrices.layout(declared[part], bits)
+        return specs | ({SCALES: P()} if self.config.lora_rank else {})
+
+    def specs_with(self, draft: Config | None) -> Weights:
+        """Return `specs` with those of the weights of `draft`, if there is one."""
+        return self.specs if draft is None else self.specs | {DRAFT: self.of(draft).specs}
 
 
-def weight_specs(config: Config, draft: Config | None = None) -> Weights:
-    """Return the PartitionSpecs of the arrays that `weights_of` returns.
+def weight_layout(layout: Layout, adapters: Sequence[Model] = ()) -> WeightLayout:
+    """Return the layout of the weights with which a model generates.
+
+    CPUs compute in f32, in which their matmuls are faster.
 
     Args:
-      config: as for `weight_declarations`.
-      draft: the config of the draft, whose weights are then added under the key `DRAFT`.
+      layout: the layout of the model's parameters.
+      adapters: the configs of the adapters that rows may choose from.
     """
-    declared = weight_declarations(config)
-    specs = map_declared(lambda d: d.spec, declared)
-    for part, bits in quantized_parts(config).items():
-        specs[part] = matrices.layout(declared[part], bits)
-    specs |= {SCALES: P()} if config.lora_rank else {}
-    return specs if draft is None else specs | {DRAFT: weight_specs(draft)}
+    on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+    config = layout.config.merged().replace(
+        int8_matmuls=[],
+        dtype="float32" if on_cpu else layout.config.dtype,
+        zero=0,
+        virtual_mesh=None,
+        cores_per_replica=layout.config.shards,
+        tpu_size=None,
+    )
+    return WeightLayout(joined_config(config, adapters), layout.mesh)

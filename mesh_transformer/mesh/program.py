@@ -1,11 +1,13 @@
-"""Programs on a mesh: partitioning, compiler options and the on-disk compilation cache."""
+"""Programs on a mesh: `Layout`, compiler options and the on-disk compilation cache."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
@@ -142,9 +144,9 @@ def check_not_traced() -> None:
 ASYNC_KINDS = ("TPU v5", "TPU v6")
 
 
-def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
-    """Return the XLA options for compiling a training step for `mesh`; None if there are none."""
-    device = mesh.devices.flat[0]
+def compiler_options(layout: "Layout") -> dict[str, Any] | None:
+    """Return the XLA options for compiling a training step; None if there are none."""
+    config, device = layout.config, layout.mesh.devices.flat[0]
     if device.platform != "tpu":
         return None
     options: dict[str, Any] = {}
@@ -166,84 +168,90 @@ def compiler_options(config: Config, mesh: Mesh) -> dict[str, Any] | None:
     return options or None
 
 
-def parallel_of(
-    config: Config, mesh: Mesh, *, attention: str = "xla", split_stream: bool = False
-) -> Parallel:
-    """Return the `Parallel` (interface to the mesh's collectives) that the config selects.
+@dataclass(frozen=True)
+class Layout:
+    """A config on a mesh, and what follows from the two.
 
-    The config key `partitioning` selects its class.  On a mesh of one device, the result has no
-    collectives.
-
-    Args:
-      attention, split_stream: see `Parallel`.
+    Subclasses add the layout of the training state and that of the weights for generation.
     """
-    if config.virtual_mesh is not None:
-        shape = virtual_mesh(config.virtual_mesh)
-        return Manual(shape, config.zero or 0, attention=attention, split_stream=split_stream)
-    if mesh.size == 1:  # even a sum over a single device takes time
-        return Auto(attention=attention)
-    kind = Auto if config.partitioning == "jit" else Manual
-    return kind(mesh, config.zero or 0, attention=attention, split_stream=split_stream)
 
+    config: Config
+    mesh: Mesh
 
-def partitioned(
-    function: Callable[..., Any],
-    config: Config,
-    mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
-    *,
-    attention: str = "xla",
-    split_stream: bool = False,
-) -> Callable[..., Any]:
-    """Return a function of global arrays that runs `function`, partitioned over the mesh.
+    def of(self, config: Config) -> Self:
+        """Return the layout of another config on the same mesh."""
+        return dataclasses.replace(self, config=config)
 
-    Args:
-      function: called with the arguments of the returned function, and with the keyword arguments
-        `config` and `par`.  `par` is the `Parallel` that supplies its collectives.
-      in_specs: the PartitionSpecs of the arguments.
-      out_specs: the PartitionSpecs of the results.
-      attention: the backend for attention over whole sequences (see `attention_backend`).
-      split_stream: whether the residual stream is split by position over mp.
-    """
-    par = parallel_of(config, mesh, attention=attention, split_stream=split_stream)
+    @functools.cached_property
+    def par(self) -> Parallel:
+        """The interface to the mesh's collectives that the config selects."""
+        return self._parallel()
 
-    def program(*args: Any) -> Any:
-        # By default TPUs and newer GPUs round f32 matmul inputs to fewer bits.
-        exact = config.dtype == "float32"
-        with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-            return function(*args, config=config, par=par)
+    def _parallel(self, **choices: Any) -> Parallel:
+        """Return `par` with other choices; see `partitioned`.
 
-    if not par.axes:
-        return program
-    if config.virtual_mesh is not None:
-        return virtual(program, config.virtual_mesh, mesh, in_specs, out_specs)
-    return jax.shard_map(
-        program,
-        mesh=mesh,
-        in_specs=par.restrict_specs(in_specs),
-        out_specs=par.restrict_specs(out_specs),
-        axis_names=set(par.axes),
-    )
+        The config key `partitioning` selects its class.  On a mesh of one device, the result has no
+        collectives.
+        """
+        config = self.config
+        if config.virtual_mesh is not None:
+            return Manual(virtual_mesh(config.virtual_mesh), config.zero or 0, **choices)
+        if self.mesh.size == 1:  # even a sum over a single device takes time
+            return Auto(**choices)
+        kind = Auto if config.partitioning == "jit" else Manual
+        return kind(self.mesh, config.zero or 0, **choices)
 
+    def partitioned(
+        self,
+        function: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        **choices: Any,
+    ) -> Callable[..., Any]:
+        """Return a function of global arrays that runs `function`, partitioned over the mesh.
 
-def compiled(
-    function: Callable[..., Any],
-    config: Config,
-    mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
-    donate_argnums: int | None = None,
-    *,
-    attention: str = "xla",
-) -> Callable[..., Any]:
-    """Return the result of `partitioned`, jitted with `in_specs` and `out_specs` as shardings.
+        Args:
+          function: called with the arguments of the returned function, and with the keyword
+            arguments `config` and `par`.  `par` is the `Parallel` that supplies its collectives.
+          in_specs: the PartitionSpecs of the arguments.
+          out_specs: the PartitionSpecs of the results.
+          choices: `attention` and `split_stream` (see `Parallel`).
+        """
+        config, mesh = self.config, self.mesh
+        par = self._parallel(**choices)
 
-    For the arguments, see `partitioned` and `jax.jit`.
-    """
-    return jax.jit(
-        partitioned(function, config, mesh, in_specs, out_specs, attention=attention),
-        in_shardings=named(mesh, in_specs),
-        out_shardings=named(mesh, out_specs),
-        donate_argnums=donate_argnums,
-    )
+        def program(*args: Any) -> Any:
+            # By default TPUs and newer GPUs round f32 matmul inputs to fewer bits.
+            exact = config.dtype == "float32"
+            with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
+                return function(*args, config=config, par=par)
+
+        if not par.axes:
+            return program
+        if config.virtual_mesh is not None:
+            return virtual(program, config.virtual_mesh, mesh, in_specs, out_specs)
+        return jax.shard_map(
+            program,
+            mesh=mesh,
+            in_specs=par.restrict_specs(in_specs),
+            out_specs=par.restrict_specs(out_specs),
+            axis_names=set(par.axes),
+        )
+
+    def compiled(
+        self,
+        function: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        donate_argnums: int | None = None,
+    ) -> Callable[..., Any]:
+        """Return the result of `partitioned`, jitted with `in_specs` and `out_specs` as shardings.
+
+        For the arguments, see `partitioned` and `jax.jit`.
+        """
+        return jax.jit(
+            self.partitioned(function, in_specs, out_specs),
+            in_shardings=named(self.mesh, in_specs),
+            out_shardings=named(self.mesh, out_specs),
+            donate_argnums=donate_argnums,
+        )

@@ -201,16 +201,6 @@ def trained(config: Model) -> Params:
     return partition(declared, declared)[0]
 
 
-def frozen(config: Model) -> Params:
-    """Return the declarations of the frozen parameters.
-
-    If the config sets `lora_rank`, these are all parameters except the adapters.  Otherwise there
-    are none.
-    """
-    declared = declarations(config)
-    return partition(declared, declared)[1]
-
-
 def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
     """Wrap `run` so that the backward pass recomputes what the remat policy does not save.
 

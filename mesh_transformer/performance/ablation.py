@@ -17,11 +17,9 @@ from unittest import mock
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
-from mesh_transformer.config import Config
 from mesh_transformer.mesh import program
 from mesh_transformer.mesh.parallel import Manual
 from mesh_transformer.mesh.placement import Rows
@@ -61,12 +59,13 @@ class Variant:
     no_remat: bool = False
 
 
-def variants(config: Config, mesh: Mesh) -> list[Variant]:
+def variants(layout: program.Layout) -> list[Variant]:
     """Return all variants for a config.
 
     The first variant is the library's own step.  The last one switches off all optimisations.  Each
     of the others switches off or changes one optimisation.
     """
+    config, mesh = layout.config, layout.mesh
     whole_loss = {"loss_chunk": config.seq}
     # Whether `fan_out` affects the all-reduces.  It does not if the compiler places them (jit), if
     # there is only one device, or if activations are sharded, where `fan_out` is an all-gather.
@@ -153,7 +152,7 @@ class Compiled:
 
 
 def compile_variant(
-    variant: Variant, config: Config, mesh: Mesh, state: Any, batch: Any
+    variant: Variant, layout: steps.StateLayout, state: Any, batch: Any
 ) -> Compiled:
     """Compile a variant's step and run it `COMPARED_STEPS` times, starting from `state`.
 
@@ -162,7 +161,7 @@ def compile_variant(
     """
     began = time.perf_counter()
     with patched_library(variant):
-        train_step = steps.compile_train(config.replace(**variant.keys), mesh)
+        train_step = steps.compile_train(layout.of(layout.config.replace(**variant.keys)))
         lowered = train_step.trace(state, batch).lower()  # type: ignore[attr-defined]
     run = lowered.compile()
     seconds = time.perf_counter() - began
@@ -186,7 +185,7 @@ def compile_variant(
 
 
 def measure(
-    config: Config, mesh: Mesh, rounds: int, selected: Sequence[Variant] | None = None
+    layout: steps.StateLayout, rounds: int, selected: Sequence[Variant] | None = None
 ) -> dict[str, Any]:
     """Time variants of the train step.
 
@@ -203,15 +202,16 @@ def measure(
     Raises:
       StoppedError: if a variant's losses differ from those of the library's own step.
     """
-    config = config.replace(warmup_steps=0)  # so that the first update affects the second loss
-    rows = Rows(mesh)
+    # Without warm-up, the first update affects the second loss.
+    layout, rows = layout.of(layout.config.replace(warmup_steps=0)), Rows(layout.mesh)
+    config = layout.config
     batch = rows.place(benchmark.random_sample(config, rows), P(None, "dp"))
-    fresh, key = steps.compile_init(config, mesh), jax.random.key(config.seed)
-    selected = variants(config, mesh) if selected is None else selected
+    fresh, key = steps.compile_init(layout), jax.random.key(config.seed)
+    selected = variants(layout) if selected is None else selected
     with tqdm(total=len(selected) * (1 + rounds), desc="compiling", leave=False) as bar:
         programs = []
         for variant in selected:
-            programs.append(compile_variant(variant, config, mesh, fresh(key), batch))
+            programs.append(compile_variant(variant, layout, fresh(key), batch))
             bar.update()
         check_losses(programs, TOLERANCE[config.dtype])
         bar.set_description("timing")

@@ -25,7 +25,6 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import flops
-from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.performance import device_trace
 from mesh_transformer.performance.hlo import planned_memory
 from mesh_transformer.training import step as steps
@@ -180,25 +179,24 @@ class _Run:
         self.loss = float(metrics["loss"])
 
 
-def _compiled_run(config: Config, mesh: Mesh) -> tuple[_Run, float]:
+def _compiled_run(layout: steps.StateLayout) -> tuple[_Run, float]:
     """Compile a train step, and create random batches for it.
 
     Returns:
       The compiled step with its state and batches, and the compilation time in seconds.
     """
-    rows = Rows(mesh)
+    config, rows = layout.config, Rows(layout.mesh)
     samples = (random_sample(config, rows, seed) for seed in range(2))
     batches = [rows.place(sample, P(None, "dp")) for sample in samples]
-    state = jax.block_until_ready(steps.compile_init(config, mesh)(jax.random.key(config.seed)))
-    train_step = steps.compile_train(config, mesh)
+    state = jax.block_until_ready(steps.compile_init(layout)(jax.random.key(config.seed)))
+    train_step = steps.compile_train(layout)
     began = time.perf_counter()
     compiled = train_step.trace(state, batches[0]).lower().compile()  # type: ignore[attr-defined]
     return _Run(compiled, state, batches), time.perf_counter() - began
 
 
 def measure_training(
-    config: Config,
-    mesh: Mesh,
+    layout: steps.StateLayout,
     limit: Limits | None,
     *,
     count: int,
@@ -215,11 +213,11 @@ def measure_training(
       warmup: number of untimed steps between the first step and the timed steps.
       profile: folder for a profiler trace of a few additional steps; None for no trace.
     """
-    steps.check_zero(config, mesh)
+    config, mesh = layout.config, layout.mesh
     total = 1 + warmup + count
     peaks: list[float] = []
     with tqdm(total=total, desc="compiling", unit="step", disable=jax.process_index() > 0) as bar:
-        run, compile_seconds = _compiled_run(config, mesh)
+        run, compile_seconds = _compiled_run(layout)
         bar.set_description("training")
         for number in range(total):
             run.step()
@@ -236,7 +234,6 @@ def measure_training(
     if peaks:  # for each step, the larger of the two measurements before and after it counts
         peak = statistics.median(map(max, itertools.pairwise(peaks)))
     median, tokens = statistics.median(timed_seconds), run.batches[0]["obs"].size
-    attention = attention_backend(config, mesh.devices.flat[0])
     peak_bytes, source = peak_memory(mesh, run.compiled)
     return Training(
         compile_seconds=compile_seconds,
@@ -245,7 +242,7 @@ def measure_training(
         all_step_seconds=timed_seconds,
         tokens_per_step=tokens,
         peak_flops=peak,
-        speed=speed(config, tokens, median, peak, attention),
+        speed=speed(config, tokens, median, peak, layout.attention),
         loss=run.loss,
         peak_bytes=peak_bytes,
         peak_bytes_source=source,
@@ -299,7 +296,7 @@ class Decoding:
 
 
 def measure_decoding(
-    config: Config, mesh: Mesh, bandwidth: float | None, *, prompt: int, tokens: int
+    layout: steps.StateLayout, bandwidth: float | None, *, prompt: int, tokens: int
 ) -> Decoding:
     """Time prefill and greedy decoding of a batch with `per_replica_batch` rows per replica.
 
@@ -312,6 +309,7 @@ def measure_decoding(
     Raises:
       InputError: if the prompt and the new tokens together exceed the config's window.
     """
+    config, mesh = layout.config, layout.mesh
     calls, length = -(-tokens // MOST_STEPS), min(tokens, MOST_STEPS)
     new = 1 + (1 + calls) * length
     if prompt + new > config.window:
@@ -321,8 +319,12 @@ def measure_decoding(
         )
     rows = Rows(mesh)
     count = config.per_replica_batch * len(rows.replicas)
-    generator = Generator(config, mesh, rows)
-    generator.cache_weights(_fresh_params(config, mesh))
+    generator = Generator(layout, rows)
+    fresh = jax.jit(  # without moments
+        lambda key: steps.all_params(steps.init_state(config, key, layout.par.shards)),
+        out_shardings=steps.all_params(layout.shardings),
+    )
+    generator.cache_weights(fresh(jax.random.key(config.seed)))
     batch = generator.batch(None, count)
     batch.reserve(prompt + new)
     rng = np.random.default_rng(0)
@@ -362,16 +364,6 @@ def measure_decoding(
     )
 
 
-def _fresh_params(config: Config, mesh: Mesh) -> Any:
-    """Return newly initialised parameters, sharded over the mesh, without optimizer state."""
-
-    def params(key: jax.Array) -> Any:
-        return steps.all_params(steps.init_state(config, key, mesh.shape["mp"]))
-
-    layout = steps.all_params(steps.state_shardings(config, mesh))
-    return jax.jit(params, out_shardings=layout)(jax.random.key(config.seed))
-
-
 def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
     """Return the bytes of weights, and the bytes of caches, that one device reads per decode step.
 
@@ -387,7 +379,8 @@ def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
     leaves = jax.tree.leaves(read)
     shards = (leaf.addressable_shards[0].data for leaf in leaves)
     weight_bytes = sum(packed_bytes(shard.shape, shard.dtype) for shard in shards)
-    heads = 2 * config.layers * config.n_heads / generator.mesh.shape["mp"]  # of keys and values
+    mp = generator.layout.mesh.shape["mp"]
+    heads = 2 * config.layers * config.n_heads / mp  # of keys and values
     entry = jnp.dtype(config.dtype).itemsize
     # In 8 bits, each head has a scale in f32.
     head = config.d_head + 4 if config.int8_cache else config.d_head * entry

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from tqdm import tqdm
 
-from mesh_transformer.config import Config
+from mesh_transformer.mesh.program import Layout
 from mesh_transformer.performance import benchmark
 from mesh_transformer.transformer_shard import CausalTransformer
 
@@ -50,7 +49,7 @@ class Checkpointing:
     restore_ratio: float
 
 
-def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpointing:
+def measure(layout: Layout, folder: Path, rounds: int) -> Checkpointing:
     """Measure the time to save and restore the training state of a new model.
 
     For comparison, each round also writes and reads a plain file of the same size.  The checkpoint
@@ -62,7 +61,7 @@ def measure(config: Config, mesh: Mesh, folder: Path, rounds: int) -> Checkpoint
       folder: folder for the checkpoint and the plain file; both are deleted after each round.
       rounds: number of times to save and restore.
     """
-    network = CausalTransformer(config, devices=list(mesh.devices.flat))
+    network = CausalTransformer(layout.config, devices=list(layout.mesh.devices.flat))
     state = network.state
     assert state is not None
     count = state["opt_state"].pop("count")

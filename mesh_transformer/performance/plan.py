@@ -21,13 +21,13 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.blocks import Pool, most_slots, pool_of
 from mesh_transformer.generation.speculation import check_guesses, draft_config, within_window
-from mesh_transformer.generation.weights import DRAFT, Weights, generation_config, weight_specs
+from mesh_transformer.generation.weights import DRAFT, WeightLayout, Weights, weight_layout
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.device_order import Distances
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.mesh.host_memory import is_in_host
+from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import flops, transformer
-from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.paged import slots_together
 from mesh_transformer.performance.hlo import Program, planned_memory
 from mesh_transformer.performance.roofline import (
@@ -222,16 +222,16 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
     """
     mesh = mesh_of(config, topology)
     config = config.replace(tpu_size=topology.devices, batch_ramp_steps=0)
-    step.check_zero(config, mesh)
+    layout = step.StateLayout(config, mesh)
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
-    state, batch = step.abstract_state(config, mesh), abstract_batch(config, mesh)
-    memory = compiled(topology.name, step.compile_train(config, mesh), state, batch, fast=fast)
+    state, batch = layout.abstract, abstract_batch(layout)
+    memory = compiled(topology.name, step.compile_train(layout), state, batch, fast=fast)
     tokens = math.prod(batch["obs"].shape)
     traffic = speed = None
     if memory.text is not None:
         moved = _bytes_with_hosts(state)
-        traffic, speed = _traffic_and_speed(memory.text, config, mesh, hardware, tokens, moved)
+        traffic, speed = _traffic_and_speed(memory.text, layout, hardware, tokens, moved)
     per_token = flops.palm_flops_per_token(config)
     return Plan(
         topology=topology.name,
@@ -276,8 +276,7 @@ def priced_plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
 
 def _traffic_and_speed(
     text: str,
-    config: Config,
-    mesh: Mesh,
+    layout: step.StateLayout,
     hardware: Hardware,
     tokens: int,
     host_bytes: tuple[int, int],
@@ -288,17 +287,17 @@ def _traffic_and_speed(
       tokens: tokens per step of all devices together.
       host_bytes: bytes per step from the hosts to one device, and from it to the hosts.
     """
-    traffic = traffic_of(text, config, mesh)
+    traffic = traffic_of(text, layout)
     return traffic, estimate(
-        config,
+        layout.config,
         hardware,
-        devices=mesh.size,
+        devices=layout.mesh.size,
         tokens=tokens,
         hbm_traffic_bytes=Program(text).moved(),
         link_bytes=traffic.on_links,
         slice_bytes=traffic.between_slices,
         host_bytes=host_bytes,
-        attention=attention_backend(config, mesh.devices.flat[0]),
+        attention=layout.attention,
     )
 
 
@@ -347,11 +346,12 @@ def _platform(args: Any) -> str:
     return next(iter(next(leaves).sharding.device_set)).platform
 
 
-def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes and shardings of the tokens for one training step.
 
     The shape is [A, B, T]: A microbatches, B batch rows of all replicas together, T tokens.
     """
+    config, mesh = layout.config, layout.mesh
     rows = config.per_replica_batch * config.replicas(mesh.shape["dp"])
     shape = (config.gradient_accumulation_steps, rows, config.seq)
     tokens = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=NamedSharding(mesh, P(None, "dp")))
@@ -496,18 +496,19 @@ def decode_plan(
         fails.  A step that needs too much memory raises no error; `fits` is then False.
     """
     mesh = mesh_of(config, topology)
-    config = generation_config(config, mesh).merged().replace(virtual_mesh=None)
+    layout = weight_layout(Layout(config.replace(virtual_mesh=None), mesh))
+    config = layout.config
     check_guesses(guesses, config.window)
     if draft is not None:
         draft = within_window(draft_config(draft, config, "draft"), config)
-        draft = generation_config(draft, mesh).merged()
+        draft = weight_layout(Layout(draft, mesh)).config
     rows = config.per_replica_batch * mesh.shape["dp"]
     pool = None if cache_tokens is None else pool_of(cache_tokens, config.window + guesses)
-    weights = _abstract_weights(config, mesh)
-    state = _abstract_rows(config, mesh, rows, pool, guesses, draft)
+    weights = _abstract_weights(layout)
+    state = _abstract_rows(layout, rows, pool, guesses, draft)
     models = [(1, config, weights, state.caches)]  # and how often a step reads each
     if draft is not None:
-        weights = weights | {DRAFT: _abstract_weights(draft, mesh)}
+        weights = weights | {DRAFT: _abstract_weights(layout.of(draft))}
         models.append((1 + guesses, draft, weights[DRAFT], state.draft_caches))
     length, turns, used = config.window, 1, 1.0
     if pool is not None:
@@ -519,7 +520,7 @@ def decode_plan(
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     paged = pool is not None
-    function = programs.compile_decode(config, mesh, None, STEPS, paged, guesses, draft=draft)
+    function = programs.compile_decode(layout, None, STEPS, paged, guesses, draft=draft)
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     memory = compiled(topology.name, function, weights, state, left, count, None, fast=fast)
@@ -533,7 +534,7 @@ def decode_plan(
     draft_bytes = sum(bytes_on_one_device((own, caches)) for _, _, own, caches in models[1:])
     traffic = moved = likely = None
     if memory.text is not None:
-        traffic = decode_traffic(memory.text, config, mesh, 1 + guesses)
+        traffic = decode_traffic(memory.text, layout, 1 + guesses)
         moved = Program(memory.text).bytes_moved_per_iteration(turns)
         likely = rows * hardware.hbm / moved
     return DecodePlan(
@@ -565,15 +566,15 @@ def decode_plan(
     )
 
 
-def _abstract_weights(config: Config, mesh: Mesh) -> Weights:
+def _abstract_weights(layout: WeightLayout) -> Weights:
     """Return the shapes and shardings of the weights that generation reads."""
-    params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
-    shapes = jax.eval_shape(programs.compile_weights(config, mesh), params, [])
-    return abstract(shapes, named(mesh, weight_specs(config)))
+    params = jax.eval_shape(functools.partial(transformer.init, layout.config), jax.random.key(0))
+    shapes = jax.eval_shape(programs.compile_weights(layout, layout), params, [])
+    return abstract(shapes, named(layout.mesh, layout.specs))
 
 
 def _abstract_rows(
-    config: Config, mesh: Mesh, rows: int, pool: Pool | None, guesses: int, draft: Config | None
+    layout: WeightLayout, rows: int, pool: Pool | None, guesses: int, draft: Config | None
 ) -> decode.DecodeState:
     """Return the shapes and shardings of a decode batch for answers of any length.
 
@@ -581,10 +582,11 @@ def _abstract_rows(
       pool: the size of each replica's pool, or None.
       guesses, draft: as for `decode_plan`.
     """
+    config, mesh = layout.config, layout.mesh
     slots = most_slots(config.window, guesses, pool)
     blocks, block = pool or (0, 1)
     blocks *= mesh.shape["dp"]
-    mp = mesh.shape["mp"]
-    shapes = jax.eval_shape(lambda: decode.empty(config, rows, slots, blocks, block, mp, draft))
+    empty = programs.compile_empty(layout, pool is not None, draft)
+    shapes = jax.eval_shape(functools.partial(empty, rows, slots, blocks, block))
     specs = programs.decode_specs(config, pool=pool is not None, draft=draft)
     return abstract(shapes, named(mesh, specs))

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import Hardware
 from mesh_transformer.mesh.device_order import slice_of
+from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import flops
 from mesh_transformer.performance import hlo
 
@@ -289,12 +290,12 @@ class Traffic:
         ]
 
 
-def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
+def traffic_of(text: str, layout: Layout) -> Traffic:
     """Return the collectives of a compiled training step, given its HLO text.
 
     A collective that combines several arrays counts once per array.
     """
-    program = hlo.parse(text)
+    program, config, mesh = hlo.parse(text), layout.config, layout.mesh
     rows = config.per_replica_batch * config.virtual_replicas(mesh.shape["dp"])
     size = rows * config.seq * config.d_model
     # The program itself is also a `Loop`, with one iteration.  It is left out, because it would be
@@ -305,12 +306,12 @@ def traffic_of(text: str, config: Config, mesh: Mesh) -> Traffic:
     for loop in layers:
         for collective in loop.collectives:
             reduced["transpose" in collective.where] += _all_reduced(collective, size, mesh)
-    exchanges = _exchanges(program, config, mesh)
+    exchanges = _exchanges(program, layout)
     forward, backward = (elements // size for elements in reduced.values())
     return Traffic(forward, backward, _by_kind(exchanges), exchanges)
 
 
-def decode_traffic(text: str, config: Config, mesh: Mesh, width: int = 1) -> Traffic:
+def decode_traffic(text: str, layout: Layout, width: int = 1) -> Traffic:
     """Return the collectives of a compiled decode step, given its HLO text.
 
     The layers are unrolled, so the number of activation all-reduces per layer is computed as the
@@ -319,8 +320,8 @@ def decode_traffic(text: str, config: Config, mesh: Mesh, width: int = 1) -> Tra
     Args:
       width: number of tokens of each row that the step computes.
     """
-    program = hlo.parse(text)
-    exchanges = _exchanges(program, config, mesh)
+    program, config, mesh = hlo.parse(text), layout.config, layout.mesh
+    exchanges = _exchanges(program, layout)
     size = config.per_replica_batch * width * config.d_model
     count = sum(_all_reduced(collective, size, mesh) for collective, _ in program.runs()) // size
     return Traffic(count // config.layers, 0, _by_kind(exchanges), exchanges)
@@ -360,12 +361,13 @@ def _is_over_layers(loop: hlo.Loop, config: Config) -> bool:
     return loop.trips == config.layers and not deeper
 
 
-def _exchanges(program: hlo.Loop, config: Config, mesh: Mesh) -> list[Exchange]:
+def _exchanges(program: hlo.Loop, layout: Layout) -> list[Exchange]:
     """Group a program's collectives by place, kind, axis and dtype, and add up each group.
 
     Collectives whose groups consist of a single device exchange no data and are left out.
     """
     sums: dict[tuple[str, str, str, str], list[int]] = {}
+    config, mesh = layout.config, layout.mesh
 
     def walk(loop: hlo.Loop, times: int, outer: str) -> None:
         for collective in loop.collectives:

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.checkpoint.orbax_handlers import SAVE_SECONDS
 from mesh_transformer.config import Config
-from mesh_transformer.generation.batch import Batch, Generator
+from mesh_transformer.generation.batch import Batch
 from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.mesh.devices import use_virtual_devices
@@ -67,7 +67,6 @@ class EveryHost(CausalTransformer):
         super().__init__(config, init=False)
         self.lockstep = lockstep
         self._eval_rows = AllRows(self.mesh, self.config.virtual_replicas(self.dp))
-        self._generator = Generator(self.config, self.mesh, self._eval_rows)
 
     def _call(self) -> contextlib.AbstractContextManager[None]:
         return self.lockstep.call(save_failed=super().save_failed)

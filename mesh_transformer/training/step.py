@@ -1,14 +1,15 @@
-"""The training, evaluation and logits steps, and their compilation for a mesh."""
+"""The state of a training run, and the training, evaluation and logits steps on a mesh."""
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
@@ -23,12 +24,13 @@ from mesh_transformer.mesh.declaration import (
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.mesh.host_memory import device_copies, in_host
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.mesh.program import compiler_options, parallel_of, partitioned
+from mesh_transformer.mesh.program import Layout, compiler_options
 from mesh_transformer.mesh.virtual import on_every_device
 from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.dropout import sequence_keys
 from mesh_transformer.model.loss import loss_weights, losses, train_loss
+from mesh_transformer.model.transformer import Params
 from mesh_transformer.training import offload, spikes
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.training.schedule import learning_rate
@@ -68,17 +70,18 @@ def init_state(
         "params": to_bf16(params) if config.early_cast else params,
         "frozen": jax.tree.map(lambda x: x.astype(config.dtype), frozen),
         "opt_state": Optimizer(config, transformer.trained(config)).init(params),
-        "step": jnp.zeros((), jnp.int32),
         **history(config),
     }
 
 
 def history(config: Config) -> State:
-    """Return the initial values of the entries of a state that only some configs need.
+    """Return the initial values of the entries that summarise the run's earlier steps.
 
-    These entries summarise the run's earlier steps; see `init_state`.
+    These are `step` and, with some configs, `norms` and `sequences`; see `init_state`.
     """
-    entries: State = {"norms": spikes.fresh_norms()} if config.skip_spikes else {}
+    entries: State = {"step": jnp.zeros((), jnp.int32)}
+    if config.skip_spikes:
+        entries["norms"] = spikes.fresh_norms()
     if config.schedule_in_tokens:
         entries["sequences"] = jnp.zeros((), jnp.int32)
     return entries
@@ -87,91 +90,142 @@ def history(config: Config) -> State:
 def all_params(state: State) -> Any:
     """Return the trained and the frozen parameters of a state as one tree.
 
-    `state` may also be a tree of the same structure, such as the result of `state_specs`.
+    `state` may also be a tree of the same structure, such as `StateLayout.specs`.
     """
     return combine(state["frozen"], state["params"])
 
 
-def abstract_state(config: Config, mesh: Mesh) -> State:
-    """Return the state as `jax.ShapeDtypeStruct`s with shardings, without allocating the state."""
-    init = functools.partial(init_state, config, mp=parallel_of(config, mesh).shards)
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    return abstract(shapes, state_shardings(config, mesh))
+def saved_part(state: State) -> State:
+    """Return the part of a state that checkpoints store: everything but the frozen parameters."""
+    return {key: value for key, value in state.items() if key != "frozen"}
 
 
-def _declared_state(config: Config) -> State:
-    """Return the `Declaration` of every leaf of the state."""
-    params, single = transformer.trained(config), Declaration((), P(), decay=False, summed=False)
-    moments = jax.tree.map(lambda moment: moment.declaration, Optimizer(config, params).moments())
-    return {
-        "params": params,
-        "frozen": transformer.frozen(config),
-        "opt_state": {"count": single} | moments,
-        "step": single,
-        **dict.fromkeys(jax.eval_shape(functools.partial(history, config)), single),
-    }
+@dataclass(frozen=True)
+class StateLayout(Layout):
+    """How the training state of a config is laid out on a mesh between steps, and in checkpoints.
 
-
-def unpadded(state: State, config: Config, mesh: Mesh) -> State:
-    """Return a state, or a part of it, without the padding of the mesh, as checkpoints store it.
-
-    Arrays that have no padding are returned unchanged.  Leaves may also be
-    `jax.ShapeDtypeStruct`s.
+    Raises:
+      InputError: at construction, if the config enables ZeRO, but ZeRO cannot split some matrix
+        over dp.
     """
-    return _converted(state, config, mesh, pad=False)
 
+    def __post_init__(self) -> None:
+        if not self.config.zero:
+            return
+        dp = self.par.dp
+        declared = jax.tree_util.tree_leaves_with_path(self.declared, is_leaf=is_declaration)
+        for path, declaration in declared:
+            is_matrix = declaration.decay and not declaration.adapter
+            if is_matrix and declaration.zero_axis(dp) is None:
+                raise InputError(
+                    f"config: zero is {self.config.zero}, but ZeRO cannot split the parameter "
+                    f"{jax.tree_util.keystr(path)} of shape {declaration.shape} over dp {dp}: dp "
+                    "must divide an axis that mp does not split; set zero to 0, or change the mesh"
+                )
 
-def padded(state: State, config: Config, mesh: Mesh) -> State:
-    """Return a state, or a part of it, with the padding of the mesh; the inverse of `unpadded`."""
-    return _converted(state, config, mesh, pad=True)
+    @functools.cached_property
+    def declared(self) -> Params:
+        """The declarations of all parameters; see `transformer.declarations`."""
+        return transformer.declarations(self.config)
 
+    @property
+    def attention(self) -> str:
+        """The backend for attention over whole sequences; see `attention_backend`."""
+        return attention_backend(self.config, self.mesh.devices.flat[0])
 
-def _converted(state: State, config: Config, mesh: Mesh, *, pad: bool) -> State:
-    layout, declared = state_shardings(config, mesh), _declared_state(config)
-    mp = parallel_of(config, mesh).shards
+    @functools.cached_property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, with the declarations of the trained parameters."""
+        return Optimizer(self.config, transformer.trained(self.config))
 
-    def one(d: Declaration, own: NamedSharding, leaf: Any) -> Any:
-        if d.padded(mp) == d.shape:
-            return leaf
-        shape = d.padded(mp) if pad else d.shape
-        sharding = own if pad else own.update(spec=d.unpadded_spec(own.spec, mesh.shape))
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-        # One after the other: see `placement.MOST_IN_FLIGHT`.
-        return jax.block_until_ready(_compile_resized(shape, sharding)(leaf))
+    @functools.cached_property
+    def declared_state(self) -> State:
+        """The `Declaration` of every leaf of the state."""
+        single = Declaration((), P(), decay=False, summed=False)
+        moments = jax.tree.map(lambda moment: moment.declaration, self.optimizer.moments())
+        return {
+            "params": self.optimizer.declared,
+            "frozen": partition(self.declared, self.declared)[1],
+            "opt_state": {"count": single} | moments,
+            **dict.fromkeys(self._history, single),
+        }
 
-    return {key: map_declared(one, declared[key], layout[key], leaf) for key, leaf in state.items()}
+    @property
+    def _history(self) -> State:
+        return jax.eval_shape(functools.partial(history, self.config))
+
+    def fresh_history(self) -> State:
+        """Return the result of `history`, on every device of the mesh."""
+        return jax.device_put(history(self.config), NamedSharding(self.mesh, P()))
+
+    @functools.cached_property
+    def specs(self) -> State:
+        """The `PartitionSpec` of every leaf of the state between steps."""
+        at_rest, moments = self.par.at_rest, self.optimizer.moments()
+        return {
+            "params": at_rest(self.optimizer.declared),
+            "frozen": at_rest(self.declared_state["frozen"]),
+            "opt_state": {
+                "count": P(),
+                **jax.tree.map(lambda moment: moment.spec(at_rest(moment.parameter)), moments),
+            },
+            **dict.fromkeys(self._history, P()),
+        }
+
+    @functools.cached_property
+    def shardings(self) -> State:
+        """The sharding and memory of every leaf of the state between steps."""
+        offloaded = {"none": (), "moments": ("opt_state",), "params": ("params", "opt_state")}
+        return named(self.mesh, self.specs) | {
+            key: in_host(self.mesh, self.specs[key], self.declared_state[key])
+            for key in offloaded[self.config.offload]
+        }
+
+    @functools.cached_property
+    def abstract(self) -> State:
+        """The state between steps, as `jax.ShapeDtypeStruct`s with shardings."""
+        init = functools.partial(init_state, self.config, mp=self.par.shards)
+        return abstract(jax.eval_shape(init, jax.random.key(0)), self.shardings)
+
+    @functools.cached_property
+    def stored(self) -> State:
+        """The state as checkpoints store it, as `jax.ShapeDtypeStruct`s with shardings."""
+        return self.unpadded(self.abstract)
+
+    def unpadded(self, state: State) -> State:
+        """Return a state, or a part of it, without the padding of the mesh, for checkpoints.
+
+        Arrays that have no padding are returned unchanged.  Leaves may also be
+        `jax.ShapeDtypeStruct`s.
+        """
+        return self._converted(state, pad=False)
+
+    def padded(self, state: State) -> State:
+        """Return a state, or a part of it, with the padding of the mesh; inverts `unpadded`."""
+        return self._converted(state, pad=True)
+
+    def _converted(self, state: State, *, pad: bool) -> State:
+        mp = self.par.shards
+
+        def one(d: Declaration, own: NamedSharding, leaf: Any) -> Any:
+            if d.padded(mp) == d.shape:
+                return leaf
+            shape = d.padded(mp) if pad else d.shape
+            sharding = own if pad else own.update(spec=d.unpadded_spec(own.spec, self.mesh.shape))
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+            # One after the other: see `placement.MOST_IN_FLIGHT`.
+            return jax.block_until_ready(_compile_resized(shape, sharding)(leaf))
+
+        return {
+            key: map_declared(one, self.declared_state[key], self.shardings[key], leaf)
+            for key, leaf in state.items()
+        }
 
 
 @functools.lru_cache(maxsize=256)
 def _compile_resized(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[Array], Array]:
     return jax.jit(functools.partial(resized, shape=shape), out_shardings=sharding)
-
-
-def state_specs(config: Config, mesh: Mesh) -> State:
-    """Return the `PartitionSpec` of every leaf of the state between steps."""
-    par = parallel_of(config, mesh)
-    trained = transformer.trained(config)
-    moments = Optimizer(config, trained).moments()
-    return {
-        "params": par.at_rest(trained),
-        "frozen": par.at_rest(transformer.frozen(config)),
-        "opt_state": {
-            "count": P(),
-            **jax.tree.map(lambda moment: moment.spec(par.at_rest(moment.parameter)), moments),
-        },
-        "step": P(),
-        **dict.fromkeys(jax.eval_shape(functools.partial(history, config)), P()),
-    }
-
-
-def state_shardings(config: Config, mesh: Mesh) -> State:
-    """Return the sharding and memory of every leaf of the state between steps."""
-    specs, declared = state_specs(config, mesh), _declared_state(config)
-    offloaded = {"none": (), "moments": ("opt_state",), "params": ("params", "opt_state")}
-    return named(mesh, specs) | {
-        key: in_host(mesh, specs[key], declared[key]) for key in offloaded[config.offload]
-    }
 
 
 def gradients(
@@ -195,9 +249,10 @@ def gradients(
         `shard_map`, B counts only the device's sequences.
       count: the number of microbatches to use, from the first (default: all A).
     """
-    declared = transformer.trained(config)
+    every = transformer.declarations(config)
+    declared, fixed = partition(every, every)
     params = par.compute_copy(params, declared, config.dtype)
-    frozen = par.compute_copy(frozen, transformer.frozen(config), config.dtype)
+    frozen = par.compute_copy(frozen, fixed, config.dtype)
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
     weights = None if mask is None else loss_weights(mask, par, segments)
     if count is not None:  # the mean of the weights is 1 over the microbatches to use
@@ -280,7 +335,7 @@ def _sum_of_first(
 MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro", "counted")
 
 
-def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
+def compile_train(layout: StateLayout) -> Callable[..., Any]:
     """Return the compiled training step: a function (state, batch) -> (state, metrics).
 
     If the config sets `batch_ramp_steps`, the function takes a third argument: the number of
@@ -289,30 +344,24 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
 
     The buffers of the state that is passed in are donated.
     """
+    config, specs = layout.config, layout.specs
     batch = P(None, "dp")  # for all arrays of the batch
     count = (P(),) if config.batch_ramp_steps else ()
-    measured = dict.fromkeys(MEASURED, P())
-    layout, shardings = state_specs(config, mesh), state_shardings(config, mesh)
-    optimizer = Optimizer(config, transformer.trained(config))
-    specs = (layout["params"], layout["frozen"], batch, *count), (layout["params"], measured)
-    measure = partitioned(
+    measure = layout.partitioned(
         gradients,
-        config,
-        mesh,
-        *specs,
-        attention=_attention(config, mesh),
+        (specs["params"], specs["frozen"], batch, *count),
+        (specs["params"], dict.fromkeys(MEASURED, P())),
+        attention=layout.attention,
         split_stream=config.shard_activations and config.shards > 1,
     )
 
     whole = None
     if config.virtual_mesh is not None:  # elementwise rules may round differently in another layout
-        layouts = (layout["params"], layout["opt_state"])
-        whole = partitioned(
-            lambda *args, config, par: optimizer.update(*args),
-            config,
-            mesh,
-            (layouts[0], layouts[1], layouts[0], P(), P()),
-            layouts,
+        results = specs["params"], specs["opt_state"]
+        whole = layout.partitioned(
+            lambda *args, config, par: layout.optimizer.update(*args),
+            (*results, specs["params"], P(), P()),
+            results,
         )
 
     def train_step(state: State, batch: Batch, *count: Array) -> tuple[State, dict[str, Array]]:
@@ -320,7 +369,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
         if config.drops:
             accumulation, rows, _ = batch["obs"].shape
             batch = batch | {"key": sequence_keys(config.seed, step, (accumulation, rows))}
-        copies = device_copies(params, optimizer.declared, config, config.dtype)
+        copies = device_copies(params, layout.optimizer.declared, config, config.dtype)
         grads, metrics = measure(copies, state["frozen"], batch, *count)
         rows = batch["obs"].shape[1]
         rate = learning_rate(config, step, state.get("sequences"), rows)
@@ -348,7 +397,7 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
             return jax.tree.map(lambda new, old: jnp.where(skipped, old, new), updated, before)
 
         # Each leaf is updated in the state's layout.  Elementwise rules need no collectives.
-        arguments = optimizer, grads, moments, params
+        arguments = layout.optimizer, grads, moments, params
         if config.offload == "none":
             new["params"], new["opt_state"] = change(*arguments)
         else:
@@ -359,10 +408,10 @@ def compile_train(config: Config, mesh: Mesh) -> Callable[..., Any]:
 
     return jax.jit(
         train_step,
-        in_shardings=(shardings, *named(mesh, (batch, *count))),
-        out_shardings=(shardings, named(mesh, P())),
+        in_shardings=(layout.shardings, *named(layout.mesh, (batch, *count))),
+        out_shardings=(layout.shardings, named(layout.mesh, P())),
         donate_argnums=0,
-        compiler_options=compiler_options(config, mesh),
+        compiler_options=compiler_options(layout),
     )
 
 
@@ -386,10 +435,6 @@ def whole_batch(config: Config, batch: dict[str, np.ndarray]) -> tuple[Any, ...]
         )
     whole = {key: np.pad(x, ((0, most - count), (0, 0), (0, 0))) for key, x in batch.items()}
     return whole, np.int32(count)
-
-
-def _attention(config: Config, mesh: Mesh) -> str:
-    return attention_backend(config, mesh.devices.flat[0])
 
 
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
@@ -422,80 +467,48 @@ def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> tu
     return logits, jnp.isfinite(logits).all(axis=(1, 2))
 
 
-def check_zero(config: Config, mesh: Mesh) -> None:
-    """Raise InputError if the config enables ZeRO, but ZeRO cannot split some matrix over dp."""
-    if not config.zero:
-        return
-    dp = parallel_of(config, mesh).dp
-    declared = jax.tree_util.tree_leaves_with_path(
-        transformer.declarations(config.merged()), is_leaf=is_declaration
-    )
-    for path, declaration in declared:
-        if declaration.decay and declaration.zero_axis(dp) is None:
-            raise InputError(
-                f"config: zero is {config.zero}, but ZeRO cannot split the parameter "
-                f"{jax.tree_util.keystr(path)} of shape {declaration.shape} over dp {dp}: dp must "
-                "divide an axis that mp does not split; set zero to 0, or change the mesh"
-            )
-
-
-def gradient_replicas(config: Config, mesh: Mesh) -> int:
-    """Return the number of separate gradients that are computed per microbatch.
-
-    This is the number of replicas, or 1 with ZeRO 3.  The metric `grad_norm_micro` is the mean norm
-    of these gradients.
-    """
-    return parallel_of(config, mesh).replicas
-
-
-def compile_init(config: Config, mesh: Mesh) -> Callable[[Array], State]:
+def compile_init(layout: StateLayout) -> Callable[[Array], State]:
     """Return a compiled function from a PRNG key to a fresh state, sharded over the mesh."""
+    config = layout.config
     init = functools.partial(transformer.init, config)
     if config.virtual_mesh is not None:  # the bits must not depend on how the arrays are split
-        init = on_every_device(init, mesh)
+        init = on_every_device(init, layout.mesh)
     return jax.jit(
-        functools.partial(init_state, config, mp=parallel_of(config, mesh).shards, init=init),
-        out_shardings=state_shardings(config, mesh),
+        functools.partial(init_state, config, mp=layout.par.shards, init=init),
+        out_shardings=layout.shardings,
     )
 
 
-def compile_opt_state(config: Config, mesh: Mesh) -> Callable[[Any], Any]:
+def compile_opt_state(layout: StateLayout) -> Callable[[Any], Any]:
     """Return a compiled function from trained parameters to a fresh optimizer state."""
-    optimizer = Optimizer(config, transformer.trained(config))
-    return jax.jit(optimizer.init, out_shardings=state_shardings(config, mesh)["opt_state"])
+    return jax.jit(layout.optimizer.init, out_shardings=layout.shardings["opt_state"])
 
 
-def compile_eval(config: Config, mesh: Mesh) -> Callable[..., Any]:
+def compile_eval(layout: StateLayout) -> Callable[..., Any]:
     """Return a compiled `eval_step` for the mesh: a function (params, batch) -> dict of results."""
     outputs = dict.fromkeys(("loss", "last_loss", "all_loss", "correct"), P("dp"))
-    return _compile_forward(eval_step, config, mesh, outputs)
+    return _compile_forward(eval_step, layout, outputs)
 
 
-def compile_logits(config: Config, mesh: Mesh) -> Callable[..., Any]:
+def compile_logits(layout: StateLayout) -> Callable[..., Any]:
     """Return a compiled `logits_step` for the mesh: a function (params, tokens) -> its results."""
-    return _compile_forward(logits_step, config, mesh, (P("dp"), P("dp")))
+    return _compile_forward(logits_step, layout, (P("dp"), P("dp")))
 
 
 def _compile_forward(
-    function: Callable[..., Any], config: Config, mesh: Mesh, outputs: Any
+    function: Callable[..., Any], layout: StateLayout, outputs: Any
 ) -> Callable[..., Any]:
     """Compile a function of all parameters of a state and of a batch, split over dp."""
-    specs = (all_params(state_specs(config, mesh)), P("dp"))
-    declared = transformer.declarations(config)
-    forward = partitioned(
-        function,
-        config.for_inference(),
-        mesh,
-        specs,
-        outputs,
-        attention=_attention(config, mesh),
+    config, batch = layout.config, P("dp")
+    forward = layout.of(config.for_inference()).partitioned(
+        function, (all_params(layout.specs), batch), outputs, attention=layout.attention
     )
 
     def program(params: Any, batch: Any) -> Any:
-        return forward(device_copies(params, declared, config, config.dtype), batch)
+        return forward(device_copies(params, layout.declared, config, config.dtype), batch)
 
     return jax.jit(
         program,
-        in_shardings=(all_params(state_shardings(config, mesh)), named(mesh, P("dp"))),
-        out_shardings=named(mesh, outputs),
+        in_shardings=(all_params(layout.shardings), named(layout.mesh, batch)),
+        out_shardings=named(layout.mesh, outputs),
     )

@@ -5,6 +5,7 @@ import argparse
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
 from mesh_transformer.performance import ablation
+from mesh_transformer.training.step import StateLayout
 from mesh_transformer.util import run_script
 
 
@@ -30,7 +31,7 @@ def main() -> int:
     config = config.replace(per_replica_batch=batch * virtual_mesh[0] // args.dp)
     changes = {"virtual_mesh": virtual_mesh, "per_replica_batch": batch}
     pair = [ablation.Variant("as it is"), ablation.Variant("virtual", changes)]
-    result = ablation.measure(config, make_mesh(config), args.rounds, pair)
+    result = ablation.measure(StateLayout(config, make_mesh(config)), args.rounds, pair)
     for variant in result["variants"]:
         print(", ".join(f"{name}: {value}" for name, value in variant.items()))
     return 0

@@ -19,14 +19,12 @@ import numpy as np
 import pytest
 
 from mesh_transformer.checkpoint import original_files
-from mesh_transformer.checkpoint.loading import saved_part
 from mesh_transformer.checkpoint.original import entries, read, write
 from mesh_transformer.checkpoint.original_files import split, step_folder
 from mesh_transformer.config import Norm
 from mesh_transformer.mesh.declaration import map_declared
-from mesh_transformer.mesh.devices import named
 from mesh_transformer.model import transformer
-from mesh_transformer.training.step import state_specs
+from mesh_transformer.training.step import StateLayout, saved_part
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import DATA, original_config, random_batch
@@ -86,9 +84,8 @@ def members(path):
 def network_of(state, config, *, devices=None):
     """Return a network with a host state, which may lack Adam's moments."""
     network = CausalTransformer(config, init=False, devices=devices)
-    specs = state_specs(config, network.mesh)
-    state = state | {"frozen": {}}
-    shardings = named(network.mesh, {key: specs[key] for key in state})
+    layout, state = StateLayout(config, network.mesh), state | {"frozen": {}}
+    shardings = {key: layout.shardings[key] for key in state}
     network.state = jax.tree.map(jax.device_put, state, shardings)
     network.step = int(state["step"])
     return network

@@ -11,16 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mesh_transformer.config import Config
+from mesh_transformer.config import Architecture, Config
 from mesh_transformer.generation import batch as running_batch
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.batch import MOST_STEPS, Batch
 from mesh_transformer.generation.sampling import choose, penalize, sampler_settings
-from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
 from mesh_transformer.model.cache import LayerCache, write, write_rows
-from mesh_transformer.training import step
+from mesh_transformer.training.step import StateLayout
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import AS_USERS_COMPILE, DATA
@@ -40,8 +39,8 @@ def network_of(config: Config, place: tuple[str, int, int] = PLACES[0]) -> Causa
     partitioning, dp, mp = place
     mesh_config = config.replace(partitioning=partitioning, cores_per_replica=mp, tpu_size=dp * mp)
     network = CausalTransformer(mesh_config, devices=jax.devices()[: dp * mp], init=False)
-    layout = named(network.mesh, step.state_specs(mesh_config, network.mesh)["params"])
-    params = jax.tree.map(jax.device_put, weights(base_of(config)), layout)
+    shardings = StateLayout(mesh_config, network.mesh).shardings["params"]
+    params = jax.tree.map(jax.device_put, weights(base_of(config)), shardings)
     network.state = {"params": params, "frozen": {}}
     return network
 
@@ -174,9 +173,7 @@ def compiled_decode(
     generator, network = batch._generator, batch._state
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "decode", function)
-        run: Any = programs.compile_decode(
-            generator.config, generator.mesh, None, 8, guesses=guesses
-        )
+        run: Any = programs.compile_decode(generator.layout, None, 8, guesses=guesses)
         lowered = run.lower(batch._weights, network, batch.left, np.int32(3), None)
     compiled = lowered.compile(compiler_options=AS_USERS_COMPILE)
     return compiled.as_text(), compiled.memory_analysis()
@@ -580,7 +577,7 @@ def test_a_number_of_rows_is_a_whole_number():
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("pe", get_args(get_args(Config.__annotations__["pe"])[0]))
+@pytest.mark.parametrize("pe", get_args(get_args(Architecture.__annotations__["pe"])[0]))
 def test_an_answer_may_use_every_position_of_the_window(pe):
     """The last token of the answer follows the last position, and needs none of its own."""
     config = small_config(pe=pe)

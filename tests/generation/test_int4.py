@@ -14,13 +14,14 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation import programs
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.sampling import sampler_settings
-from mesh_transformer.generation.weights import check_weights
+from mesh_transformer.generation.weights import WeightLayout
 from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.model import matrices, transformer
 from mesh_transformer.util import InputError, packed_bytes
 from tests.conftest import AS_USERS_COMPILE
 from tests.generation.test_decode import PLACES, by_token, network_of, random_prompts
 from tests.model.test_transformer import small_config
+from tests.training.test_step import mesh_of
 
 G = matrices.GROUP
 # Matrices, the axis that is divided into groups, and the inputs per group.
@@ -173,7 +174,7 @@ def test_4_bit_weights_take_less_memory_even_during_decoding():
     config = config_of("gptj", n_heads=8, layers=6)
     batch = network_of(config).batch(1)
     generator, weights = batch._generator, batch._weights
-    run: Any = programs.compile_decode(generator.config, generator.mesh, None, MOST_STEPS)
+    run: Any = programs.compile_decode(generator.layout, None, MOST_STEPS)
     analysis = (
         run.lower(weights, batch._state, np.ones(1, np.int32), np.int32(1), None)
         .compile(AS_USERS_COMPILE)
@@ -201,8 +202,9 @@ def test_what_cannot_be_quantized_is_one_line():
     for changes, mp, message in refused:
         config = small_config(weight_bits=4, **changes)
         with pytest.raises(InputError, match=f"weight_bits is 4, but .*{message}"):
-            check_weights(config, mp)
-    check_weights(small_config(weight_bits=4, d_model=2 * G, n_heads=8), 2)
+            WeightLayout(config, mesh_of(1, mp))
+    config = small_config(weight_bits=4, d_model=2 * G, n_heads=8)
+    WeightLayout(config, mesh_of(1, 2))
     with pytest.raises(InputError, match="int8_weights is true, but weight_bits is 4; remove"):
         small_config(weight_bits=4, int8_weights=True)
     with pytest.raises(InputError, match="weight_bits is int 5, expected one of 4, 8 or null"):

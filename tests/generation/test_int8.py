@@ -188,7 +188,7 @@ def test_int8_weights_take_a_quarter_of_the_memory_even_during_decoding():
         network = network_of(config.replace(**changes))
         batch = network.batch(1)
         generator = batch._generator
-        run: Any = programs.compile_decode(generator.config, generator.mesh, None, MOST_STEPS)
+        run: Any = programs.compile_decode(generator.layout, None, MOST_STEPS)
         analysis = (
             run.lower(batch._weights, batch._state, np.ones(1, np.int32), np.int32(1), None)
             .compile(AS_USERS_COMPILE)

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.placement import replica_rows
 from mesh_transformer.pod.runner import NetworkRunner
-from mesh_transformer.training import step as steps
+from mesh_transformer.training.step import StateLayout
 from mesh_transformer.util import InputError
 from tests.support.multihost import free_port
 
@@ -81,7 +81,7 @@ def work(task: dict[str, Any]) -> None:
         rows = replica_rows(tokens, network.replicas, network.dp, axis=1)
         runner.train({"obs": rows[..., :-1], "target": rows[..., 1:]})
         hashes[f"step {number}"] = repr(runner.metrics().numbers)
-    state = steps.unpadded(network.state, network.config, network.mesh)
+    state = StateLayout(network.config, network.mesh).unpadded(network.state)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         whole = np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
         assert np.isfinite(whole.astype(np.float32)).all(), path
@@ -162,7 +162,7 @@ def random_config(rng: np.random.Generator) -> dict[str, Any]:
             for mesh in dividing(config["virtual_mesh"]):
                 changes = {"cores_per_replica": mesh[1], "tpu_size": mesh[0] * mesh[1]}
                 checked = Config(**config | changes)
-                steps.check_zero(checked, jax.sharding.AbstractMesh(mesh, ("dp", "mp")))
+                StateLayout(checked, jax.sharding.AbstractMesh(mesh, ("dp", "mp")))
         except InputError:
             continue
         if len(dividing(config["virtual_mesh"])) > 1:

@@ -101,8 +101,9 @@ def main() -> int:
         slice_ = slice_named(f"{args.platform}-{mp}")
         mesh = slice_.mesh(1, mp)
         config = Config(**SMALL, cores_per_replica=mp, tpu_size=mp)
-        state, batch = step.abstract_state(config, mesh), plan.abstract_batch(config, mesh)
-        text = step.compile_train(config, mesh).trace(state, batch).lower().compile().as_text()
+        layout = step.StateLayout(config, mesh)
+        arguments = layout.abstract, plan.abstract_batch(layout)
+        text = step.compile_train(layout).trace(*arguments).lower().compile().as_text()
         functions = kept_apart(text)
         assert functions
         expected = expected or functions

@@ -4,19 +4,20 @@
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.program import compiler_options
+from mesh_transformer.mesh.program import Layout, compiler_options
 from tests.conftest import SMALL
 
 
 def options(kind: str, platform: str = "tpu", **changes) -> dict | None:
     device = SimpleNamespace(platform=platform, device_kind=kind)
-    mesh = SimpleNamespace(devices=np.array([[device]]))
-    return compiler_options(Config.of(SMALL | changes), mesh)  # type: ignore[arg-type]
+    mesh: Any = SimpleNamespace(devices=np.array([[device]]))
+    return compiler_options(Layout(Config.of(SMALL | changes), mesh))
 
 
 @pytest.mark.parametrize(("kind", "platform"), [("cpu", "cpu"), ("NVIDIA H200", "gpu")])

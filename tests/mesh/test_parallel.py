@@ -92,7 +92,8 @@ def lowered_step(**changes: Any) -> Any:
     config = Config.from_dict(SMALL | values)
     state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
     batch = random_batch(config, ACCUMULATION, DP * ROWS)
-    train: Any = step.compile_train(config, make_mesh(config, jax.devices()[: config.tpu_size]))
+    mesh = make_mesh(config, jax.devices()[: config.tpu_size])
+    train: Any = step.compile_train(step.StateLayout(config, mesh))
     return train.lower(state, batch)
 
 

@@ -49,7 +49,8 @@ def trained(
     With `quick`, the step is compiled as in other tests.
     """
     config, mesh = Config(**(SMALL | TRAINING | changes)), mesh_of(dp, mp)
-    state = steps.compile_init(config, mesh)(jax.random.key(0))
+    layout = steps.StateLayout(config, mesh)
+    state = steps.compile_init(layout)(jax.random.key(0))
     train, result = None, {}
     for number in range(STEPS):
         accumulation = config.microbatches(number)
@@ -62,11 +63,11 @@ def trained(
         batch, *count = steps.whole_batch(config, batch)
         arguments = (Rows(mesh).place(batch, P(None, "dp")), *count)
         if train is None:
-            lowered = steps.compile_train(config, mesh).lower(state, *arguments)
+            lowered = steps.compile_train(layout).lower(state, *arguments)
             train = lowered.compile(compiler_options={} if quick else AS_USERS_COMPILE)
         state, metrics = train(state, *arguments)
         result |= {f"{name} {number}": np.asarray(x).tobytes() for name, x in metrics.items()}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(steps.unpadded(state, config, mesh)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(layout.unpadded(state)):
         assert np.isfinite(np.asarray(leaf, np.float32)).all(), path
         result[jax.tree_util.keystr(path)] = np.asarray(leaf).tobytes()
     return result
@@ -168,7 +169,7 @@ def test_a_run_that_changes_its_mesh_five_times_keeps_its_bits(tmp_path):
             assert network.restore(tmp_path) is not None
         batch = random_batch(one.config, 2, 2, seed=number)
         assert float(network.train(batch)["loss"]) == float(one.train(batch)["loss"]), number
-    ends = (steps.unpadded(x.state, x.config, x.mesh) for x in (one, network))
+    ends = (steps.StateLayout(x.config, x.mesh).unpadded(x.state) for x in (one, network))
     equal = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), *ends)
     assert all(jax.tree.leaves(equal))
 

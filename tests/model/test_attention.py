@@ -11,6 +11,7 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import programs
+from mesh_transformer.generation.weights import weight_layout
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import attention as attention_module
 from mesh_transformer.model import cache as cache_module
@@ -69,9 +70,9 @@ def test_every_backend_trains_like_plain_attention(plain, attention, partitionin
 
 def lowered_step(config: Config, platform: str) -> str:
     """Return the train step on 2 x 2 devices, lowered for "tpu" or "cuda", as text."""
-    mesh = mesh_of(2, 2)
-    train: Any = step.compile_train(config, mesh)
-    traced = train.trace(step.abstract_state(config, mesh), random_batch(config, 1, 2))
+    layout = step.StateLayout(config, mesh_of(2, 2))
+    train: Any = step.compile_train(layout)
+    traced = train.trace(layout.abstract, random_batch(config, 1, 2))
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -127,8 +128,9 @@ def test_blocks_never_materialise_the_full_score_matrix():
 
     def has_full_score_matrix(attention: str) -> bool:
         config = CONFIG.replace(attention=attention)
-        train: Any = step.compile_train(config, mesh)
-        lowered = train.lower(step.abstract_state(config, mesh), batch)
+        layout = step.StateLayout(config, mesh)
+        train: Any = step.compile_train(layout)
+        lowered = train.lower(layout.abstract, batch)
         return f"x{config.seq}x{config.seq}x" in lowered.as_text()
 
     assert has_full_score_matrix("xla")
@@ -179,11 +181,11 @@ def test_a_gpu_whose_cudnn_fails_or_differs_uses_xla(monkeypatch):
 
 def test_only_programs_over_whole_sequences_select_a_backend():
     config = small_config(attention="splash")  # not available on CPUs
-    mesh = mesh_of(1, 1)
-    step.state_specs(config, mesh)
-    programs.compile_decode(config, mesh, None, 1)
+    layout = step.StateLayout(config, mesh_of(1, 1))
+    assert layout.shardings
+    programs.compile_decode(weight_layout(layout), None, 1)
     with pytest.raises(InputError, match="requires seq to be a multiple of 128"):
-        step.compile_eval(config, mesh)
+        step.compile_eval(layout)
 
 
 @pytest.mark.parametrize(

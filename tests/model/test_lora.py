@@ -31,7 +31,7 @@ from tests.support.pages import ROOT
 from tests.support.small_run import SEQ, VOCAB, run_values
 
 COMPILED = {
-    loading: ("adapters", "checksums"),
+    loading: ("checksums",),
     programs: ("score", "weights"),
     step: ("eval", "logits", "opt_state", "train"),
 }
@@ -68,9 +68,8 @@ def state_of(config: Config) -> Any:
 
 def trained(config: Config, state: Any, batch: Any) -> tuple[Any, dict[str, float]]:
     """Return the state after one step, and the step's metrics."""
-    mesh = make_mesh(config, jax.devices()[: config.tpu_size])
-    state = jax.device_put(state, named(mesh, step.state_specs(config, mesh)))
-    state, metrics = step.compile_train(config, mesh)(state, batch)
+    layout = step.StateLayout(config, make_mesh(config, jax.devices()[: config.tpu_size]))
+    state, metrics = step.compile_train(layout)(jax.device_put(state, layout.shardings), batch)
     return jax.tree.map(np.asarray, state), {name: float(x) for name, x in metrics.items()}
 
 

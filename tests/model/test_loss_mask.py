@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
 from mesh_transformer.model.loss import cross_entropy, loss_weights
@@ -64,10 +63,9 @@ def numpy_losses(config: Config, batch: dict[str, np.ndarray]) -> dict[str, floa
 
 
 def train_metrics(config: Config, dp: int, mp: int, batch: Any) -> dict[str, float]:
-    mesh = mesh_of(dp, mp)
-    layout = named(mesh, step.state_specs(config, mesh))
-    state = jax.tree.map(jax.device_put, state_of(config), layout)
-    return {name: float(x) for name, x in step.compile_train(config, mesh)(state, batch)[1].items()}
+    layout = step.StateLayout(config, mesh_of(dp, mp))
+    state = jax.tree.map(jax.device_put, state_of(config), layout.shardings)
+    return {name: float(x) for name, x in step.compile_train(layout)(state, batch)[1].items()}
 
 
 @functools.cache

@@ -7,11 +7,13 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mesh_transformer.cli import benchmark as script
 from mesh_transformer.config import Config
+from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import flops
 from mesh_transformer.performance import ablation, benchmark, device_trace, loader_timing, report
 from mesh_transformer.util import InputError, StoppedError, run_script
@@ -211,7 +213,8 @@ def test_the_ablation_mode_compares_programs_with_equal_losses(monkeypatch, caps
     def two_variants(*args: object) -> list[ablation.Variant]:
         return [all_variants[0], all_variants[-1]]
 
-    all_variants = ablation.variants(Config(**TINY), SimpleNamespace(size=4))
+    mesh: Any = SimpleNamespace(size=4)
+    all_variants = ablation.variants(Layout(Config(**TINY), mesh))
     monkeypatch.setattr(ablation, "variants", two_variants)
     words = f"--config {config_file} --dp 2 --mp 2 --ablate --rounds 3"
     result = run_benchmark(monkeypatch, capsys, *words.split())
@@ -250,8 +253,9 @@ def test_the_ablation_plot_has_a_bar_per_variant(tmp_path):
 
 def test_one_device_has_no_variants_that_change_all_reduces():
     def names(size: int, **keys: object) -> list[str]:
-        mesh = SimpleNamespace(size=size)
-        return [variant.name for variant in ablation.variants(Config(**TINY, **keys), mesh)]
+        mesh: Any = SimpleNamespace(size=size)
+        layout = Layout(Config(**TINY, **keys), mesh)
+        return [variant.name for variant in ablation.variants(layout)]
 
     separate_sums = "each matmul its own sum"
     assert separate_sums in names(4)

@@ -19,6 +19,7 @@ from mesh_transformer.cli import plan as script
 from mesh_transformer.config import Config
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import attention as attention_module
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.loss import train_loss
@@ -33,7 +34,7 @@ from mesh_transformer.performance.roofline import (
 )
 from mesh_transformer.performance.scaling import estimate_step
 from mesh_transformer.performance.topology import topology
-from mesh_transformer.training import step
+from mesh_transformer.training.step import init_state
 from mesh_transformer.util import InputError, to_bf16
 from scripts import plot_scaling
 
@@ -88,7 +89,7 @@ ENTRY %main (p: f32[32,128]) -> f32[32,128] {
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
     devices = np.array([SimpleNamespace(slice_index=number // 4) for number in range(8)])
     mesh: Any = SimpleNamespace(shape={"dp": 8, "mp": 1}, size=8, devices=devices)
-    traffic = traffic_of(program, config, mesh)
+    traffic = traffic_of(program, Layout(config, mesh))
     part = 4 * 8 * 128
     assert traffic.between_slices == part  # of each device: together, one gradient per slice
     assert traffic.on_links == 2 * 3 * part
@@ -337,7 +338,7 @@ def test_collectives_outside_loops_do_not_belong_to_a_layer():
 }
 """
     mesh = Mesh(np.asarray(jax.devices()[:2]).reshape(1, 2), ("dp", "mp"))
-    result = traffic_of(text, config, mesh)
+    result = traffic_of(text, Layout(config, mesh))
     assert (result.layer_forward, result.layer_backward) == (0, 0)
     assert [exchange.place for exchange in result.exchanges] == ["step"]
 
@@ -374,7 +375,7 @@ def test_only_sums_over_mp_are_those_of_activations(dp, mp, groups, expected):
     text = LAYERS.replace("MP", groups[0]).replace("DP", groups[1])
     mesh = Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
     config = config.replace(per_replica_batch=1, tpu_size=dp * mp)
-    result = traffic_of(text, config, mesh)
+    result = traffic_of(text, Layout(config, mesh))
     assert (result.layer_forward, result.layer_backward) == expected
 
 
@@ -389,7 +390,7 @@ def test_the_estimate_for_gpt_j_on_a_v3_8():
 @pytest.mark.parametrize("optimizer", ["adam", "adafactor", "lion", "muon", "sgd"])
 def test_the_estimate_counts_the_moments_of_the_optimizer(optimizer):
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(optimizer=optimizer)
-    state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
+    state = jax.eval_shape(functools.partial(init_state, config), jax.random.key(0))
     params, moments = (
         sum(leaf.size for leaf in jax.tree.leaves(state[key])) for key in ("params", "opt_state")
     )

@@ -21,7 +21,7 @@ from mesh_transformer.model.lora import Adapter
 from mesh_transformer.network import Network
 from mesh_transformer.serving.engine import Engine, Progress, Request, Token
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.training.step import init_state
+from mesh_transformer.training.step import StateLayout, init_state
 from mesh_transformer.transformer_shard import CausalTransformer
 
 ROWS = 4
@@ -79,7 +79,7 @@ class Networks:
 
         def make(guesser: str) -> CausalTransformer:
             network = CausalTransformer(config, devices=jax.devices()[:devices])
-            own = network.config, network.mesh, network._eval_rows
+            own = StateLayout(network.config, network.mesh), network._eval_rows
             draft = None
             if guesser in drafts:
                 smaller = draft_config(drafts[guesser], config, guesser)

@@ -48,13 +48,13 @@ def train(config: Config) -> tuple[Any, Any]:
     assert config.tpu_size is not None
     mesh = mesh_of(config.tpu_size // config.cores_per_replica, config.cores_per_replica)
     plain = config.replace(partitioning="jit", zero=0, cores_per_replica=1, offload="none")
-    layout = step.state_shardings(config, mesh)
-    state = jax.tree.map(jax.device_put, fresh_state(plain), layout)
-    train_step = step.compile_train(config, mesh)
+    layout = step.StateLayout(config, mesh)
+    state = jax.tree.map(jax.device_put, fresh_state(plain), layout.shardings)
+    train_step = step.compile_train(layout)
     metrics = {}
     for _ in range(STEPS):
         state, metrics = train_step(state, random_batch(config, 2, 8))
-    assert jax.tree.map(lambda x: x.sharding, state) == layout
+    assert jax.tree.map(lambda x: x.sharding, state) == layout.shardings
     return jax.tree.map(np.asarray, (state, metrics))
 
 
@@ -89,7 +89,7 @@ def test_the_place_of_the_arrays_changes_no_bit(case, kind, monkeypatch):
 @pytest.mark.parametrize(("kind", "keys"), [("moments", 1), ("params", 2)])
 def test_trained_matrices_and_their_moments_are_in_host_memory(kind, keys):
     config = config_of(CASES[0], kind)
-    layout = step.state_shardings(config, mesh_of(2, 4))
+    layout = step.StateLayout(config, mesh_of(2, 4)).shardings
     places = jax.tree.map(lambda sharding: sharding.memory_kind, layout)
     layers = [places["opt_state"][name]["layers"] for name in ("mu", "nu")] + [
         places["params"]["layers"]
@@ -103,12 +103,12 @@ def test_trained_matrices_and_their_moments_are_in_host_memory(kind, keys):
 @offloads
 def test_a_skipped_step_changes_nothing(kind):
     config = config_of(CASES[1], kind).replace(skip_nonfinite=True)
-    mesh = mesh_of(1, 1)
-    layout = step.state_shardings(config, mesh)
-    state = jax.tree.map(jax.device_put, fresh_state(config.replace(offload="none")), layout)
+    layout = step.StateLayout(config, mesh_of(1, 1))
+    fresh = fresh_state(config.replace(offload="none"))
+    state = jax.tree.map(jax.device_put, fresh, layout.shardings)
     state["params"]["layers"]["layer/norm"]["scale"] *= np.nan
     before = jax.tree.map(np.asarray, state)
-    after, metrics = step.compile_train(config, mesh)(state, random_batch(config, 2, 8))
+    after, metrics = step.compile_train(layout)(state, random_batch(config, 2, 8))
     assert metrics["skipped"] == 1
     for key in ("params", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, after[key], before[key])

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from mesh_transformer.checkpoint.original import read
-from mesh_transformer.mesh.devices import named
 from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.conftest import AS_USERS_COMPILE, DATA, original_config
@@ -18,7 +17,7 @@ def network_at_step_0(variant: str, **changes) -> CausalTransformer:
     params = read(str(ORIGINAL / variant / "step_0"), config)["params"]
     # Fresh optimizer state is all zeros, so only the parameters need to be replaced.
     network = CausalTransformer(config)
-    shardings = named(network.mesh, step.state_specs(config, network.mesh)["params"])
+    shardings = step.StateLayout(config, network.mesh).shardings["params"]
     network.state["params"] = jax.tree.map(jax.device_put, params, shardings)
     return network
 

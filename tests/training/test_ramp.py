@@ -9,7 +9,6 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import open_train_set
-from mesh_transformer.mesh.devices import named
 from mesh_transformer.training import loop, step
 from mesh_transformer.training.metrics import NoiseScale
 from mesh_transformer.training.schedule import learning_rate
@@ -73,11 +72,11 @@ def test_an_update_ignores_the_missing_microbatches(partitioning, zero, masked):
     config = on_mesh(small_config(layers=1, **RAMP), partitioning, 4, zero)
     plain = config.replace(batch_ramp_steps=0)
     mesh, states = mesh_of(2, 4), []
-    train, reference = step.compile_train(config, mesh), step.compile_train(plain, mesh)
+    layout = step.StateLayout(config, mesh)
+    train, reference = step.compile_train(layout), step.compile_train(layout.of(plain))
     for _ in range(2):
         fresh = fresh_state(config.replace(partitioning="jit", zero=0, cores_per_replica=1))
-        layout = named(mesh, step.state_specs(config, mesh))
-        states.append(jax.tree.map(jax.device_put, fresh, layout))
+        states.append(jax.tree.map(jax.device_put, fresh, layout.shardings))
     state, expected = states
     for done, count in enumerate((2, 5)):
         batch = random_batch(config, count, 4, seed=done)

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import map_declared
-from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
 from mesh_transformer.model.loss import train_loss
@@ -74,11 +73,10 @@ def run(config: Config, dp: int = 1, mp: int = 1, batch: Any = None, steps: int 
     base = config.replace(partitioning="jit", zero=0, cores_per_replica=1, remat="full")
     if config.norm == "layernorm-desync":
         base = base.replace(cores_per_replica=config.cores_per_replica)
-    state = jax.tree.map(
-        jax.device_put, fresh_state(base), named(mesh, step.state_specs(config, mesh))
-    )
+    layout = step.StateLayout(config, mesh)
+    state = jax.tree.map(jax.device_put, fresh_state(base), layout.shardings)
     batch = random_batch(config, ACCUMULATION, BATCH) if batch is None else batch
-    train = step.compile_train(config, mesh)
+    train = step.compile_train(layout)
     losses, norms, grads = [], [], None
     for _ in range(steps):
         state, metrics = train(state, batch)
@@ -188,7 +186,8 @@ def test_only_shard_map_makes_the_whole_step_manual_over_mp():
         config = on_mesh(small_config(), partitioning, 4, 0)
         state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
         batch = random_batch(config, ACCUMULATION, BATCH)
-        program = step.compile_train(config, mesh_of(2, 4)).lower(state, batch).as_text()
+        layout = step.StateLayout(config, mesh_of(2, 4))
+        program = step.compile_train(layout).lower(state, batch).as_text()
         matches = re.findall(r"manual_axes=\{([^}]*)\}", program)
         manual[partitioning] = {frozenset(re.findall(r"\w+", axes)) for axes in matches}
     # Under jit, only small parts are manual over mp, such as embedding lookups; they are inside the
@@ -313,8 +312,8 @@ def test_a_bf16_state_takes_half_the_memory_and_trains_like_f32(zero):
 
 def test_a_fresh_state_is_bit_identical_on_every_mesh():
     config = small_config(layers=1)
-    mesh = mesh_of(2, 4)
-    sharded = step.compile_init(on_mesh(config, "shard_map", 4, 1), mesh)(jax.random.key(1))
+    layout = step.StateLayout(on_mesh(config, "shard_map", 4, 1), mesh_of(2, 4))
+    sharded = step.compile_init(layout)(jax.random.key(1))
     plain = jax.jit(functools.partial(step.init_state, config))(jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, sharded, plain)
 
@@ -349,7 +348,7 @@ def mean_of(trees: list[Any]) -> Any:
 def test_micro_norms_are_the_norms_of_the_replicas_gradients(partitioning, zero):
     config = on_mesh(small_config(layers=1, original_bias_copies=3), partitioning, 4, zero)
     batch = random_batch(config, 2, 2)
-    mesh = mesh_of(2, 4)
+    layout = step.StateLayout(config, mesh_of(2, 4))
     state = fresh_state(config.replace(partitioning="jit", zero=0, cores_per_replica=1))
     declared = transformer.declarations(config)
 
@@ -363,9 +362,9 @@ def test_micro_norms_are_the_norms_of_the_replicas_gradients(partitioning, zero)
     # ZeRO 3 sums gradients over the replicas before any norm is computed.
     normed = [[mean_of(replicas)] if zero == 3 else replicas for replicas in grads]
     squares = np.array([[square(grad) for grad in replicas] for replicas in normed])
-    placed = jax.tree.map(jax.device_put, state, named(mesh, step.state_specs(config, mesh)))
-    _, metrics = step.compile_train(config, mesh)(placed, batch)
-    assert step.gradient_replicas(config, mesh) == squares.shape[1]
+    placed = jax.tree.map(jax.device_put, state, layout.shardings)
+    _, metrics = step.compile_train(layout)(placed, batch)
+    assert layout.par.replicas == squares.shape[1]
     # The tolerance 1e-5 covers f32 sums of about 100,000 squares.
     expected = {
         "grad_square_micro": squares.mean(),
@@ -394,9 +393,9 @@ def test_evaluation_on_2x4_matches_one_device(partitioning):
     params, batch = fresh_state(config)["params"], random_batch(config, BATCH)
     expected = jax.jit(functools.partial(step.eval_step, config=config, par=Auto()))(params, batch)
     sharded = on_mesh(config, partitioning, 4, 3)
-    mesh = mesh_of(2, 4)
-    layout = named(mesh, step.state_specs(sharded, mesh)["params"])
-    actual = step.compile_eval(sharded, mesh)(jax.tree.map(jax.device_put, params, layout), batch)
+    layout = step.StateLayout(sharded, mesh_of(2, 4))
+    placed = jax.tree.map(jax.device_put, params, layout.shardings["params"])
+    actual = step.compile_eval(layout)(placed, batch)
     # The tolerance 1e-5 covers f32 sums in a different order; `correct` is exact.
     for name in ("loss", "last_loss", "all_loss"):
         np.testing.assert_allclose(actual[name], expected[name], atol=1e-5, rtol=0)
@@ -407,8 +406,8 @@ def test_zero_reports_the_matrix_that_it_cannot_shard():
     # 3 replicas do not divide either axis of a 64 x 64 matrix.
     config = small_config(cores_per_replica=2, tpu_size=6, zero=1)
     with pytest.raises(InputError, match=r"zero is 1.*dp 3.*set zero to 0"):
-        step.check_zero(config, mesh_of(3, 2))
-    step.check_zero(config.replace(zero=0), mesh_of(3, 2))
+        step.StateLayout(config, mesh_of(3, 2))
+    step.StateLayout(config.replace(zero=0), mesh_of(3, 2))
 
 
 def test_the_state_between_steps_is_sharded_by_zero():
@@ -416,7 +415,7 @@ def test_the_state_between_steps_is_sharded_by_zero():
     declared = transformer.declarations(small_config())
     for stage, shards in ((0, 4), (1, 8), (3, 8)):
         config = on_mesh(small_config(), "shard_map", 4, stage)
-        layout = named(mesh, step.state_specs(config, mesh)["params"])
+        layout = step.StateLayout(config, mesh).shardings["params"]
 
         def check(declaration: Any, sharding: Any, shards: int = shards) -> None:
             local = sharding.shard_shape(declaration.shape)

@@ -135,7 +135,7 @@ def test_sharded_updates_match_one_device(name, block, zero):
     """`update` runs outside the `shard_map`, so only ZeRO changes its layout."""
     config = on_mesh(config_with(name, block=block), "jit", 4, zero)
     mesh = mesh_of(2, 4)
-    specs = step.state_specs(config, mesh)
+    specs = step.StateLayout(config, mesh).specs
     layout = named(mesh, (specs["params"], specs["opt_state"], specs["params"]))
     optimizer = Optimizer(config, transformer.trained(config))
     params, grads = random_tree(config, 0, 0.3), random_tree(config, 1)
@@ -215,7 +215,8 @@ def test_muon_makes_updates_nearly_orthogonal(shape):
 def test_moments_have_the_axes_and_layouts_of_their_parameters():
     config = on_mesh(config_with("adafactor", block="geglu"), "jit", 4, 1)
     state = jax.eval_shape(functools.partial(step.init_state, config), jax.random.key(0))
-    specs = step.state_specs(config, mesh_of(2, 4))["opt_state"]
+    layout = step.StateLayout(config, mesh_of(2, 4))
+    specs = layout.specs["opt_state"]
     assert jax.tree.structure(state["opt_state"]) == jax.tree.structure(specs)
     layer = {name: specs[name]["layers"]["layer"] for name in ("row", "col", "nu")}
     # The parameters' layouts are P(None, None, "mp", "dp") and P(None, "mp", None, "dp").
@@ -223,7 +224,7 @@ def test_moments_have_the_axes_and_layouts_of_their_parameters():
     assert layer["col"] == {"fused_in": P(None, "mp", "dp"), "fused_out": P(None, "dp")}
     assert state["opt_state"]["col"]["layers"]["layer"]["fused_in"].shape == (2, 8, 176)
     assert set(layer["nu"]) == {"b", "fused_in_b"}
-    muon = step.state_specs(config.replace(optimizer="muon"), mesh_of(2, 4))["opt_state"]
+    muon = layout.of(config.replace(optimizer="muon")).specs["opt_state"]
     assert "fused_in" in muon["mu"]["layers"]["layer"]
     assert set(muon["nu"]["layers"]["layer"]) == {"b", "fused_in_b"}
 
@@ -245,9 +246,9 @@ def test_moments_are_stored_in_bf16_if_configured(name):
 
 def train_steps(config: Config, dp: int, mp: int, state: Any) -> list[float]:
     """Return the losses of 4 steps on a dp x mp mesh, which begin with `state`."""
-    mesh = mesh_of(dp, mp)
-    state = jax.tree.map(jax.device_put, state, named(mesh, step.state_specs(config, mesh)))
-    train, losses = step.compile_train(config, mesh), []
+    layout = step.StateLayout(config, mesh_of(dp, mp))
+    state = jax.tree.map(jax.device_put, state, layout.shardings)
+    train, losses = step.compile_train(layout), []
     for _ in range(4):
         state, metrics = train(state, random_batch(config, 2, 8))
         losses.append(float(metrics["loss"]))
