@@ -4,7 +4,6 @@ The defaults follow the original's example of the same name: GPT-J-6B's 8 shards
 """
 
 import argparse
-import itertools
 import time
 
 from mesh_transformer.util import InputError, run_script
@@ -53,7 +52,7 @@ def main() -> None:
     devices = args.devices
     config = config.replace(cores_per_replica=devices, tpu_size=devices, early_cast=early_cast)
 
-    from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens
+    from mesh_transformer.data.special_tokens import before_end, end_tokens, prompt_tokens
     from mesh_transformer.data.tokenizer import Tokenizer
     from mesh_transformer.transformer_shard import load
 
@@ -71,8 +70,8 @@ def main() -> None:
     print(f"{answers.size} tokens in {time.perf_counter() - began:.1f} s, compilation included")
     ends = end_tokens(tokenizer, network.config)
     for answer in answers.tolist():
-        text = itertools.takewhile(lambda token: token not in ends, answer)
-        print(f"\n{args.prompt}{tokenizer.decode(list(text), skip_special_tokens=True)}")
+        text = before_end(answer, ends)
+        print(f"\n{args.prompt}{tokenizer.decode(text, skip_special_tokens=True)}")
 
 
 if __name__ == "__main__":

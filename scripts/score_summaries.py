@@ -6,7 +6,6 @@ model and input always give the same scores.
 """
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -28,7 +27,7 @@ from mesh_transformer.cli.machines import running_model
 from mesh_transformer.data.completions import Pair
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files
-from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens
+from mesh_transformer.data.special_tokens import before_end, end_tokens, prompt_tokens
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")
@@ -102,7 +101,7 @@ def continued(
         if np.isin(rows, list(ends)).any(axis=1).all():
             break
     for row in rows.tolist():
-        yield list(itertools.takewhile(lambda token: token not in ends, row))
+        yield before_end(row, ends)
 
 
 def scored(references: Sequence[str], candidates: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -138,10 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
         check_tokenizer(args.train, changes["tokenizer"])
     changes |= settings(args)
     corpus, held_out = set_size(args.train), set_size(args.val) if args.val else None
-    is_fixed = (
-        source is not None and source.kind != "hf" and base is not None and base.pe == "fixed"
-    )
-    if base is not None and is_fixed and corpus.seq < base.seq:
+    native = source is not None and source.kind != "hf"
+    if base is not None and native and base.pe == "fixed" and corpus.seq < base.seq:
         raise InputError(
             f"--base {args.base}: the model has learned {base.seq} positions, but the records have "
             f"{corpus.seq} tokens; recreate them with --seq {base.seq}"

@@ -6,7 +6,8 @@ that the tokenizer puts after a text are not added: a prompt is to be continued,
 records ends with the end-of-text token.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from mesh_transformer.config import Config
@@ -23,6 +24,11 @@ def end_tokens(tokenizer: Any, config: Config | None) -> frozenset[int]:
     """Return the ids of the tokens that end an answer: the config's, and the end-of-text token."""
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return frozenset([*own, *((config and config.end_tokens) or ())])
+
+
+def before_end(tokens: Iterable[int], ends: Set[int]) -> list[int]:
+    """Return the tokens of an answer before the first that ends it; all if none does."""
+    return list(itertools.takewhile(lambda token: token not in ends, tokens))
 
 
 def beginning(tokenizer: Any) -> list[int]:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 from mesh_transformer.data.chat import ChatTemplate
 from mesh_transformer.data.special_tokens import (
+    before_end,
     beginning,
     end_tokens,
     special_tokens,
@@ -348,7 +349,7 @@ class NetworkLM(TemplateLM):
         """
         names = {number for number, name in self._special.items() if name in generation.until}
         ends = self._ends | names
-        kept = list(itertools.takewhile(lambda token: token not in ends, tokens))
+        kept = before_end(tokens, ends)
         complete = len(kept) < len(tokens) or len(tokens) >= generation.length
         text = self.tokenizer.decode(kept, skip_special_tokens=True)
         return generation.cut(text, self._end_text, complete)

@@ -1,7 +1,6 @@
 """A REPL that reads prompts from the terminal and streams the answers to the terminal."""
 
 import contextlib
-import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -10,7 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens, special_tokens
+from mesh_transformer.data.special_tokens import (
+    before_end,
+    end_tokens,
+    prompt_tokens,
+    special_tokens,
+)
 from mesh_transformer.generation.prompts import check_length
 from mesh_transformer.generation.sampling import REPL_DEFAULTS, SamplingOptions
 from mesh_transformer.generation.stream import stream_tokens
@@ -154,10 +158,10 @@ class Repl:
         stop = [settings.stop] if settings.stop else []
         stream = TextStream(self._tokenizer.decode, stop, before)
         for new in self._generate(tokens, settings):
-            before_end = list(itertools.takewhile(lambda token: token not in ends, new))
-            text = stream.push([token for token in before_end if token not in special])
-            yield text, len(before_end)
-            if stream.stopped or len(before_end) < len(new):
+            kept = before_end(new, ends)
+            text = stream.push([token for token in kept if token not in special])
+            yield text, len(kept)
+            if stream.stopped or len(kept) < len(new):
                 break
         yield stream.finish(), 0
 
