@@ -1,17 +1,24 @@
-"""Interfaces of networks and of their batches, independent of where a network runs.
+"""Networks, independent of where they run: their methods, and the calls that these make.
 
-Three classes implement `Network`: `CausalTransformer` runs on the devices of this process,
-`TPUCluster` on the hosts of a pod, and `RestartingCluster` on a pod whose hosts are all restarted
-when one of them fails.
+A method of `Network` checks its arguments and runs a call, such as `Score`.  Four classes run
+calls: `CausalTransformer` on the devices of this process, `EveryHost` on the devices of several
+processes that all make the same calls, `TPUCluster` on the hosts of a pod, and `RestartingCluster`
+on a pod whose hosts are all restarted when one of them fails.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from mesh_transformer.calls import ROWS, Call, Result
 from mesh_transformer.config import Config
+from mesh_transformer.data.batches import check_batch, check_tokens
 from mesh_transformer.generation.blocks import Chunks, Pool
+from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.prompts import check_pooled
 from mesh_transformer.generation.sampling import SamplerSettings
 
 
@@ -53,31 +60,121 @@ class Batch(Protocol):
     ) -> Any: ...
 
 
-class Network(Protocol):
-    """A model that can generate text and score it; see `CausalTransformer`.
+@dataclass(frozen=True, eq=False)
+class Eval(Call[dict[str, Any]]):
+    """See `Network.eval`."""
+
+    batch: dict[str, np.ndarray] = field(metadata=ROWS)
+    returns_rows: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, eq=False)
+class Score(Call[Chosen]):
+    """See `Network.score`."""
+
+    tokens: np.ndarray = field(metadata=ROWS)
+    alternatives: int
+    beginning: np.ndarray | None
+    adapter: int
+    returns_rows: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, eq=False)
+class Embed(Call[np.ndarray]):
+    """See `Network.embed`."""
+
+    tokens: np.ndarray = field(metadata=ROWS)
+    lengths: np.ndarray = field(metadata=ROWS)
+    pooling: str
+    adapter: int
+    returns_rows: ClassVar[bool] = True
+
+
+class Network:
+    """A model that can generate text and score it.
 
     Attributes:
+      config: the config, as a `Config`.
       dp: number of data-parallel replicas; each holds the same number of batch rows.
+      batch_size: number of sequences per microbatch, summed over all replicas.
     """
 
     config: Config
+    dp: int
+    batch_size: int
 
-    @property
-    def dp(self) -> int: ...
-    @property
-    def batch_size(self) -> int: ...
-    def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> Batch: ...
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
+    def run(self, call: Call[Result]) -> Result:
+        """Run a call, and return its result."""
+        raise NotImplementedError
+
+    def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> Batch:
+        """Return a batch of idle rows for generation; see `CausalTransformer.batch`."""
+        raise NotImplementedError
+
+    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Compute the losses of predicting `target` from `obs`, without z-loss.
+
+        Args:
+          sample: a dict of token ids `obs` and `target` [B, T] with any B; optionally `segment_ids`
+            [B, T], as for `train`.  The keys `loss_mask` and `ctx_length` are not used.
+
+        Returns:
+          `all_loss` (in nats) and `correct` (whether `target` was the most likely token), both
+          [B, T]; `loss` (the mean of `all_loss` over T) and `last_loss` (`all_loss` at the last
+          position), both [B].
+        """
+        batch = check_batch(self.config, "eval", sample, 2, ignored="ctx_length")
+        batch.pop("loss_mask", None)
+        return self.run(Eval(batch))
+
     def score(
         self,
-        tokens: np.ndarray,
+        tokens: ArrayLike,
         alternatives: int,
-        beginning: np.ndarray | None = None,
+        beginning: ArrayLike | None = None,
         adapter: int = 0,
-    ) -> Any: ...
+    ) -> Chosen:
+        """Return each token's logprob given the tokens before it; a row's first token has none.
+
+        Args:
+          tokens: token ids [B, T]; T is from 2 to `config.seq` + 1.
+          alternatives: number of most likely tokens to return for each position, from 0 to n_vocab.
+          beginning: token ids [S] of a text that all rows continue; together they have at most
+            `config.seq` + 1 tokens.  Its keys and values are computed once, and kept for the next
+            call with the same beginning.
+          adapter: number of the adapter that all rows use (see `add_adapters`); 0 for none.
+
+        Returns:
+          A `Chosen` tuple of numpy arrays: [B, T - 1], and [B, T - 1, alternatives] for the most
+          likely tokens.  As in `generate`, weights are f32 on CPUs, elsewhere in `config.dtype`.
+        """
+        longest = self.config.seq + 1
+        if beginning is not None:
+            beginning = check_tokens(self.config, "beginning", beginning, 1, longest=longest - 2)
+            longest -= len(beginning)
+        tokens = check_tokens(self.config, "tokens", tokens, 2, longest=longest)
+        return self.run(Score(tokens, alternatives, beginning, adapter))
+
     def embed(
-        self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean", adapter: int = 0
-    ) -> np.ndarray: ...
+        self, tokens: ArrayLike, lengths: ArrayLike, pooling: str = "mean", adapter: int = 0
+    ) -> np.ndarray:
+        """Return a vector for each text, from the last layer's normed output.
+
+        Args:
+          tokens: token ids [B, T], one left-aligned text per row; T is at most `config.seq`.
+          lengths: number of tokens of each text, [B], from 1 to T.
+          pooling: "mean" for the mean over the text's tokens, "last" for the last token's vector.
+          adapter: as for `score`.
+
+        Returns:
+          An f32 array [B, D].  The vectors are not scaled to length 1.
+
+        Raises:
+          InputError: if an argument is invalid.
+        """
+        texts = check_tokens(self.config, "tokens", tokens, 2)
+        sizes = check_pooled(texts, lengths, pooling)
+        return self.run(Embed(texts, sizes, pooling, adapter))
 
 
 class TrainSet(Protocol):
@@ -92,7 +189,7 @@ class TrainSet(Protocol):
     def close(self) -> None: ...
 
 
-class TrainableNetwork(Network, Protocol):
+class TrainableNetwork(Network):
     """A network with its optimizer; see `CausalTransformer`.
 
     `train` starts a training step and returns its metrics without waiting for the step to finish.
@@ -100,6 +197,12 @@ class TrainableNetwork(Network, Protocol):
     returns whether the step has finished.
 
     Attributes:
+      noise_batches: the batch sizes (small, big), in sequences, for estimating the gradient noise
+        scale.  Of the metrics of `train`, `grad_square_micro` is that of small batches: one
+        replica's part of a microbatch (with ZeRO 3, the whole microbatch).  `grad_norm` is that of
+        a big batch: all sequences of an update, after the ramp of `batch_ramp_steps`.
+      peak_flops: total peak dense bf16 FLOP/s of the devices, from their data sheet; None if
+        unknown.
       step: number of completed optimizer updates.
       notice: the event that announces the shutdown of a host's machine, such as "host 1 received
         SIGTERM"; "" if there is none.
@@ -107,11 +210,9 @@ class TrainableNetwork(Network, Protocol):
 
     step: int
     notice: str
+    noise_batches: tuple[int, int]
+    peak_flops: float | None
 
-    @property
-    def noise_batches(self) -> tuple[int, int]: ...
-    @property
-    def peak_flops(self) -> float | None: ...
     def init(self) -> None: ...
     def open_train_set(self) -> TrainSet: ...
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
 from mesh_transformer import old_names
+from mesh_transformer.calls import Call, Result
 from mesh_transformer.checkpoint import adapters, loading
 from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.checkpoint.source import Source, check_vacant
@@ -24,7 +25,6 @@ from mesh_transformer.generation.batch import Batch, Generator
 from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
-from mesh_transformer.generation.prompts import check_pooled
 from mesh_transformer.generation.speculation import draft_config
 from mesh_transformer.generation.weights import weight_layout
 from mesh_transformer.mesh import accelerators
@@ -32,12 +32,13 @@ from mesh_transformer.mesh.device_order import first_devices
 from mesh_transformer.mesh.devices import fit_to_devices, make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows, limit_in_flight, process_rows
 from mesh_transformer.mesh.program import check_not_traced
+from mesh_transformer.network import Embed, Eval, Score, TrainableNetwork
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError, NonFiniteError, UncountedWarning
 
 
-class CausalTransformer:
+class CausalTransformer(TrainableNetwork):
     """A GPT-J (or related) model with its optimizer, sharded over a (dp, mp) mesh of JAX devices.
 
     If the devices belong to several processes, all processes must make the same calls.  Each
@@ -57,6 +58,7 @@ class CausalTransformer:
     Attributes:
       config: the config, as a `Config`.
       mesh: the (dp, mp) mesh of the devices.
+      dp, batch_size, noise_batches, peak_flops: see `TrainableNetwork`.
       step: number of completed updates.
       state: the parameters, the optimizer's state and so on, as device arrays (see
         `mesh_transformer.training.step.init_state`); None before `init`, `load` or `restore`.
@@ -77,6 +79,13 @@ class CausalTransformer:
         self.mesh = make_mesh(self.config, devices)
         self._layout = steps.StateLayout(self.config, self.mesh)
         weight_layout(self._layout)  # raises an error early if the model cannot generate
+        self.dp = self.mesh.shape["dp"]
+        self.batch_size = self.config.per_replica_batch * self.config.replicas(self.dp)
+        accumulation = self.config.gradient_accumulation_steps
+        small = self.batch_size // self._layout.par.replicas
+        self.noise_batches = (small, self.batch_size * accumulation)
+        hardware = accelerators.hardware_of(self.mesh.devices.flat[0])
+        self.peak_flops = None if hardware is None else hardware.peak * self.mesh.size
         # Of `train`, and of all other methods.
         self._rows = self._eval_rows = Rows(self.mesh, self.config.virtual_replicas(self.dp))
         self._checkpoints: Checkpoints | None = None
@@ -113,36 +122,9 @@ class CausalTransformer:
         self.step, self._replaced, self._unchecked = 0, True, False
 
     @property
-    def dp(self) -> int:
-        """Number of data-parallel replicas, which is the size of the mesh's dp axis."""
-        return self.mesh.shape["dp"]
-
-    @property
     def replicas(self) -> list[int]:
         """Ascending dp indices of the replicas that have devices in this process."""
         return self._rows.replicas
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences per microbatch, summed over all replicas."""
-        return self.config.per_replica_batch * self.config.replicas(self.dp)
-
-    @property
-    def noise_batches(self) -> tuple[int, int]:
-        """The batch sizes (small, big), in sequences, for estimating the gradient noise scale.
-
-        Of the metrics of `train`, `grad_square_micro` is that of small batches: one replica's part
-        of a microbatch (with ZeRO 3, the whole microbatch).  `grad_norm` is that of a big batch:
-        all sequences of an update, after the ramp of `batch_ramp_steps`.
-        """
-        accumulation = self.config.gradient_accumulation_steps
-        return self.batch_size // self._layout.par.replicas, self.batch_size * accumulation
-
-    @property
-    def peak_flops(self) -> float | None:
-        """Total peak dense bf16 FLOP/s of the devices, from their data sheet; None if unknown."""
-        device = accelerators.hardware_of(self.mesh.devices.flat[0])
-        return None if device is None else device.peak * self.mesh.size
 
     @functools.cached_property
     def _train(self) -> Any:
@@ -218,25 +200,33 @@ class CausalTransformer:
         limit_in_flight(metrics["loss"])
         return metrics
 
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Compute the losses of predicting `target` from `obs`, without z-loss.
+    def run(self, call: Call[Result]) -> Result:
+        """Run a call on this process's devices, and on those of others that run the same call."""
+        return self._run(call)
 
-        Args:
-          sample: a dict of token ids `obs` and `target` [B, T] with any B; optionally `segment_ids`
-            [B, T], as for `train`.  The keys `loss_mask` and `ctx_length` are not used.
+    @functools.singledispatchmethod
+    def _run(self, call: Any) -> Any:
+        raise TypeError(f"{type(call).__name__} is no call that a network runs")
 
-        Returns:
-          `all_loss` (in nats) and `correct` (whether `target` was the most likely token), both
-          [B, T]; `loss` (the mean of `all_loss` over T) and `last_loss` (`all_loss` at the last
-          position), both [B].
-        """
-        batch = check_batch(self.config, "eval", sample, 2, ignored="ctx_length")
-        batch.pop("loss_mask", None)
-        count, rows = len(batch["obs"]), self._eval_rows
-        placed = rows.place({key: rows.pad(x) for key, x in batch.items()}, P("dp"))
+    @_run.register
+    def _(self, call: Eval) -> dict[str, Any]:
+        count, rows = len(call.batch["obs"]), self._eval_rows
+        placed = rows.place({key: rows.pad(x) for key, x in call.batch.items()}, P("dp"))
         outputs = self._eval(self._params(), placed)
         limit_in_flight(outputs["loss"])
         return {name: rows.fetch(x, count) for name, x in outputs.items()}
+
+    @_run.register
+    def _(self, call: Score) -> Chosen:
+        own = self._own_params()
+        return self._generator.score(
+            own, call.tokens, call.alternatives, call.beginning, call.adapter
+        )
+
+    @_run.register
+    def _(self, call: Embed) -> np.ndarray:
+        own = self._own_params()
+        return self._generator.embed(own, call.tokens, call.lengths, call.pooling, call.adapter)
 
     def logits(self, tokens: np.ndarray) -> Array | np.ndarray:
         """Return the next-token logits f32 [B, T, n_vocab] at each position of `tokens` [B, T]."""
@@ -247,56 +237,6 @@ class CausalTransformer:
         with blaming(lambda: self._generator.cause(self._params())):
             check_finite((np.where(finite, 0, np.nan),), "logits")
         return logits
-
-    def score(
-        self,
-        tokens: np.ndarray,
-        alternatives: int,
-        beginning: np.ndarray | None = None,
-        adapter: int = 0,
-    ) -> Chosen:
-        """Return each token's logprob given the tokens before it; a row's first token has none.
-
-        Args:
-          tokens: token ids [B, T]; T is from 2 to `config.seq` + 1.
-          alternatives: number of most likely tokens to return for each position, from 0 to n_vocab.
-          beginning: token ids [S] of a text that all rows continue; together they have at most
-            `config.seq` + 1 tokens.  Its keys and values are computed once, and kept for the next
-            call with the same beginning.
-          adapter: number of the adapter that all rows use (see `add_adapters`); 0 for none.
-
-        Returns:
-          A `Chosen` tuple of numpy arrays: [B, T - 1], and [B, T - 1, alternatives] for the most
-          likely tokens.  As in `generate`, weights are f32 on CPUs, elsewhere in `config.dtype`.
-        """
-        longest = self.config.seq + 1
-        if beginning is not None:
-            beginning = check_tokens(self.config, "beginning", beginning, 1, longest=longest - 2)
-            longest -= len(beginning)
-        tokens = check_tokens(self.config, "tokens", tokens, 2, longest=longest)
-        own = self._own_params()
-        return self._generator.score(own, tokens, alternatives, beginning, adapter)
-
-    def embed(
-        self, tokens: ArrayLike, lengths: ArrayLike, pooling: str = "mean", adapter: int = 0
-    ) -> np.ndarray:
-        """Return a vector for each text, from the last layer's normed output.
-
-        Args:
-          tokens: token ids [B, T], one left-aligned text per row; T is at most `config.seq`.
-          lengths: number of tokens of each text, [B], from 1 to T.
-          pooling: "mean" for the mean over the text's tokens, "last" for the last token's vector.
-          adapter: as for `score`.
-
-        Returns:
-          An f32 array [B, D].  The vectors are not scaled to length 1.
-
-        Raises:
-          InputError: if an argument is invalid.
-        """
-        texts = check_tokens(self.config, "tokens", np.asarray(tokens), 2)
-        sizes = check_pooled(texts, lengths, pooling)
-        return self._generator.embed(self._own_params(), texts, sizes, pooling, adapter)
 
     def generate(
         self,

@@ -188,9 +188,9 @@ def test_an_error_raised_by_a_property_is_not_hidden(monkeypatch):
     def broken(_):
         raise AttributeError("the real reason")
 
-    monkeypatch.setattr(CausalTransformer, "batch_size", property(broken))
+    monkeypatch.setattr(CausalTransformer, "replicas", property(broken))
     with pytest.raises(AttributeError, match="the real reason"):
-        object.__new__(CausalTransformer).batch_size  # noqa: B018
+        object.__new__(CausalTransformer).replicas  # noqa: B018
 
 
 def test_existing_modules_take_precedence_over_old_names(tmp_path, monkeypatch):
@@ -312,10 +312,11 @@ def test_old_calls_of_a_cluster_and_a_loader_behave_as_documented():
         with pytest.raises(TypeError):
             signature.bind(None, *arguments, **({"keep_n": 3} if method == "save" else {}))
     cluster = object.__new__(TPUCluster)
-    cluster.hosts = []
-    for call in (cluster.train, cluster.eval):
-        with pytest.raises(IndexError):
-            call(np.zeros((1, 2, 17), np.uint32))
+    cluster.config, cluster.hosts = Config(**SMALL), []
+    with pytest.raises(IndexError):
+        cluster.train(np.zeros((1, 2, 17), np.uint32))
+    with pytest.raises(InputError, match="eval: the batch is of type ndarray, expected a dict of"):
+        cluster.eval(np.zeros((1, 2, 17), np.uint32))
     assert not {"get_state", "reset"} & set(dir(TFRecordNewInputs))
     loader = TFRecordNewInputs(str(ROOT / "data/tiny.val.index"), (2, 3), 64)
     (row,) = (second for first, second in tables("## Calls that changed") if "get_samples" in first)

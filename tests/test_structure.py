@@ -30,6 +30,7 @@ ROOMS = (
     "config_checks",
     "config",
     "mesh",
+    "calls",
     "data",
     "model",
     "generation",

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
@@ -60,7 +61,7 @@ def check_batch(
 
 
 def check_tokens(
-    config: Config, name: str, tokens: np.ndarray, rank: int, *, longest: int | None = None
+    config: Config, name: str, tokens: ArrayLike, rank: int, *, longest: int | None = None
 ) -> np.ndarray:
     """Check the dtype, shape and range of token ids, and return them as uint32.
 

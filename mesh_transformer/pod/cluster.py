@@ -23,16 +23,17 @@ import ray
 from numpy.typing import ArrayLike
 from ray import exceptions
 
+from mesh_transformer.calls import Call, Result, joined, split
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import filled
 from mesh_transformer.generation.blocks import Pool
-from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.finite import blaming
-from mesh_transformer.generation.prompts import check_pooled, check_prompts
+from mesh_transformer.generation.prompts import check_prompts
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
-from mesh_transformer.mesh.placement import gathered, process_rows, replica_rows
+from mesh_transformer.mesh.placement import gathered, replica_rows
+from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.faults import PermanentError, RaisedError, last_line
 from mesh_transformer.pod.host_copies import HostCopies
@@ -53,7 +54,7 @@ STORE_FULL = (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError)
 METRICS = (*MEASURED, "learning_rate", "skipped")
 
 
-class TPUCluster:
+class TPUCluster(TrainableNetwork):
     """A model that runs on all `hosts`, with the methods of `CausalTransformer`.
 
     The methods take and return the batch rows of all replicas.
@@ -81,7 +82,7 @@ class TPUCluster:
         self.heartbeat = heartbeat
         self.patience = patience
         self.step = 0
-        self.save_failed = False  # whether a host has reported that the last save failed
+        self._save_failed = False  # whether a host has reported that the last save failed
         self.copies = copies
         self._keeping: list[Any] | None = None  # Ray references to the last `keep` calls
         self.notice = ""  # names the host that received SIGTERM, if one did
@@ -102,10 +103,10 @@ class TPUCluster:
             self.kill()
             raise
         self.replicas: list[list[int]] = [host["replicas"] for host in host_info]  # of each host
-        self.dp: int = host_info[0]["dp"]
-        self.batch_size: int = host_info[0]["batch_size"]
-        self.noise_batches: tuple[int, int] = host_info[0]["noise_batches"]
-        self.peak_flops: float | None = host_info[0]["peak_flops"]
+        self.dp = host_info[0]["dp"]
+        self.batch_size = host_info[0]["batch_size"]
+        self.noise_batches = host_info[0]["noise_batches"]
+        self.peak_flops = host_info[0]["peak_flops"]
 
     def _start(self) -> list[dict[str, Any]]:
         """Wait for the host processes to start, and create one mesh over all of them.
@@ -146,6 +147,11 @@ class TPUCluster:
         """Initialise the weights and the optimizer state; the step becomes 0."""
         self.call("init")
         self.step = 0
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether a host has reported that the last save has failed in the background."""
+        return self._save_failed
 
     def open_train_set(self) -> TFRecordNewInputs | ClusterTrainSet:
         """Open the config's training set.
@@ -197,7 +203,7 @@ class TPUCluster:
             results = self._results([*oldest.dispatched, *self._submit("metrics")])
             measured = results[len(self.hosts) :]
             oldest.values = self._merge_reports(oldest.step, measured)
-            self.save_failed = self.save_failed or any(host.save_failed for host in measured)
+            self._save_failed |= any(host.save_failed for host in measured)
             noticed = [rank for rank, host in enumerate(measured) if host.notice]
             if noticed:
                 self.notice = f"host {noticed[0]} received SIGTERM"
@@ -224,39 +230,16 @@ class TPUCluster:
         seconds = {f"host_seconds/{rank}": host.seconds for rank, host in enumerate(measured)}
         return measured[0].numbers | seconds
 
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Compute the losses of predicting `target` from `obs`; see `CausalTransformer.eval`.
-
-        The results are numpy arrays.
-        """
-        count = len(sample["obs"])
-        padded = {name: self._padded(rows) for name, rows in sample.items()}
-        results = self.call("eval", *self._shares(padded))
-        return {
-            name: self._joined([result[name] for result in results], count) for name in results[0]
-        }
-
-    def score(
-        self,
-        tokens: np.ndarray,
-        alternatives: int,
-        beginning: np.ndarray | None = None,
-        adapter: int = 0,
-    ) -> Chosen:
-        """Return each token's logprob given the tokens before it; see `CausalTransformer.score`."""
-        shares = self._shares(self._padded(tokens))
-        rest = alternatives, beginning, adapter
-        results = self._called("score", *[(*share, *rest) for share in shares])
-        return Chosen(*(self._joined(parts, len(tokens)) for parts in zip(*results, strict=True)))
-
-    def embed(
-        self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean", adapter: int = 0
-    ) -> np.ndarray:
-        """Return a vector for each text; see `CausalTransformer.embed`."""
-        lengths = check_pooled(tokens, lengths, pooling)
-        batch = {"tokens": self._padded(tokens), "lengths": self._padded(lengths)}
-        calls = [(*share.values(), pooling, adapter) for (share,) in self._shares(batch)]
-        return self._joined(self._called("embed", *calls), len(tokens))
+    def run(self, call: Call[Result]) -> Result:
+        """Run a call on all hosts, each of which gets the rows of its replicas."""
+        calls, places = split(call, self.replicas)
+        # One host knows why a result is not finite.  Of several, some may have finite rows.
+        with blaming(lambda: self.call("bad_weights")[0] if len(self.hosts) > 1 else None):
+            results = self.call("run", *zip(calls))
+        try:
+            return joined(call, results, places)
+        except HostError as error:
+            raise self.failed(str(error)) from None
 
     def generate(
         self,
@@ -323,7 +306,7 @@ class TPUCluster:
 
         If one host raises InputError, the other hosts get `patience` seconds to finish the call.
         """
-        self.save_failed = False
+        self._save_failed = False
         self._results(self._submit(method, *arguments), agree=self.patience)
 
     def larger_mesh(self) -> str:
@@ -414,11 +397,6 @@ class TPUCluster:
         finally:
             self.kill()
 
-    def _padded(self, rows: np.ndarray) -> np.ndarray:
-        """Append copies of the first row until the number of rows is a multiple of `dp`."""
-        missing = -len(rows) % self.dp
-        return np.concatenate((rows, np.repeat(rows[:1], missing, axis=0))) if missing else rows
-
     def _shares(self, batch: Any, axis: int = 0) -> list[tuple[Any]]:
         """Split an array or a dict of arrays into the rows (along `axis`) of each host.
 
@@ -434,11 +412,6 @@ class TPUCluster:
             }
 
         return [(of(replicas),) for replicas in self.replicas]
-
-    def _joined(self, parts: Sequence[np.ndarray], count: int) -> np.ndarray:
-        """Assemble a batch from each host's rows (`parts`), and return its first `count` rows."""
-        positions = process_rows(self.replicas, len(parts[0]) // len(self.replicas[0]))
-        return self.gathered(parts, positions)[:count]
 
     def gathered(self, parts: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> np.ndarray:
         """Assemble a batch in which the row `positions[host][i]` is `parts[host][i]`.
@@ -458,12 +431,6 @@ class TPUCluster:
           arguments: one tuple of arguments per host; may be omitted if the method takes none.
         """
         return self._results(self._submit(method, *arguments))
-
-    def _called(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        """Return the results of `call`; an error that they are not finite names the weights."""
-        # One host knows the cause itself.  Of several, some may have rows with finite results.
-        with blaming(lambda: self.call("bad_weights")[0] if len(self.hosts) > 1 else None):
-            return self.call(method, *arguments)
 
     def _submit(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
         """Send a call to every host without waiting, and return Ray references to the results.

@@ -19,12 +19,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import ArrayLike
 
+from mesh_transformer.calls import Call, Result
 from mesh_transformer.checkpoint.orbax_handlers import SAVE_SECONDS
 from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import Batch
@@ -42,8 +42,6 @@ from mesh_transformer.storage.access import AnyPath, is_uri, local_path
 from mesh_transformer.training import loop
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, exit_now
-
-Result = TypeVar("Result")
 
 # Batches that are read before they are needed.  A process that cannot read a batch knows it this
 # many steps earlier, and the others are at most this many steps ahead of it.
@@ -107,25 +105,9 @@ class EveryHost(CausalTransformer):
         self.lockstep.complete_call()
         return metrics
 
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+    def run(self, call: Call[Result]) -> Result:
         with self._call():
-            return super().eval(sample)
-
-    def score(
-        self,
-        tokens: np.ndarray,
-        alternatives: int,
-        beginning: np.ndarray | None = None,
-        adapter: int = 0,
-    ) -> Chosen:
-        with self._call():
-            return super().score(tokens, alternatives, beginning, adapter)
-
-    def embed(
-        self, tokens: ArrayLike, lengths: ArrayLike, pooling: str = "mean", adapter: int = 0
-    ) -> np.ndarray:
-        with self._call():
-            return super().embed(tokens, lengths, pooling, adapter)
+            return super().run(call)
 
     def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> "_Batch":  # type: ignore[override]
         with self._call():

@@ -5,19 +5,18 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import numpy as np
 from etils import epath
 
+from mesh_transformer.calls import Call, Result
 from mesh_transformer.checkpoint.source import saved_steps
 from mesh_transformer.checkpoint.step_folders import BEST, own_steps
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.evaluation import all_steps, validation
 from mesh_transformer.generation.blocks import Pool
-from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.network import TrainableNetwork
+from mesh_transformer.network import Eval, Network, TrainableNetwork
 from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.faults import RaisedError
 from mesh_transformer.storage.access import delete_step, local_path, reason
@@ -33,10 +32,8 @@ if TYPE_CHECKING:
 ATTEMPTS = 3  # maximum attempts per call; each retry uses new hosts
 SECONDS_BETWEEN = 5.0  # between two attempts
 
-Result = TypeVar("Result")
 
-
-class RestartingCluster:
+class RestartingCluster(Network):
     """A `TPUCluster` for servers that restarts all hosts after a host failure.
 
     If a host fails during `batch` or `eval`, or has failed earlier, all hosts are restarted and the
@@ -52,7 +49,7 @@ class RestartingCluster:
         self._closed = False
         self._cluster = make()
         self.config = self._cluster.config
-        self.dp = self._cluster.dp
+        self.dp, self.batch_size = self._cluster.dp, self._cluster.batch_size
 
     def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> ClusterBatch:
         """Return a batch of idle rows for generation, retrying after a host failure.
@@ -67,15 +64,17 @@ class RestartingCluster:
         """
         return self._call_with_retries(lambda cluster: cluster.batch(rows, pool, guesses))
 
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Compute the losses of predicting `target` from `obs`, retrying after a host failure.
-
-        The arguments and the results are those of `CausalTransformer.eval`.
+    def run(self, call: Call[Result]) -> Result:
+        """Run a call; see `TPUCluster.run`.
 
         Raises:
-          HostError: if all `ATTEMPTS` attempts fail, or if `close` has been called.
+          HostError: if a host fails and the call is not `Eval`, if all `ATTEMPTS` attempts fail, or
+            if `close` has been called.
         """
-        return self._call_with_retries(lambda cluster: cluster.eval(sample))
+        is_retried = isinstance(call, Eval)
+        if is_retried:
+            return self._call_with_retries(lambda cluster: cluster.run(call))
+        return self._cluster.run(call)
 
     def _call_with_retries(self, call: "Callable[[TPUCluster], Result]") -> "Result":
         """Return `call(cluster)`; after a host failure, retry the call on new hosts.
@@ -100,27 +99,6 @@ class RestartingCluster:
                     raise
                 print(error, file=sys.stderr, flush=True)
                 time.sleep(SECONDS_BETWEEN)
-
-    @property
-    def batch_size(self) -> int:
-        """Number of sequences per microbatch, summed over all replicas."""
-        return self._cluster.batch_size
-
-    def score(
-        self,
-        tokens: np.ndarray,
-        alternatives: int,
-        beginning: np.ndarray | None = None,
-        adapter: int = 0,
-    ) -> Chosen:
-        """Return the logprob of each token given the tokens before it; see `TPUCluster.score`."""
-        return self._cluster.score(tokens, alternatives, beginning, adapter)
-
-    def embed(
-        self, tokens: np.ndarray, lengths: np.ndarray, pooling: str = "mean", adapter: int = 0
-    ) -> np.ndarray:
-        """Return a vector for each text; see `CausalTransformer.embed`."""
-        return self._cluster.embed(tokens, lengths, pooling, adapter)
 
     def close(self) -> None:
         """Shut down the hosts immediately, even during a call, and never restart them."""

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import mesh_transformer
+from mesh_transformer.calls import Call, Result
 from mesh_transformer.checkpoint import blocks
 from mesh_transformer.checkpoint.state_tree import check_same_run, leaves
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
@@ -41,10 +42,10 @@ from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, StoppedError, brief
 
 Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
-def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def _one_line_errors(method: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
     """Wrap a method of `NetworkRunner` so that its exceptions can be sent to the driver.
 
     InputError and StoppedError are raised unchanged.  Any other exception might not survive
@@ -53,7 +54,7 @@ def _one_line_errors(method: Callable[Arguments, Result]) -> Callable[Arguments,
     """
 
     @functools.wraps(method)
-    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
         try:
             return method(*args, **kwargs)
         except (InputError, StoppedError):
@@ -123,7 +124,7 @@ def check_versions(hosts: Mapping[str, Mapping[str, str | None]]) -> None:
 
 # Methods of `CausalTransformer` that `NetworkRunner.forward` calls directly.  The batch rows
 # in their arguments and results are those of this process.
-FORWARDED = {"init", "score", "embed", "generate", "add_adapters", "add_draft"}
+FORWARDED = {"init", "generate", "add_adapters", "add_draft"}
 FORWARDED |= {"only_generate", "claim", "own_aux", "save", "wait", "bad_weights"}
 
 
@@ -316,9 +317,10 @@ class NetworkRunner:
         return StepReport(step, seconds, numbers, ended, failed, self._notice)
 
     @_one_line_errors
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Compute the losses of this process's batch rows; see `CausalTransformer.eval`."""
-        return {name: np.asarray(rows) for name, rows in self._started.eval(sample).items()}
+    def run(self, call: Call[Result]) -> Result:
+        """Run a call with the rows of this process; see `CausalTransformer.run`."""
+        result = self._started.run(call)
+        return jax.tree.map(np.asarray, result) if call.returns_rows else result
 
     @_one_line_errors
     def batch(self, rows: int, pool: Pool | None, guesses: int) -> None:

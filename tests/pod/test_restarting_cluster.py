@@ -5,15 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mesh_transformer.network import Eval, Score
 from mesh_transformer.pod import restarts
 from mesh_transformer.pod.restarts import ATTEMPTS, RestartingCluster
 from mesh_transformer.util import HostError, InputError
 
+SCORE = Score(np.zeros((1, 2), np.uint32), 5, None, 0)
+
 
 class FakeCluster:
-    """A cluster whose `batch` and `eval` return its number, or raise `error` if it is set."""
+    """A cluster whose calls return its number, or raise `error` if it is set."""
 
-    config, dp = "config", 2
+    config, dp, batch_size = "config", 2, 4
 
     def __init__(self, number: int):
         self.number = number
@@ -26,10 +29,8 @@ class FakeCluster:
             raise self.error
         return self.number, rows
 
-    eval = batch
-
-    def score(self, tokens: np.ndarray, alternatives: int, *_: Any) -> np.ndarray:
-        return tokens + alternatives * self.number
+    def run(self, call: Any) -> Any:
+        return self.batch(type(call))
 
     def kill(self) -> None:
         self.ended = True
@@ -55,11 +56,15 @@ def test_hosts_are_replaced_after_a_failure(cluster, clusters, capsys):
     assert cluster.batch(4) == cluster.batch(4) == (0, 4)
     clusters[0].ended = True
     assert cluster.batch(6) == (1, 6)
-    assert cluster.score(np.zeros(2), 5).tolist() == [5, 5]
+    assert cluster.run(SCORE) == (1, Score)
+    clusters[1].error = HostError("host 0 died")
+    with pytest.raises(HostError, match="host 0 died"):  # the caller has to make a new batch
+        cluster.run(SCORE)
+    clusters[1].ended, clusters[1].error = False, None
     clusters[1].error = HostError("host 1 died")  # raised by the call itself
     assert cluster.batch(6) == (2, 6)
     clusters[2].error = HostError("host 0 died")
-    assert cluster.eval(5) == (3, 5)
+    assert cluster.run(Eval({})) == (3, Eval)
     assert capsys.readouterr().err.splitlines() == [
         "restarting all hosts",
         "host 1 died",

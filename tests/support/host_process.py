@@ -51,6 +51,9 @@ def call(
 ) -> dict[str, Any]:
     """Make one call and return its results by name, for the rows of this process."""
 
+    network = runner.network
+    assert network is not None
+
     def mine(key: str, axis: int = 0) -> np.ndarray:
         return replica_rows(batches[key], facts["replicas"], facts["dp"], axis)
 
@@ -60,9 +63,9 @@ def call(
         result = {"step": measured.step} | measured.numbers
         return {name: np.asarray(value) for name, value in result.items()}
     if name == "eval":
-        return runner.eval({key: mine(f"eval_{key}") for key in ("obs", "target")})
+        return network.eval({key: mine(f"eval_{key}") for key in ("obs", "target")})
     if name == "score":
-        return runner.forward("score", mine("eval_obs"), argument)._asdict()
+        return network.score(mine("eval_obs"), argument)._asdict()
     if name == "generate":
         options = {"seed": mine("seed"), "top_p": mine("top_p")}
         arguments = (mine("ctx"), mine("length"), argument, options)
@@ -82,7 +85,7 @@ def call(
         return {}
     if name == "train_and_save":
         folder, last = argument
-        while (step := runner.network.step) < last:  # type: ignore[union-attr]
+        while (step := network.step) < last:
             call(runner, facts, batches, "train", step % STEPS)
             runner.forward("save", folder, {"saved after": step + 1})
         runner.forward("wait")
