@@ -66,6 +66,7 @@ def check(c: Any) -> None:
         )
     _check_training(c)
     _check_block(c)
+    _check_norm(c)
     _check_lora(c)
     _check_divisions(c)
     _check_virtual_mesh(c)
@@ -120,6 +121,14 @@ def _check_block(c: Any) -> None:
         raise InputError(
             f"original_bias_copies is {c.original_bias_copies}, expected 1 with block {c.block}, "
             "which the original does not have"
+        )
+
+
+def _check_norm(c: Any) -> None:
+    if c.norm == "layernorm-desync" and c.partitioning != "shard_map":
+        raise InputError(
+            f"norm is {c.norm}, which has parameters of its own on each shard, but partitioning is "
+            f"{c.partitioning}; set it to shard_map, or choose norm layernorm"
         )
 
 
@@ -195,13 +204,11 @@ def _check_int8_matmuls(c: Any) -> None:
             f"int8_matmuls has weight_gradients, and per_replica_batch {c.per_replica_batch} times "
             f"seq {c.seq} is {tokens}, expected at most {MOST_SUMMED}; lower per_replica_batch"
         )
-    wrong = None
-    if c.virtual_mesh is not None:
-        wrong = f"virtual_mesh is {c.virtual_mesh}"  # on which the same scales are needed anywhere
-    elif c.norm == "layernorm-desync":
-        wrong = f"norm is {c.norm}"  # whose matmuls have several inputs
-    if c.int8_matmuls and wrong:
-        raise InputError(f"int8_matmuls is {c.int8_matmuls}, but {wrong}; remove one of them")
+    if c.int8_matmuls and c.virtual_mesh is not None:  # which needs the same scales anywhere
+        raise InputError(
+            f"int8_matmuls is {c.int8_matmuls}, but virtual_mesh is {c.virtual_mesh}; remove one "
+            "of them"
+        )
 
 
 def _check_virtual_mesh(c: Any) -> None:

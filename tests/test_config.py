@@ -59,6 +59,10 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"norm": "layer-norm"}, ["norm is str 'layer-norm'", "did you mean 'layernorm'?"]),
         ({"norm": "batch"}, ["norm is str 'batch'", "'scalenorm-bias'"]),
         ({"block": "swiglu"}, ["block is str 'swiglu'", "'gptj', 'geglu'"]),
+        (
+            {"norm": "layernorm-desync", "partitioning": "jit"},
+            ["norm is layernorm-desync", "partitioning is jit; set it to shard_map"],
+        ),
         ({"zero": 2}, ["zero is int 2", "one of 0, 1, 3"]),
         ({"zero": True}, ["zero is bool True", "one of 0, 1, 3"]),
         ({"dtype": "float16"}, ["dtype is str 'float16'", "'bfloat16', 'float32'"]),

@@ -263,8 +263,8 @@ def embed(
         x_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
         positions_1T, length_B = positions_1T[:, :1], jnp.ones_like(length_B)
     norm = transformer.transforms(config, par)["proj"]
-    x_GBTD = norm.apply(transformer.projection_params(weights), x_BTD, head=False)
-    x_BTD = par.sum(x_GBTD.astype(jnp.float32).mean(axis=0)) / par.mp
+    x_BTD = norm.apply(transformer.projection_params(weights), x_BTD, head=False)
+    x_BTD = par.sum(x_BTD.astype(jnp.float32)) / par.mp
     in_text_BT = positions_1T < length_B[:, None]
     return jnp.where(in_text_BT[..., None], x_BTD, 0).sum(axis=1) / length_B[:, None]
 

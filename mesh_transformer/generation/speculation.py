@@ -97,11 +97,12 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
     """
     check_vocabulary(draft, model, where)
     mp = model.cores_per_replica
-    if draft.norm == "layernorm-desync" and draft.shards != mp:
+    own = (draft.partitioning, draft.shards)
+    if draft.norm == "layernorm-desync" and own != (model.partitioning, mp):
         raise InputError(
-            f"{where}: with the draft's norm layernorm-desync, its parameters depend on "
-            f"cores_per_replica, which is {draft.shards}, expected {mp}, as the model's; choose "
-            "another draft"
+            f"{where}: with the draft's norm layernorm-desync, partitioning and cores_per_replica "
+            f"are {own[0]} and {own[1]}, expected {model.partitioning} and {mp}, as the model's; "
+            "choose another draft"
         )
     return draft.for_inference().replace(
         cores_per_replica=mp,

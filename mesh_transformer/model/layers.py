@@ -6,12 +6,7 @@ therefore have either their local or their global size.
 
 Array names end in their shape: B batch, T query, S cache or key, D model, H heads, K head size,
 R rank of an adapter, F feed-forward, C columns (or rows) of one head in the fused weights of the
-geglu block, N columns of a projection, V vocabulary, L layers, G norm groups.
-
-The output of a norm has a first axis G, the norm groups.  With most norms, G is 1.  The norm
-layernorm-desync has a different scale and offset for each mp shard.  Its output therefore has a
-separately normed copy of the input, called a norm group, for each shard that the code sees: 1 copy
-with `Manual`, and mp copies with `Auto`.
+geglu block, N columns of a projection, V vocabulary, L layers.
 """
 
 from typing import NamedTuple
@@ -29,6 +24,7 @@ from mesh_transformer.model import attention, lora, paged
 from mesh_transformer.model.cache import LayerCache, rows_of, write, write_rows
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at, drop_entries
 from mesh_transformer.model.matrices import add_bias, project_in, project_out
+from mesh_transformer.util import InputError
 
 # checkpoint_name of the residual stream between attention and feed-forward, if the latter reads it
 MIDDLE = "middle"
@@ -95,9 +91,11 @@ def initialisers(c: Model) -> Initialisers:
 class Norm(hk.Module):
     """The norm that the config selects, computed in f32.
 
-    Calling the module returns x_GBTD: G normed copies of x, as inputs of matmuls that are split
-    over mp (see `Parallel.fan_out`).  G is 1 for all norms except layernorm-desync (see the module
-    docstring).
+    Calling the module returns the normed x, as input of matmuls that are split over mp (see
+    `Parallel.fan_out`).  The norm layernorm-desync has a scale and offset for each mp shard.
+
+    Raises:
+      InputError: if the norm is layernorm-desync, and the code does not run on each shard.
 
     Args:
       fanned_out: whether the input is already the result of `Parallel.fan_out`, which several norms
@@ -117,21 +115,27 @@ class Norm(hk.Module):
         dtype = x_BTD.dtype
         x_BTD = x_BTD.astype(jnp.float32)
         if self.kind == "layernorm-desync":
+            if self.par.mp != self.shards and not hk.running_init():
+                raise InputError(
+                    "norm layernorm-desync has parameters of its own on each shard; run it with "
+                    f"partitioning shard_map and cores_per_replica {self.shards}"
+                )
             # Scale and offset differ between shards, so the fan-out must come before them.
-            x_GBTD = self._fan_out(_standardize(x_BTD))[None]
-            return self._affine(x_GBTD, (self.shards, x_BTD.shape[-1]), ("mp", None)).astype(dtype)
+            x_BTD = self._fan_out(_standardize(x_BTD))
+            return self._affine(x_BTD, (self.shards, x_BTD.shape[-1]), ("mp", None)).astype(dtype)
         if self.kind.startswith("layernorm"):
             normed = self._affine(_standardize(x_BTD), x_BTD.shape[-1:], (None,))
         else:
             normed = self._rms(x_BTD)
-        return self._fan_out(normed.astype(dtype))[None]
+        return self._fan_out(normed.astype(dtype))
 
     def _fan_out(self, x: Array) -> Array:
         return x if self.fanned_out else self.par.fan_out(x)
 
     def _param(self, name: str, shape: tuple[int, ...], axes: Axes, initial: float) -> Array:
         init = hk.initializers.Constant(initial)
-        return _norm_param(param(self.par, name, shape, axes, init, fanned_out=self.fanned_out))
+        value = param(self.par, name, shape, axes, init, fanned_out=self.fanned_out)
+        return (value[0] if axes[:1] == ("mp",) else value).astype(jnp.float32)
 
     def _affine(self, x: Array, shape: tuple[int, ...], axes: Axes) -> Array:
         x = x * self._param("scale", shape, axes, 1.0)
@@ -155,15 +159,6 @@ class Norm(hk.Module):
         return normed
 
 
-def _norm_param(value: Array) -> Array:
-    """Return a norm's parameter in f32, in a shape that broadcasts against x_GBTD.
-
-    A parameter with one row per shard, [G, D], is returned as [G, 1, 1, D].
-    """
-    value = value.astype(jnp.float32)
-    return value[:, None, None, :] if value.ndim == 2 else value
-
-
 def _standardize(x_BTD: Array) -> Array:
     mean = jnp.mean(x_BTD, axis=-1, keepdims=True)
     variance = jnp.var(x_BTD, axis=-1, keepdims=True)
@@ -173,9 +168,7 @@ def _standardize(x_BTD: Array) -> Array:
 class Linear(hk.Module):
     """A linear layer whose columns are split over mp.
 
-    The columns are divided into G equal blocks, and the input of block g is x_GBTD[g].  With most
-    norms, G is 1 (see the module docstring).  The matmul's result is rounded once, to `dtype`
-    (default: the dtype of the inputs).
+    The matmul's result is rounded once, to `dtype` (default: the dtype of the inputs).
 
     Args:
       columns: global number of columns.
@@ -200,21 +193,21 @@ class Linear(hk.Module):
         self.dtype = dtype
         self.unit = unit
 
-    def __call__(self, x_GBTD: Array, lora_scale: lora.Scale | None = None) -> Array:
+    def __call__(self, x_BTD: Array, lora_scale: lora.Scale | None = None) -> Array:
         """Return [B, T, columns].
 
         Args:
           lora_scale: used instead of `config.lora_scale`.
         """
-        shape, axes = (x_GBTD.shape[-1], self.columns), (None, "mp")
+        shape, axes = (x_BTD.shape[-1], self.columns), (None, "mp")
         init = initialisers(self.config).inputs
         w_DN = param(self.par, "w", shape, axes, init, decay=True, unit=self.unit)
         rounded = self.config.int8_matmuls if self.dtype is None else ()  # not in the head
-        y_BTN = project_in(x_GBTD, w_DN, self.dtype, rounded)
+        y_BTN = project_in(x_BTD, w_DN, self.dtype, rounded)
         adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes, self.unit)
         if adapter is not None:
             scale = lora.scale_of(self.config, lora_scale)
-            y_BTN += lora.adapted_columns(x_GBTD, adapter, scale)
+            y_BTN += lora.adapted_columns(x_BTD, adapter, scale)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
             b_N = param(self.par, "b", (self.columns,), ("mp",), zeros, unit=self.unit)
@@ -358,9 +351,9 @@ class TransformerLayer(hk.Module):
         self, x_BTD: Array, context: Context, cache: LayerCache | None
     ) -> tuple[Array, LayerCache]:
         """Compute GPT-J's block: attention and feed-forward read the same norm."""
-        x_GBTD = Norm(self.config, self.par)(x_BTD)
-        attended_BTN, cache = self._attended(x_GBTD, context, cache, with_bias=False)
-        y_BTD = self._outputs(attended_BTN, self._hidden(x_GBTD, context), context)
+        x_BTD = Norm(self.config, self.par)(x_BTD)
+        attended_BTN, cache = self._attended(x_BTD, context, cache, with_bias=False)
+        y_BTD = self._outputs(attended_BTN, self._hidden(x_BTD, context), context)
         return self.par.join(y_BTD) + self._bias("b", FEED_FORWARD, context, summed=True), cache
 
     @hk.transparent
@@ -401,7 +394,7 @@ class TransformerLayer(hk.Module):
     @hk.transparent
     def _attended(
         self,
-        x_GBTD: Array,
+        x_BTD: Array,
         context: Context,
         cache: LayerCache | None,
         *,
@@ -413,17 +406,17 @@ class TransformerLayer(hk.Module):
         def heads(name: str) -> Array:
             columns = c.n_heads * c.d_head
             linear = Linear(c, self.par, columns, name, with_bias, unit=c.d_head)
-            y_BTN = linear(x_GBTD, context.lora_scale)
+            y_BTN = linear(x_BTD, context.lora_scale)
             return y_BTN.reshape(*y_BTN.shape[:2], self.heads, c.d_head)
 
         attended_BTHK, cache = self._attention(heads("q"), heads("k"), heads("v"), context, cache)
         return attended_BTHK.reshape(*attended_BTHK.shape[:2], -1), cache
 
     @hk.transparent
-    def _hidden(self, x_GBTD: Array, context: Context) -> Array:
+    def _hidden(self, x_BTD: Array, context: Context) -> Array:
         """Return the hidden activations of the feed-forward, [B, T, F]."""
         linear = Linear(self.config, self.par, self.config.d_ff, "fc")
-        return self._gelu(linear(x_GBTD, context.lora_scale))
+        return self._gelu(linear(x_BTD, context.lora_scale))
 
     @hk.transparent
     def _outputs(self, attended_BTN: Array, hidden_BTF: Array, context: Context) -> Array:
@@ -469,18 +462,18 @@ class TransformerLayer(hk.Module):
         not depend on the mesh.
         """
         c, par = self.config, self.par
-        x_GBTD = Norm(c, par)(x_BTD)
+        x_BTD = Norm(c, par)(x_BTD)
         hidden = c.d_ff // c.n_heads
         columns, rows = 3 * c.d_head + 2 * hidden, c.d_head + hidden
         shape, axes = (c.d_model, c.n_heads, columns), (None, "mp", None)
         w_DHC = param(par, "fused_in", shape, axes, initialisers(c).inputs, decay=True)
         bias = hk.initializers.Constant(0.0)
         b_HC = param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), bias)
-        y_BTHC = project_in(x_GBTD, w_DHC, None, c.int8_matmuls) + b_HC
+        y_BTHC = project_in(x_BTD, w_DHC, None, c.int8_matmuls) + b_HC
         adapter = lora.factors(c, par, "fused_in", "fused_in", shape, axes)
         if adapter is not None:
             scale = lora.scale_of(c, context.lora_scale)
-            y_BTHC += lora.adapted_columns(x_GBTD, adapter, scale).reshape(y_BTHC.shape)
+            y_BTHC += lora.adapted_columns(x_BTD, adapter, scale)
         edges = (c.d_head, 2 * c.d_head, 3 * c.d_head, 3 * c.d_head + hidden)
         q_BTHK, k_BTHK, v_BTHK, gate_BTHF, value_BTHF = jnp.split(y_BTHC, edges, axis=-1)
         attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
@@ -568,7 +561,7 @@ class TransformerLayer(hk.Module):
 
 
 class Projection(hk.Module):
-    """The last norm, from x_BTD to x_GBTD, and the output head, from x_GBTD to f32 logits_BTV.
+    """The last norm, and the output head, from the normed x_BTD to f32 logits_BTV.
 
     The logits are split over mp along the vocabulary.  If mp does not divide the vocabulary, it is
     padded with logits of -1e10, whose probability is 0.

@@ -77,25 +77,22 @@ def scale_of(config: Model, own: Scale | None) -> Scale:
 
 
 def scaled(low: Array, scale: Scale) -> Array:
-    """Return the product of an input and an adapter's factor a, [..., B, T, R], times the scale."""
+    """Return the product of an input and an adapter's factor a, [B, T, R], times the scale."""
     return (low * scale).astype(low.dtype)
 
 
-def adapted_columns(x_GBTD: Array, adapter: tuple[Array, Array], scale: Scale) -> Array:
-    """Return an adapter's contribution to a linear layer's output, [B, T, columns].
-
-    The columns are split over mp.  As in `layers.Linear`, they are also divided into G equal
-    blocks, and the input of block g is x_GBTD[g].
+def adapted_columns(x_BTD: Array, adapter: tuple[Array, Array], scale: Scale) -> Array:
+    """Return an adapter's contribution to a linear layer's output, [B, T, *columns].
 
     Args:
       adapter: the LoRA factors (a, b).
       scale: the factor by which the contribution is scaled.
     """
     a_DR, b = adapter
-    b_RGN = b.reshape(b.shape[0], x_GBTD.shape[0], -1)
-    low_GBTR = scaled(jnp.einsum("GBTD,DR->GBTR", x_GBTD, a_DR), scale)
-    y_BTGN = jnp.einsum("GBTR,RGN->BTGN", low_GBTR, b_RGN)
-    return y_BTGN.reshape(*y_BTGN.shape[:2], -1)
+    low_BTR = scaled(x_BTD @ a_DR, scale)
+    # An axis of size 1 keeps the order in which XLA sums the gradients, and so the bits of runs.
+    y_BT1N = jnp.einsum("XBTR,RXN->BTXN", low_BTR[None], b.reshape(len(b), 1, -1))
+    return y_BT1N.reshape(*x_BTD.shape[:2], *b.shape[1:])
 
 
 def merged(modules: dict[str, Any], scale: float) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Cross entropy over a vocabulary split over mp, computed in chunks of positions to save memory.
 
-Array names end in their shape: B batch, T position, C positions of one chunk, V vocabulary, G norm
-groups, D model.  V is the vocabulary's size per mp shard (`Manual`) or in all (`Auto`), see
-`Parallel`.
+Array names end in their shape: B batch, T position, C positions of one chunk, V vocabulary, D
+model.  V is the vocabulary's size per mp shard (`Manual`) or in all (`Auto`), see `Parallel`.
 """
 
 from collections.abc import Callable
@@ -89,20 +88,20 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> Losses
 
 
 def chunked_cross_entropy(
-    head: Callable[[Array], Array], x_GBTD: Array, targets_BT: Array, par: Parallel, chunk: int
+    head: Callable[[Array], Array], x_BTD: Array, targets_BT: Array, par: Parallel, chunk: int
 ) -> Losses:
-    """Compute `cross_entropy(head(x_GBTD), targets_BT, par)` in chunks, to save memory.
+    """Compute `cross_entropy(head(x_BTD), targets_BT, par)` in chunks, to save memory.
 
     The logits of only `chunk` positions are computed at a time, and the backward pass recomputes
     them.  The collectives over mp run once, after the loop over the chunks.
 
     Args:
-      head: the output head, from x_GBTD to f32 logits_BTV.
+      head: the output head, from x_BTD to f32 logits_BTV.
       chunk: the number of positions per chunk.
     """
-    length = x_GBTD.shape[2]
+    length = x_BTD.shape[1]
     if length <= chunk:
-        return cross_entropy(head(x_GBTD), targets_BT, par)
+        return cross_entropy(head(x_BTD), targets_BT, par)
     chunks = -(-length // chunk)
 
     def cut(x: Array, axis: int) -> Array:
@@ -112,11 +111,11 @@ def chunked_cross_entropy(
         return jnp.moveaxis(jnp.pad(x, widths).reshape(shape), axis, 0)
 
     @jax.checkpoint
-    def chunk_part(x_GBCD: Array, targets_BC: Array) -> _Part:
-        logits_BCV = head(x_GBCD)
+    def chunk_part(x_BCD: Array, targets_BC: Array) -> _Part:
+        logits_BCV = head(x_BCD)
         return _part(logits_BCV, targets_BC, par.rank() * logits_BCV.shape[-1])
 
-    parts = jax.lax.map(lambda inputs: chunk_part(*inputs), (cut(x_GBTD, 2), cut(targets_BT, 1)))
+    parts = jax.lax.map(lambda inputs: chunk_part(*inputs), (cut(x_BTD, 1), cut(targets_BT, 1)))
 
     def whole(chunked: Array) -> Array:
         padded_BT = jnp.moveaxis(chunked, 0, 1).reshape(targets_BT.shape[0], -1)
@@ -145,12 +144,12 @@ def losses(
     projection = transforms(config, par)["proj"].apply
     weights = to_f32(whole)  # so that the chunks' gradients are summed in f32
 
-    def head(x_GBTD: Array) -> Array:
+    def head(x_BTD: Array) -> Array:
         cast = jax.tree.map(lambda w: w.astype(config.dtype), weights)
-        return projection(cast, x_GBTD, norm=False)
+        return projection(cast, x_BTD, norm=False)
 
-    x_GBTD = projection(whole, x_BTD, head=False)
-    return chunked_cross_entropy(head, x_GBTD, targets_BT, par, config.loss_chunk)
+    x_BTD = projection(whole, x_BTD, head=False)
+    return chunked_cross_entropy(head, x_BTD, targets_BT, par, config.loss_chunk)
 
 
 class LossWeights(NamedTuple):

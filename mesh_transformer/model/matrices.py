@@ -240,41 +240,30 @@ def _product(a: Array, b: Array, axes: tuple[int, int], in_int8: bool) -> Array:
 
 
 def project_in(
-    x_GBTD: Array,
+    x_BTD: Array,
     w: Array | Quantized,
     dtype: DTypeLike | None = None,
     rounded: Collection[str] = (),
 ) -> Array:
-    """Return the product of an input [G, B, T, D] and a matrix [D, ...], as [B, T, ...].
+    """Return the product of an input [B, T, D] and a matrix [D, ...], as [B, T, ...].
 
-    The columns are divided into G equal blocks, and the input of block g is x_GBTD[g].  The result
-    is rounded once, to `dtype` (default: the dtype of the inputs).  A matrix in 8 bits is
-    multiplied by its scale after the matmul, which therefore reads the integers.
+    The result is rounded once, to `dtype` (default: the dtype of the inputs).  A matrix in 8 bits
+    is multiplied by its scale after the matmul, which therefore reads the integers.
 
     Args:
-      rounded: passes of training whose operands are rounded (see `rounded_matmul`); G is 1 then.
+      rounded: passes of training whose operands are rounded (see `rounded_matmul`).
     """
     if rounded:
         assert not isinstance(w, Quantized)
-        y_BTN = rounded_matmul(x_GBTD[0], w.reshape(len(w), -1), frozenset(rounded))
+        y_BTN = rounded_matmul(x_BTD, w.reshape(len(w), -1), frozenset(rounded))
         y_BTN = checkpoint_name(y_BTN, ROUNDED)
         return y_BTN.reshape(*y_BTN.shape[:-1], *w.shape[1:])
-    value, columns = _operand(w, x_GBTD.dtype), w.shape[1:]
+    value, columns = _operand(w, x_BTD.dtype), w.shape[1:]
     exact = jnp.float32 if isinstance(w, Quantized) else dtype
-    groups, width = x_GBTD.shape[0], x_GBTD.shape[-1]
-    if groups == 1:  # a matmul without batch dimensions, which the remat policy "dots" saves
-        x_BTD = x_GBTD[0]
-        inputs = value.shape[: value.ndim - len(columns)]
-        x = _grouped(x_BTD.reshape(-1, width), w, inputs)
-        y = _dot(x, value, len(inputs), exact).reshape(*x_BTD.shape[:2], *columns)
-    else:
-        w_DGN = value.reshape(width, groups, -1)
-        if isinstance(w, Int8):
-            y = jax.vmap(lambda x, w: _int8_dot(x, w, 1), (0, 1), 2)(x_GBTD, w_DGN)
-        else:
-            y = jnp.einsum("GBTD,DGN->BTGN", x_GBTD, w_DGN, preferred_element_type=exact)
-        y = y.reshape(*y.shape[:2], *columns)
-    return _scaled(y, w, dtype or x_GBTD.dtype)
+    inputs = value.shape[: value.ndim - len(columns)]
+    x = _grouped(x_BTD.reshape(-1, x_BTD.shape[-1]), w, inputs)
+    y = _dot(x, value, len(inputs), exact).reshape(*x_BTD.shape[:2], *columns)
+    return _scaled(y, w, dtype or x_BTD.dtype)
 
 
 @jax.custom_vjp

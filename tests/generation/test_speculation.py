@@ -173,9 +173,15 @@ def test_a_draft_that_does_not_fit_is_refused(tmp_path):
     other = small_config(seq=WINDOW, n_vocab=32, tokenizer="bytes")
     with pytest.raises(InputError, match=expected):
         add_draft(network, other, tmp_path / "other")
-    desync = network.config.replace(norm="layernorm-desync", cores_per_replica=2, tpu_size=2)
-    with pytest.raises(InputError, match="cores_per_replica, which is 2, expected 1"):
-        draft_config(desync, network.config, "draft")
+    on_shards = {"partitioning": "shard_map", "cores_per_replica": 2, "tpu_size": 2}
+    desync = network.config.replace(norm="layernorm-desync", **on_shards)
+    for changes, expected in (
+        ({"cores_per_replica": 1}, "shard_map and 1"),
+        ({"partitioning": "jit"}, "jit and 2"),
+    ):
+        model = network.config.replace(**on_shards | changes)
+        with pytest.raises(InputError, match=f"are shard_map and 2, expected {expected}, as"):
+            draft_config(desync, model, "draft")
     add_draft(network, small_config(seq=2 * WINDOW, n_vocab=24), tmp_path / "longer")  # fits
 
 

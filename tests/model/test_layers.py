@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.mesh.parallel import Auto, Manual
 from mesh_transformer.model.attention import MASKED, attend, causal_bias, rotate
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.layers import (
@@ -24,6 +24,7 @@ from mesh_transformer.model.layers import (
     lookup,
     t5_bucket,
 )
+from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
 
@@ -172,8 +173,6 @@ def reference_norm(kind: str, x: np.ndarray, params: dict[str, np.ndarray]) -> n
         x = (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(variance + 1e-5)
     else:
         x = x / (np.sqrt(np.square(x).sum(axis=-1, keepdims=True)) + 1e-5)
-    if kind == "layernorm-desync":
-        scale, offset = scale[:, None, None, :], offset[:, None, None, :]
     return x * scale + offset
 
 
@@ -182,7 +181,6 @@ def reference_norm(kind: str, x: np.ndarray, params: dict[str, np.ndarray]) -> n
     [
         ("layernorm", {"scale": (64,), "offset": (64,)}),
         ("layernorm-nobias", {"scale": (64,)}),
-        ("layernorm-desync", {"scale": (4, 64), "offset": (4, 64)}),
         ("rmsnorm", {"scale": (64,)}),
         ("rmsnorm-bias", {"scale": (64,), "offset": (64,)}),
         ("scalenorm", {"scale": ()}),
@@ -200,11 +198,32 @@ def test_norms_match_a_float64_reference(kind, shapes):
     assert not np.any(np.asarray(fresh.get("offset", 0.0)))
     params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
     actual = part.apply({"norm": jax.tree.map(jnp.asarray, params)}, jnp.asarray(x))
-    assert actual.shape == (4 if kind.endswith("desync") else 1, 2, 3, 64)
     # f32 against float64, with sums of 64 terms.
-    expected = np.broadcast_to(reference_norm(kind, x, params), actual.shape)
-    np.testing.assert_allclose(actual, expected, atol=2e-5)
+    np.testing.assert_allclose(actual, reference_norm(kind, x, params), atol=2e-5)
     assert part.apply({"norm": params}, jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_desync_has_a_norm_on_each_shard_and_is_refused_elsewhere():
+    config = Config.from_dict(SMALL | {"norm": "layernorm-desync", "cores_per_replica": 4})
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(1, 4), ("dp", "mp"))
+    x = normal(0, 2, 3, 64, scale=3.0) + 1
+    params = {name: normal(i, 4, 64) for i, name in enumerate(("scale", "offset"), 1)}
+
+    def normed(x, params, par):
+        part = hk.without_apply_rng(hk.transform(lambda x: Norm(config, par)(x)))
+        return part.apply({"norm": params}, x)
+
+    actual = jax.shard_map(
+        lambda x, params: normed(x, params, Manual(mesh))[None],
+        mesh=mesh,
+        in_specs=(P(), P("mp")),
+        out_specs=P("mp"),
+    )(jnp.asarray(x), params)
+    for shard, own in enumerate(actual):
+        expected = reference_norm("layernorm", x, {k: v[shard] for k, v in params.items()})
+        np.testing.assert_allclose(own, expected, atol=2e-5)
+    with pytest.raises(InputError, match=r"partitioning shard_map and cores_per_replica 4$"):
+        normed(jnp.asarray(x), params, Auto())
 
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed"])
@@ -246,7 +265,7 @@ def test_logits_are_not_rounded_to_the_compute_dtype():
     logits = part.apply(params, x)
     assert logits.dtype == jnp.float32
     normed = hk.without_apply_rng(hk.transform(lambda x: Norm(config, Auto())(x)))
-    inputs = normed.apply({"norm": params["projection/norm"]}, x)[0].astype(jnp.float32)
+    inputs = normed.apply({"norm": params["projection/norm"]}, x).astype(jnp.float32)
     expected = inputs @ params["projection/head"]["w"].astype(jnp.float32)
     # Each logit is an f32 sum of 64 products of order 1.  Rounded to bf16, a logit of 8 would have
     # an error of up to 2e-2.

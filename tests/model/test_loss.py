@@ -72,13 +72,13 @@ def test_huge_logits_do_not_overflow():
 @pytest.mark.parametrize("shards", [1, 4])
 def test_chunked_cross_entropy_matches_cross_entropy(length, shards):
     # 13 positions leave a last chunk of one position; 5 positions fit in one chunk.
-    x, w = jnp.asarray(normal(0, 1, 2, length, 8)), jnp.asarray(normal(1, 8, 32))
+    x, w = jnp.asarray(normal(0, 2, length, 8)), jnp.asarray(normal(1, 8, 32))
     targets = jnp.asarray(np.random.default_rng(2).integers(0, 32, (2, length)), jnp.uint32)
     weights = jnp.asarray(normal(3, 2, length))
 
     def run(x, w, par, chunk):
-        def head(x_GBTD):
-            return x_GBTD[0] @ w
+        def head(x_BTD):
+            return x_BTD @ w
 
         if chunk is None:
             actual = cross_entropy(head(x), targets, par)
