@@ -17,41 +17,54 @@ from mesh_transformer.mesh.placement import gathered, process_rows
 Result = TypeVar("Result")
 AnyCall = TypeVar("AnyCall", bound="Call[Any]")
 
-ROWS = {"rows": True}  # metadata of fields with batch rows
+# Metadata of fields with a part for each batch row: a tree of arrays with one entry per row, an
+# array of row numbers, and a mapping whose keys are row numbers, or None.
+ROWS, ROW_NUMBERS, ROW_KEYS = {"rows": "entries"}, {"rows": "numbers"}, {"rows": "keys"}
 
 
 class Call(Generic[Result]):
     """A request to a network, with a result of type `Result`.  Subclasses are frozen dataclasses.
 
-    A field with the metadata `ROWS` is a tree of arrays with one entry per batch row.  Each host
-    gets the entries of its own rows.  Other fields have the same value on all hosts.
+    Of a field with metadata such as `ROWS`, each host gets the part for its own rows.  Other fields
+    have the same value on all hosts.  The rows are those of a batch in which each replica has
+    equally many, or with `ROW_NUMBERS` the rows with these numbers only.
 
     Attributes:
-      returns_rows: whether the result is such a tree, too; otherwise all hosts return the same.
+      returns_rows: whether the result is a tree of arrays with one entry per row; otherwise all
+        hosts return the same value.
     """
 
     returns_rows: ClassVar[bool] = False
 
 
-def split(call: AnyCall, replicas: list[list[int]]) -> tuple[list[AnyCall], list[np.ndarray]]:
+def split(
+    call: AnyCall, replicas: list[list[int]], size: int | None = None
+) -> tuple[list[AnyCall], list[np.ndarray]]:
     """Divide a call among hosts.
 
     Args:
       replicas: for each host, the dp indices of its replicas.
+      size: number of batch rows per replica; None for as few as the rows of the call require.  Then
+        copies of the first row may follow the last one.
 
     Returns:
-      The call of each host, and the indices of its rows in `call`.  If the rows cannot be divided
-      equally among the replicas, copies of the first row follow the last one.
+      The call of each host, and for each host the indices of its rows in `call`.
     """
     rows, count = _rows(call)
     if not rows:
         return [call] * len(replicas), []
-    places = process_rows(replicas, -(-count // len(set().union(*replicas))))
+    numbers = next((value for kind, value in rows.values() if kind == "numbers"), None)
+    dp = len(set().union(*replicas))
     declared: Any = call
-    calls = []
-    for place in places:
-        index = np.where(place < count, place, 0)
-        calls.append(dataclasses.replace(declared, **jax.tree.map(lambda x, i=index: x[i], rows)))
+    calls, places = [], []
+    for own in process_rows(replicas, size or -(-count // dp)):
+        if numbers is None:
+            place, index = own, np.where(own < count, own, 0)
+        else:
+            place = index = np.flatnonzero(np.isin(numbers, own))
+        parts = {name: _part(*field, index, own) for name, field in rows.items()}
+        calls.append(dataclasses.replace(declared, **parts))
+        places.append(place)
     return calls, places
 
 
@@ -70,9 +83,29 @@ def joined(call: Call[Result], results: Sequence[Result], places: Sequence[np.nd
     return jax.tree.map(lambda *parts: gathered(parts, places)[:count], *results)
 
 
-def _rows(call: Call[Any]) -> tuple[dict[str, Any], int]:
-    """Return the fields of a call that hold batch rows, and the number of rows."""
+def _rows(call: Call[Any]) -> tuple[dict[str, tuple[str, Any]], int]:
+    """Return the fields {name: (kind, value)} with parts for rows, and the number of rows."""
     declared: Any = call
-    fields = [field.name for field in dataclasses.fields(declared) if "rows" in field.metadata]
-    rows = {name: getattr(call, name) for name in fields}
-    return rows, len(jax.tree.leaves(rows)[0]) if rows else 0
+    rows = {
+        field.name: (field.metadata["rows"], getattr(call, field.name))
+        for field in dataclasses.fields(declared)
+        if "rows" in field.metadata
+    }
+    _, first = next(iter(rows.values()), (None, ()))
+    return rows, len(jax.tree.leaves(first)[0]) if rows else 0
+
+
+def _part(kind: str, value: Any, index: np.ndarray, own: np.ndarray) -> Any:
+    """Return the part of a field for one host.
+
+    Args:
+      index: indices of the host's rows in the call.
+      own: indices of the host's rows in the batch.
+    """
+    if kind == "numbers":
+        return np.searchsorted(own, value[index]).astype(value.dtype)
+    if kind == "keys":
+        return value and {
+            place: value[row] for place, row in enumerate(own.tolist()) if row in value
+        }
+    return jax.tree.map(lambda x: x[index], value)

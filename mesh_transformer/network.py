@@ -6,7 +6,6 @@ processes that all make the same calls, `TPUCluster` on the hosts of a pod, and 
 on a pod whose hosts are all restarted when one of them fails.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -16,48 +15,10 @@ from numpy.typing import ArrayLike
 from mesh_transformer.calls import ROWS, Call, Result
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import check_batch, check_tokens
-from mesh_transformer.generation.blocks import Chunks, Pool
+from mesh_transformer.generation.batch import BadWeights, Batch
+from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prompts import check_pooled
-from mesh_transformer.generation.sampling import SamplerSettings
-
-
-class Batch(Protocol):
-    """A batch of sequences that are being generated; see `generation.batch.Batch`.
-
-    Its methods return generated tokens as numpy arrays.
-
-    Attributes:
-      rows: number of batch rows, a multiple of the network's `dp`.
-      left: number of tokens that each row may still generate, [rows].
-    """
-
-    rows: int
-    left: np.ndarray
-
-    def bad_weights(self) -> str | None: ...
-    def reserve(self, positions: int) -> None: ...
-    def insert(
-        self,
-        rows: Sequence[int],
-        prompts: Sequence[np.ndarray],
-        lengths: Any,
-        settings: SamplerSettings,
-        *,
-        alternatives: int | None = None,
-        chunks: Chunks | None = None,
-        allowed: Mapping[int, np.ndarray] | None = None,
-        longest: int | None = None,
-    ) -> Any: ...
-    def release(self, rows: Sequence[int]) -> None: ...
-    def decode(
-        self,
-        steps: int,
-        alternatives: int | None = None,
-        *,
-        speculate: bool = False,
-        allowed: Mapping[int, np.ndarray] | None = None,
-    ) -> Any: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,19 +58,46 @@ class Network:
       config: the config, as a `Config`.
       dp: number of data-parallel replicas; each holds the same number of batch rows.
       batch_size: number of sequences per microbatch, summed over all replicas.
+      adapters: number of LoRA adapters that each text may choose from.
     """
 
     config: Config
     dp: int
     batch_size: int
+    adapters: int = 0
 
     def run(self, call: Call[Result]) -> Result:
         """Run a call, and return its result."""
         raise NotImplementedError
 
+    @property
+    def own_replicas(self) -> int:
+        """Number of replicas whose batch rows the caller passes in and gets back."""
+        return self.dp
+
     def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> Batch:
-        """Return a batch of idle rows for generation; see `CausalTransformer.batch`."""
-        raise NotImplementedError
+        """Return a `Batch` of idle rows, which generates with the current parameters.
+
+        The hosts of a pod hold only the newest batch; methods of an older one raise InputError.
+
+        Args:
+          rows: number of rows, a multiple of the number of `own_replicas`.
+          pool: the size of each replica's pool of blocks (see `Blocks`); None for none.
+          guesses: number of tokens that a decode step may guess (see `Batch.decode`).
+        """
+        return Batch(
+            self.run,
+            self.config,
+            rows,
+            self.own_replicas,
+            adapters=self.adapters,
+            pool=pool,
+            guesses=guesses,
+        )
+
+    def bad_weights(self) -> str | None:
+        """Name the weights that are NaN or infinite; "" if there are none."""
+        return self.run(BadWeights())
 
     def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         """Compute the losses of predicting `target` from `obs`, without z-loss.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
 from mesh_transformer import old_names
-from mesh_transformer.calls import Call, Result
+from mesh_transformer.calls import Call
 from mesh_transformer.checkpoint import adapters, loading
 from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.checkpoint.source import Source, check_vacant
@@ -21,10 +21,9 @@ from mesh_transformer.checkpoint.state_tree import check_same_run
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import check_batch, check_tokens
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.generation.batch import Batch, Generator
-from mesh_transformer.generation.blocks import Pool
-from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.batch import BadWeights, NewBatch
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
+from mesh_transformer.generation.generator import Generator
 from mesh_transformer.generation.speculation import draft_config
 from mesh_transformer.generation.weights import weight_layout
 from mesh_transformer.mesh import accelerators
@@ -126,6 +125,11 @@ class CausalTransformer(TrainableNetwork):
         """Ascending dp indices of the replicas that have devices in this process."""
         return self._rows.replicas
 
+    @property
+    def own_replicas(self) -> int:
+        """Number of `replicas`, whose batch rows this process passes in and gets back."""
+        return len(self._eval_rows.replicas)
+
     @functools.cached_property
     def _train(self) -> Any:
         return steps.compile_train(self._layout)
@@ -147,7 +151,7 @@ class CausalTransformer(TrainableNetwork):
         if "_generator" in vars(self):  # a run that only trains has none
             self._generator.drop_weights()
             if adapters:
-                self._generator = self._generator.of_next_params()
+                self._generator, self.adapters = self._generator.of_next_params(), 0
 
     def open_train_set(self) -> TFRecordNewInputs:
         """Open `config.train_set`; return an iterator over batches that `train` accepts."""
@@ -200,33 +204,33 @@ class CausalTransformer(TrainableNetwork):
         limit_in_flight(metrics["loss"])
         return metrics
 
-    def run(self, call: Call[Result]) -> Result:
-        """Run a call on this process's devices, and on those of others that run the same call."""
-        return self._run(call)
+    def run(self, call: Call[Any]) -> Any:
+        """Run a call on the devices; its batch rows are those of this process."""
+        match call:
+            case Eval():
+                return self._evaluated(call.batch)
+            case Score():
+                own = self._own_params()
+                return self._generator.score(
+                    own, call.tokens, call.alternatives, call.beginning, call.adapter
+                )
+            case Embed():
+                own = self._own_params()
+                return self._generator.embed(
+                    own, call.tokens, call.lengths, call.pooling, call.adapter
+                )
+            case NewBatch():
+                return self._generator.new_batch(self._own_params(), call)
+            case BadWeights():
+                return self._generator.bad_weights(self._generator.weights(self._own_params()))
+        raise TypeError(f"a network does not run {type(call).__name__}")
 
-    @functools.singledispatchmethod
-    def _run(self, call: Any) -> Any:
-        raise TypeError(f"{type(call).__name__} is no call that a network runs")
-
-    @_run.register
-    def _(self, call: Eval) -> dict[str, Any]:
-        count, rows = len(call.batch["obs"]), self._eval_rows
-        placed = rows.place({key: rows.pad(x) for key, x in call.batch.items()}, P("dp"))
+    def _evaluated(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        count, rows = len(batch["obs"]), self._eval_rows
+        placed = rows.place({key: rows.pad(x) for key, x in batch.items()}, P("dp"))
         outputs = self._eval(self._params(), placed)
         limit_in_flight(outputs["loss"])
         return {name: rows.fetch(x, count) for name, x in outputs.items()}
-
-    @_run.register
-    def _(self, call: Score) -> Chosen:
-        own = self._own_params()
-        return self._generator.score(
-            own, call.tokens, call.alternatives, call.beginning, call.adapter
-        )
-
-    @_run.register
-    def _(self, call: Embed) -> np.ndarray:
-        own = self._own_params()
-        return self._generator.embed(own, call.tokens, call.lengths, call.pooling, call.adapter)
 
     def logits(self, tokens: np.ndarray) -> Array | np.ndarray:
         """Return the next-token logits f32 [B, T, n_vocab] at each position of `tokens` [B, T]."""
@@ -272,19 +276,6 @@ class CausalTransformer(TrainableNetwork):
             self._own_params(), ctx, ctx_length, gen_length, sampler_options or {}
         )
 
-    def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> Batch:
-        """Return a `Batch` of `rows` empty rows, which generates with the current parameters.
-
-        Args:
-          pool: the size of the batch's pool of blocks (see `Blocks`); None for none.
-          guesses: number of tokens that a decode step may guess (see `Batch.decode`).
-        """
-        return self._generator.batch(self._own_params(), rows, pool, guesses)
-
-    def bad_weights(self) -> str:
-        """Name the weights that are NaN or infinite, or return ""; all processes call this."""
-        return self._generator.bad_weights(self._generator.weights(self._own_params()))
-
     def add_adapters(self, paths: Sequence[AnyPath | Source]) -> None:
         """Let each text choose one of these LoRA adapters, instead of those given before.
 
@@ -297,6 +288,7 @@ class CausalTransformer(TrainableNetwork):
         params, layout = self._params(), self._layout
         loaded = [loading.load_adapter(Source.of(path), layout, params) for path in paths]
         self._generator = Generator(layout, self._eval_rows, loaded, self._generator.draft)
+        self.adapters = len(loaded)
 
     def add_draft(self, path: AnyPath | Source) -> None:
         """Let a smaller model guess tokens in batches that guess (see `batch`).

@@ -1,376 +1,144 @@
-"""Text generation on a mesh: batches whose rows generate in parallel.
+"""`Batch`: rows that generate text in parallel, wherever the network runs, and its calls."""
 
-Callers pass and receive token ids and row numbers.  This module places the arrays on the devices.
-"""
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-import functools
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
-
-import jax
 import numpy as np
-from jax import Array
-from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
-from mesh_transformer.generation import decode, programs
-from mesh_transformer.generation.blocks import Chunks, Pool, most_slots
-from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
-from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
+from mesh_transformer.calls import ROW_KEYS, ROW_NUMBERS, ROWS, Call
+from mesh_transformer.config import Config
+from mesh_transformer.generation.blocks import Chunks, Pool
+from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.prompts import (
     check_adapters,
     check_biases,
-    check_prompts,
     check_rows,
     check_texts,
 )
-from mesh_transformer.generation.sampling import SamplerSettings, sampler_settings
-from mesh_transformer.generation.speculation import check_guesses, within_window
-from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
-from mesh_transformer.generation.weights import DRAFT, Weights, weight_layout
-from mesh_transformer.mesh.placement import Rows
-from mesh_transformer.mesh.program import Layout
-from mesh_transformer.model.lora import Adapter
+from mesh_transformer.generation.sampling import SamplerSettings
+from mesh_transformer.generation.stream import MOST_STEPS
 from mesh_transformer.util import InputError, bucket, check_number
 
 # Prompts are padded to this width times a power of two, so that few programs are compiled.
 SMALLEST_PROMPT = 16
-# The number of cache slots is also rounded up to this times a power of two, because every new
-# number of slots compiles a new program.
-SMALLEST_CACHE = 256
-# Maximum number of tokens that a replica processes in one prefill call, unless a single prompt has
-# more.  Attention memory grows with this number times the width that the prompts are padded to.
-PREFILL_TOKENS = 4096
+
+Run = Callable[[Call[Any]], Any]  # runs the calls of one batch
 
 
-class Generator:
-    """The compiled functions that generate text on a mesh, and the weights that they use.
+@dataclass(frozen=True)
+class NewBatch(Call[Run]):
+    """Create an idle batch, and return a function that runs its `BatchCall`s.
 
-    The weights are a copy of the model's parameters, converted for generation.  LoRA adapters that
-    the model has are merged in, and with `weight_bits` the matrices are quantized.  The dtype is
-    f32 on CPUs, where bf16 matmuls are slow, and `config.dtype` on other devices.
-
-    Args:
-      layout: the layout of the model's parameters.
-      adapters: further adapters, one of which each text may choose.
-      draft: the generator of a smaller model on the same mesh, with cached weights, which guesses
-        tokens in batches that are made with `guesses`; None to look guesses up.
-
-    Raises:
-      InputError: if the adapters' ranks sum to more than the model's width, or as `WeightLayout`.
+    Attributes:
+      rows: number of rows per replica.
+      pool, guesses: see `Network.batch`.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        rows: Rows,
-        adapters: Sequence[Adapter] = (),
-        draft: "Generator | None" = None,
-    ):
-        self._source = layout
-        self.adapters, self.draft = adapters, draft
-        configs = tuple(adapter.config for adapter in adapters)
-        self.layout = weight_layout(layout, configs)
-        self.config = self.layout.config
-        self.rows = rows
-        self._weights = programs.compile_weights(layout, self.layout, configs)
-        # The parameters' arrays (None after `cache_weights`), and the weights computed from them.
-        self._made: tuple[list[Array] | None, Weights] | None = None
-        self._score = functools.cache(functools.partial(programs.compile_score, self.layout))
-        self._embed = functools.cache(functools.partial(programs.compile_embed, self.layout))
-        self._before = programs.compile_before(self.layout)
-        # The last beginning that `score` got, and its keys and values.
-        self._begun: tuple[tuple[bytes, int], decode.Before] | None = None
-        # The arrays that `bad_weights` got last, and its result.
-        self._searched: tuple[list[weakref.ref[Array]], str] | None = None
-        self.empty = self._cached(programs.compile_empty)
-        self.grow = self._cached(programs.compile_grow)
-        self.prefill = self._cached(programs.compile_prefill)
-        self.decode = self._cached(programs.compile_decode)
-
-    def with_draft(self, draft: "Generator") -> "Generator":
-        """Return the same generator with another draft, and with the weights of this one."""
-        result = Generator(self._source, self.rows, self.adapters, draft)
-        result._made = self._made
-        return result
-
-    def of_next_params(self) -> "Generator":
-        """Return the generator for parameters that replace the present ones.
-
-        It has the same draft, but no adapters, which belong to the parameters they were trained on.
-        """
-        self.drop_weights()
-        return Generator(self._source, self.rows, (), self.draft) if self.adapters else self
-
-    def _cached(self, compile_program: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that compiles programs for a batch's state, each of them once.
-
-        Its argument `drafts` says whether the draft guesses tokens in the batch; the others are
-        those of `compile_program`.
-        """
-
-        @functools.cache
-        def program(drafts: bool, *args: Any) -> Any:
-            draft = None
-            if self.draft is not None and drafts:
-                draft = within_window(self.draft.config, self.config)
-            return compile_program(self.layout, *args, draft=draft)
-
-        return lambda *args, drafts=False: program(drafts, *args)
-
-    def weights(self, params: Any | None) -> Weights:
-        """Return the weights for generation, computed from `params`.
-
-        The result is cached.  It is computed again only if `params` contains other array objects
-        than in the previous call.  If `params` is None, the cached weights are returned.
-
-        Raises:
-          InputError: if `params` is None and no weights are cached.
-        """
-        if params is None:
-            if self._made is None:
-                raise InputError("the model has no weights yet; call init, restore or load")
-            return self._made[1]
-        arrays = jax.tree.leaves(params)
-        if self._made is None or not _identical(self._made[0], arrays):
-            # Free the old weights first, so that only one copy is in memory.
-            self._made = self._begun = None
-            factors = [adapter.params for adapter in self.adapters]
-            self._made = (arrays, self._weights(params, factors))
-        return self._made[1]
-
-    def cache_weights(self, params: Any) -> None:
-        """Convert `params` to the weights for generation, and keep only the converted copy.
-
-        The caller can then free the memory of `params`.  The copy is kept until `weights` or
-        `cache_weights` is called with parameters; `drop_weights` does not drop it.
-        """
-        self._made = (None, self.weights(params))
-
-    def drop_weights(self) -> None:
-        """Drop the cached weights and free their memory; call this before the parameters change.
-
-        Weights that were cached by `cache_weights` are kept.
-        """
-        if self._made is not None and self._made[0] is not None:
-            self._made = self._begun = None
-
-    def score(
-        self,
-        params: Any,
-        tokens: np.ndarray,
-        alternatives: int,
-        beginning: np.ndarray | None,
-        adapter: int = 0,
-    ) -> Chosen:
-        """Return the logprobs of the tokens in each row; see `CausalTransformer.score`."""
-        if tokens.shape[1] < 2:
-            raise InputError(
-                f"score: tokens has shape {tokens.shape}, expected at least 2 tokens per row"
-            )
-        check_number("score: alternatives", alternatives, 0, self.config.n_vocab)
-        check_adapters(adapter, len(self.adapters))
-        placed, number = (
-            self.rows.place(self.rows.pad(tokens), P("dp")),
-            np.array([adapter], np.int32),
-        )
-        weights = self.weights(params)
-        text = None if beginning is None else self._text(weights, beginning, number)
-        # The program needs the most likely token itself.
-        compute = self._score(max(alternatives, 1), text is not None)
-        scored = compute(weights, placed[:, :-1], placed[:, 1:], text, number)
-        scored = jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
-        with blaming(lambda: self.cause(weights)):
-            check_finite((scored.logprob, scored.top_logprob), "logits")
-        return scored._replace(
-            top_token=scored.top_token[..., :alternatives],
-            top_logprob=scored.top_logprob[..., :alternatives],
-        )
-
-    def embed(
-        self,
-        params: Any,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
-        pooling: str,
-        adapter: int = 0,
-    ) -> np.ndarray:
-        """Return a vector for each row's text; see `CausalTransformer.embed`."""
-        check_adapters(adapter, len(self.adapters))
-        rows = [self.rows.place(self.rows.pad(x), P("dp")) for x in (tokens, lengths)]
-        weights = self.weights(params)
-        vectors = self._embed(pooling)(weights, *rows, np.array([adapter], np.int32))
-        result = np.asarray(self.rows.fetch(vectors, len(tokens)))
-        with blaming(lambda: self.cause(weights)):
-            check_finite((result,), "vectors")
-        return result
-
-    def bad_weights(self, weights: Any) -> str:
-        """Name the first of some arrays with NaN or infinite values; see `describe_bad_weights`.
-
-        The same arrays are searched only once.  All processes of the mesh must call this.
-        """
-        arrays = jax.tree.leaves(weights)
-        if self._searched is None or not _identical([x() for x in self._searched[0]], arrays):
-            result = describe_bad_weights(weights, self.layout.mesh)
-            self._searched = [weakref.ref(x) for x in arrays], result
-        return self._searched[1]
-
-    def cause(self, weights: Any) -> str | None:
-        """Return why results are not finite, for `blaming`: the result of `bad_weights`.
-
-        None stands for unknown, as other processes may have other rows, and finite results.
-        """
-        return self.bad_weights(weights) if self.rows.same else None
-
-    def _text(self, weights: Weights, tokens: np.ndarray, adapter: np.ndarray) -> decode.Before:
-        """Return the keys and values of the text that all rows follow, token ids [T]."""
-        name = tokens.tobytes(), int(adapter[0])
-        if self._begun is None or self._begun[0] != name:
-            self._begun = None  # freed first, so that memory never holds two texts
-            width = bucket(len(tokens), SMALLEST_PROMPT, self.config.seq)
-            padded = np.zeros((1, width), np.uint32)
-            padded[0, : len(tokens)] = tokens
-            self._begun = name, self._before(weights, padded, np.int32(len(tokens)), adapter)
-        return self._begun[1]
-
-    def batch(self, params: Any, rows: int, pool: Pool | None = None, guesses: int = 0) -> "Batch":
-        """Return an idle `Batch` with `rows` rows in this process.
-
-        Args:
-          params: the model's parameters, or None to use the cached weights.
-          pool: the size of the pool of blocks; None for a batch without a pool.
-          guesses: number of tokens that a decode step may guess (see `Batch.decode`).
-
-        Raises:
-          InputError: if `rows` is not a positive multiple of the number of replicas in this
-            process, or if `guesses` is not smaller than the window.
-        """
-        check_number("generate: rows", rows, 1)
-        if rows % len(self.rows.replicas):
-            raise InputError(
-                f"generate: the batch has {rows} rows, expected a positive multiple of "
-                f"{len(self.rows.replicas)}, the number of replicas in this process; add or remove "
-                "rows"
-            )
-        check_guesses(guesses, self.config.window)
-        weights = self.weights(params)
-        if guesses and self.draft is not None:
-            weights = weights | {DRAFT: self.draft.weights(None)}
-        return Batch(self, weights, rows, pool, guesses)
-
-    def generate(
-        self,
-        params: Any,
-        ctx: ArrayLike,
-        ctx_length: ArrayLike,
-        gen_length: int,
-        options: dict[str, Any],
-    ) -> np.ndarray:
-        """Generate answers to prompts; see `CausalTransformer.generate`."""
-        prompts = check_prompts(ctx, ctx_length, gen_length)
-        settings = sampler_settings(options, len(prompts))
-        replicas = len(self.rows.replicas)
-        batch = self.batch(params, replicas * bucket(-(-len(prompts) // replicas), 1))
-        longest = None
-        if not self.rows.alone:
-            # All processes must compile for the same sizes.  The width of `ctx` is the same in all
-            # processes, but the length of the longest prompt may differ.
-            longest = np.shape(ctx)[1]
-            batch.reserve(longest + gen_length)
-            if np.ndim(options.get("seed", 0)) == 0:
-                # Processes that share a replica must agree on the seeds of its rows.  So rows are
-                # counted over all processes, and the first seed is 0, not a random number.
-                row, most = np.arange(len(prompts)), batch.rows // replicas
-                row = np.array(self.rows.replicas)[row // most] * most + row % most
-                first = settings.seed_B[0] if "seed" in options else 0
-                settings = settings._replace(seed_B=(first + row).astype(np.uint32))
-        insert = functools.partial(batch.insert, longest=longest)
-        ends, parts = self.config.end_tokens or (), []
-        running = np.ones(len(prompts), bool)
-        for new in stream_tokens(batch, prompts, gen_length, settings, insert=insert):
-            parts.append(new)
-            running &= ~np.isin(new, ends).any(axis=1)
-            if not running.any() and self.rows.alone:  # else all processes make the same calls
-                break
-        return filled(np.concatenate(parts, axis=1), ends, gen_length)
+    rows: int
+    pool: Pool | None
+    guesses: int
 
 
-def filled(tokens_BM: np.ndarray, ends: Collection[int], length: int) -> np.ndarray:
-    """Return answers of `length` tokens, in which the first of `ends` repeats after it occurs.
+@dataclass(frozen=True)
+class BadWeights(Call[str | None]):
+    """Name the weights that are NaN or infinite; "" if there are none, and None for unknown."""
 
-    Args:
-      tokens_BM: the tokens of each answer; fewer than `length` only if all have such a token.
+
+class BatchCall(Call[Any]):
+    """A call of a batch that `NewBatch` has created."""
+
+
+@dataclass(frozen=True)
+class Reserve(BatchCall):
+    """See `Batch.reserve`."""
+
+    positions: int
+
+
+@dataclass(frozen=True, eq=False)
+class Insert(BatchCall):
+    """Put prompts into rows, and return a `Chosen` for them; see `Batch.insert`.
+
+    Attributes:
+      row_P: the index of the row for each of P prompts.
+      tokens_PT: the prompts, followed by padding.
+      length_P: number of tokens of each prompt.
+      width: number of tokens that prompts are padded to.
+      most: largest number of prompts of one replica.
+      reach: length of the longest prompt, if tokens in the cache precede the tokens of `chunks`.
     """
-    is_end_BM = np.isin(tokens_BM, list(ends))
-    first_B = np.where(is_end_BM.any(axis=1), is_end_BM.argmax(axis=1), length)[:, None]
-    return np.take_along_axis(tokens_BM, np.minimum(np.arange(length), first_B), axis=1)
+
+    row_P: np.ndarray = field(metadata=ROW_NUMBERS)
+    tokens_PT: np.ndarray = field(metadata=ROWS)
+    length_P: np.ndarray = field(metadata=ROWS)
+    settings: SamplerSettings = field(metadata=ROWS)
+    chunks: Chunks | None = field(metadata=ROWS)
+    allowed: Mapping[int, np.ndarray] | None = field(metadata=ROW_KEYS)
+    alternatives: int | None
+    width: int
+    most: int
+    reach: int | None
+    returns_rows: ClassVar[bool] = True
 
 
-def limited(left: np.ndarray, allowed: Mapping[int, np.ndarray] | None) -> np.ndarray:
-    """Return how many tokens each row may generate in one call, a new array [rows].
+@dataclass(frozen=True, eq=False)
+class Decode(BatchCall):
+    """Make decode steps in all rows; see `Batch.decode`.
 
-    Args:
-      left: number of tokens that each row may still generate.
-      allowed: see `Batch.decode`.
+    The result is a `Chosen`, and with `guesses` the number of tokens of each row, otherwise None.
+
+    Attributes:
+      left: maximum number of tokens for each row.
+      guesses: number of tokens that a step guesses.
+      positions: number of positions that each row must have in the cache.
     """
-    left, rows = left.copy(), list(allowed or ())
-    left[rows] = np.minimum(left[rows], 1)
-    return left
 
-
-def positions_needed(length: np.ndarray, left: np.ndarray, most: int) -> int:
-    """Return how many cache positions each row must have before a decode call.
-
-    Rows that do not generate get a meaningless position after their last one.
-
-    Args:
-      length: number of tokens in each row's cache.
-      left: number of tokens that each row may still generate.
-      most: maximum number of tokens that a row generates in the call.
-    """
-    return int((length + np.clip(left, 1, most)).max())
-
-
-def _identical(one: Sequence[Array | None] | None, other: list[Array]) -> bool:
-    """Return whether two lists contain the same array objects; False if `one` is None."""
-    return one is not None and list(map(id, one)) == list(map(id, other))
+    left: np.ndarray = field(metadata=ROWS)
+    allowed: Mapping[int, np.ndarray] | None = field(metadata=ROW_KEYS)
+    steps: int
+    alternatives: int | None
+    guesses: int
+    positions: int
+    returns_rows: ClassVar[bool] = True
 
 
 class Batch:
     """Rows that generate text in parallel, each with its own prompt, sampling settings and length.
 
-    A row's tokens depend only on its own prompt, settings and seed.  With several processes, all
-    processes must make the same sequence of calls, each process for its own rows.
+    A row's tokens depend only on its own prompt, settings and seed.  If several processes use a
+    `CausalTransformer`, all of them must make the same sequence of calls, each for its own rows.
 
     Attributes:
-      rows: total number of rows in this process, divided equally among its replicas.
+      rows: total number of rows, divided equally among the replicas.  In a `CausalTransformer` of
+        several processes, these are the rows and replicas of this process.
       left: number of tokens that each row may still generate, int32 [rows].
     """
 
     def __init__(
         self,
-        generator: Generator,
-        weights: Weights,
+        create: Callable[[NewBatch], Run],
+        config: Config,
         rows: int,
+        replicas: int,
+        *,
+        adapters: int,
         pool: Pool | None = None,
         guesses: int = 0,
     ):
+        check_number("generate: rows", rows, 1)
+        if rows % replicas:
+            raise InputError(
+                f"generate: the batch has {rows} rows, expected a positive multiple of "
+                f"{replicas}, the number of replicas; add or remove rows"
+            )
         self.rows = rows
         self.left = np.zeros(rows, np.int32)
         self._length = np.zeros(rows, np.int32)  # tokens in each row's cache
-        self._generator = generator
-        self._weights = weights
-        self._replicas = len(generator.rows.replicas)
-        self._pool, self._guesses, self._drafts = pool, guesses, DRAFT in weights
-        self._most_slots = most_slots(generator.config.window, guesses, pool)
-        blocks, block = pool or (0, 1)
-        slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
-        dp = generator.rows.dp
-        self._state: DecodeState = generator.empty(pool is not None, drafts=self._drafts)(
-            rows // self._replicas * dp, slots, blocks * dp, block
-        )
+        self._config, self._size, self._adapters = config, rows // replicas, adapters
+        self._has_pool, self._guesses = pool is not None, guesses
+        self._run = create(NewBatch(self._size, pool, guesses))
 
     def reserve(self, positions: int) -> None:
         """Grow the KV cache so that each row can hold `positions` tokens, up to `config.window`.
@@ -382,9 +150,7 @@ class Batch:
         `insert` or `decode`, call `reserve` with the largest number of tokens that any row of any
         process needs.  In `decode`, an idle row needs one more than it holds.
         """
-        slots = bucket(positions + self._guesses, SMALLEST_CACHE, self._most_slots)
-        if slots > self._state.slots:
-            self._state = self._generator.grow(drafts=self._drafts)(self._state, slots)
+        self._run(Reserve(positions))
 
     def insert(
         self,
@@ -437,92 +203,47 @@ class Batch:
             below 1, or a token or a biased token outside the vocabulary, or if `pe` is "fixed" and
             a prompt and its answer together have more than `seq` + 1 tokens.
         """
-        window = self._generator.config.window
-        texts, length, left = check_texts(self._generator.config, prompts, lengths)
+        window = self._config.window
+        texts, length, left = check_texts(self._config, prompts, lengths)
         row_ids = check_rows(rows, len(texts), self.rows)
-        check_biases(self._generator.config, settings)
-        check_adapters(settings.adapter_B, len(self._generator.adapters))
-        begin = np.zeros(len(texts), np.int32) if chunks is None else chunks.begin_P
+        check_biases(self._config, settings)
+        check_adapters(settings.adapter_B, self._adapters)
+        if self._has_pool and chunks is None:
+            raise InputError("generate: the batch has a pool, so `chunks` must give the blocks")
+        begin = np.zeros_like(length) if chunks is None else chunks.begin_P
         longest = longest or int((length - begin).max())
-        width = bucket(min(longest, window), SMALLEST_PROMPT, window)
-        slots = width
-        if reach is not None or begin.any():  # some prompts attend to tokens that the cache holds
-            self.reserve(max(reach or int(length.max()), width))
-            slots = self._state.slots
-        self.reserve(slots)
-        # The last row is a dummy prompt.  The index -1 in a group (see `_groups`) selects it.
-        tokens = np.zeros((len(texts) + 1, slots), np.uint32)
-        for row, text in zip(tokens, texts, strict=False):
+        if reach is None and begin.any():
+            reach = int(length.max())
+        tokens = np.zeros((len(texts), length.max(initial=0)), np.uint32)
+        for row, text in zip(tokens, texts, strict=True):
             row[: len(text)] = text
-        local = row_ids % (self.rows // self._replicas)
-        block_PJ = prompt_PJ = np.full((len(texts) + 1, 0), -1, np.int32)
-        if self._pool is not None:
-            if chunks is None:
-                raise InputError("generate: the batch has a pool, so `chunks` must give the blocks")
-            block_PJ, prompt_PJ = (
-                np.pad(x, ((0, 1), (0, 0)), constant_values=-1)
-                for x in (chunks.block_PJ, chunks.prompt_PJ)
+        chosen = self._run(
+            Insert(
+                row_ids,
+                tokens,
+                length,
+                settings,
+                chunks,
+                allowed,
+                alternatives,
+                width=bucket(min(longest, window), SMALLEST_PROMPT, window),
+                most=most or int(np.bincount(row_ids // self._size).max()),
+                reach=reach,
             )
-        with_dummy = Prompts(
-            tokens,
-            np.append(length, np.int32(1)),
-            np.append(local, np.int32(self.rows)),  # out of range, so that it is not written
-            np.append(begin, np.int32(0)),
-            block_PJ,
-            prompt_PJ,
-            settings=jax.tree.map(lambda x, idle: np.r_[x, idle[None]], settings, decode.IDLE),
-            allowed_PW=self._bits([*row_ids, self.rows], allowed),
         )
-        groups = self._groups(row_ids, width, most)
-        results = [self._prefill(group, with_dummy, alternatives, width) for group in groups]
         self._length[row_ids], self.left[row_ids] = length, left - 1
-        places = np.concatenate(groups)
-        order = np.argsort(places)[np.count_nonzero(places < 0) :]
-        return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *results)
+        return chosen
 
     def bad_weights(self) -> str | None:
         """Name the weights that are NaN or infinite; "" if there are none, and None for unknown.
 
         They are unknown if there are several processes, each with rows of its own.
         """
-        return self._generator.cause(self._weights)
+        return self._run(BadWeights())
 
     def release(self, rows: Sequence[int] | np.ndarray) -> None:
         """Make `rows` idle, so that they generate no more tokens."""
         self.left[np.asarray(rows, np.intp)] = 0
-
-    def _groups(self, rows: np.ndarray, width: int, most: int | None) -> list[np.ndarray]:
-        """Divide the prompts among prefill calls.
-
-        Args:
-          rows: the row of each prompt, which determines the replica that holds the prompt.
-          width: number of tokens that prompts are padded to.
-          most: as for `insert`.
-
-        Returns:
-          One array of prompt indices per prefill call.  Each array has the same number of entries
-          for every replica, in the order of the replicas.  Unused entries are -1.
-        """
-        replica = rows // (self.rows // self._replicas)
-        queues = [np.flatnonzero(replica == r) for r in range(self._replicas)]
-        most = most or max(map(len, queues))
-        size = bucket(most, 1, max(PREFILL_TOKENS // width, 1))
-        places = np.full((self._replicas, -(-most // size) * size), -1)
-        for place, queue in zip(places, queues, strict=True):
-            place[: len(queue)] = queue
-        return [part.reshape(-1) for part in np.split(places, places.shape[1] // size, axis=1)]
-
-    def _prefill(
-        self, group: np.ndarray, prompts: Prompts, alternatives: int | None, width: int
-    ) -> Chosen:
-        """Insert the prompts whose indices are in `group`, in one prefill call."""
-        generator = self._generator
-        placed = generator.rows.place(jax.tree.map(lambda x: x[group], prompts), P("dp"))
-        constrained = prompts.allowed_PW is not None
-        paged, drafts = self._pool is not None, self._drafts
-        run = generator.prefill(alternatives, width, paged, constrained, drafts=drafts)
-        self._state, chosen = run(self._weights, self._state, placed)
-        return self._fetched(chosen)
 
     def decode(
         self,
@@ -551,40 +272,47 @@ class Batch:
         """
         check_number("generate: steps", steps, 1, MOST_STEPS)
         guesses = self._guesses if speculate else 0
-        most = steps * (1 + guesses)
-        self.reserve(positions_needed(self._length, self.left, most))
-        run = self._generator.decode(
-            alternatives,
-            MOST_STEPS,
-            self._pool is not None,
-            guesses,
-            allowed is not None,
-            drafts=self._drafts,
-        )
-        left, bits = limited(self.left, allowed), self._bits(range(self.rows), allowed)
-        placed = self._generator.rows.place((left, bits), P("dp"))
-        self._state, chosen, made = run(
-            self._weights, self._state, placed[0], np.int32(steps), placed[1]
-        )
-        made = self._fetched(made) if guesses else np.minimum(left, steps)
+        left = limited(self.left, allowed)
+        positions = positions_needed(self._length, self.left, steps * (1 + guesses))
+        call = Decode(left, allowed, steps, alternatives, guesses, positions)
+        chosen, made = self._run(call)
+        made = np.minimum(left, steps) if made is None else made
         self._length += made
         self.left -= made
-        return jax.tree.map(lambda x: x[:, :most], self._fetched(chosen))
+        return chosen
 
-    def _bits(
-        self, rows: Iterable[int], allowed: Mapping[int, np.ndarray] | None
-    ) -> np.ndarray | None:
-        """Return the tokens that each of `rows` may generate, as bits [rows, W]."""
-        if allowed is None:
-            return None
-        every = np.full(-(-self._generator.config.n_vocab // 32), 2**32 - 1, np.uint32)
-        return np.stack([allowed.get(row, every) for row in rows])
 
-    def _fetched(self, tree: Any) -> Any:
-        """Return this process's rows of the arrays in `tree` as numpy arrays."""
-        rows = self._generator.rows
+def filled(tokens_BM: np.ndarray, ends: Collection[int], length: int) -> np.ndarray:
+    """Return answers of `length` tokens, in which the first of `ends` repeats after it occurs.
 
-        def fetched(x: Array) -> np.ndarray:
-            return np.asarray(rows.fetch(x, len(x) // rows.dp * self._replicas))
+    Args:
+      tokens_BM: the tokens of each answer; fewer than `length` only if all have such a token.
+    """
+    is_end_BM = np.isin(tokens_BM, list(ends))
+    first_B = np.where(is_end_BM.any(axis=1), is_end_BM.argmax(axis=1), length)[:, None]
+    return np.take_along_axis(tokens_BM, np.minimum(np.arange(length), first_B), axis=1)
 
-        return jax.tree.map(fetched, tree)
+
+def limited(left: np.ndarray, allowed: Mapping[int, np.ndarray] | None) -> np.ndarray:
+    """Return how many tokens each row may generate in one call, a new array [rows].
+
+    Args:
+      left: number of tokens that each row may still generate.
+      allowed: see `Batch.decode`.
+    """
+    left, rows = left.copy(), list(allowed or ())
+    left[rows] = np.minimum(left[rows], 1)
+    return left
+
+
+def positions_needed(length: np.ndarray, left: np.ndarray, most: int) -> int:
+    """Return how many cache positions each row must have before a decode call.
+
+    Rows that do not generate get a meaningless position after their last one.
+
+    Args:
+      length: number of tokens in each row's cache.
+      left: number of tokens that each row may still generate.
+      most: maximum number of tokens that a row generates in the call.
+    """
+    return int((length + np.clip(left, 1, most)).max())

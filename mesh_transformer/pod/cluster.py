@@ -10,6 +10,7 @@ still run the current step.  If a host fails, all hosts are shut down and the dr
 HostError.  `restarts.train` then creates a new cluster and resumes from the newest saved state.
 """
 
+import functools
 import itertools
 import os
 import secrets
@@ -26,15 +27,13 @@ from ray import exceptions
 from mesh_transformer.calls import Call, Result, joined, split
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.generation.batch import filled
-from mesh_transformer.generation.blocks import Pool
+from mesh_transformer.generation.batch import BadWeights, NewBatch, filled
 from mesh_transformer.generation.finite import blaming
 from mesh_transformer.generation.prompts import check_prompts
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
-from mesh_transformer.mesh.placement import gathered, replica_rows
+from mesh_transformer.mesh.placement import replica_rows
 from mesh_transformer.network import TrainableNetwork
-from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.faults import PermanentError, RaisedError, last_line
 from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
@@ -91,8 +90,7 @@ class TPUCluster(TrainableNetwork):
         self._actors: list[Any] = []
         self.ended = False  # whether the hosts have been shut down
         self._why = ""  # " (FAILURE)" once a failure has shut down the hosts
-        self.adapters = 0
-        self.newest_batch: ClusterBatch | None = None  # the running batch that the hosts hold
+        self._batches = 0  # number of batches that were created; the hosts hold the newest
         try:
             if copies is not None:
                 copies.place(self.hosts)
@@ -232,14 +230,27 @@ class TPUCluster(TrainableNetwork):
 
     def run(self, call: Call[Result]) -> Result:
         """Run a call on all hosts, each of which gets the rows of its replicas."""
-        calls, places = split(call, self.replicas)
+        result: Any = self._run(call)
+        if isinstance(call, NewBatch):
+            self._batches += 1
+            result = functools.partial(self._run_in_batch, self._batches, call.rows)
+        return result
+
+    def _run(self, call: Call[Result], size: int | None = None) -> Result:
+        """Run a call on all hosts; `size` is the number of its batch's rows per replica."""
+        calls, places = split(call, self.replicas, size)
         # One host knows why a result is not finite.  Of several, some may have finite rows.
-        with blaming(lambda: self.call("bad_weights")[0] if len(self.hosts) > 1 else None):
+        with blaming(lambda: self._run(BadWeights()) if len(self.hosts) > 1 else None):
             results = self.call("run", *zip(calls))
         try:
             return joined(call, results, places)
         except HostError as error:
             raise self.failed(str(error)) from None
+
+    def _run_in_batch(self, number: int, size: int, call: Call[Result]) -> Result:
+        if number != self._batches:
+            raise InputError("a newer batch has replaced this one on the hosts; use the newer one")
+        return self._run(call, size)
 
     def generate(
         self,
@@ -254,19 +265,6 @@ class TPUCluster(TrainableNetwork):
         batch = self.batch(-(-len(prompts) // self.dp) * self.dp)
         tokens = np.concatenate(list(stream_tokens(batch, prompts, gen_length, settings)), axis=1)
         return filled(tokens, self.config.end_tokens or (), gen_length)
-
-    def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> ClusterBatch:
-        """Return a batch of idle rows for generation; see `CausalTransformer.batch`.
-
-        The hosts hold only the newest batch; methods of an older batch raise InputError.
-
-        Args:
-          rows: total number of rows; a multiple of the number of replicas.
-          pool: the size of each replica's pool of blocks (see `Blocks`); None for none.
-          guesses: number of tokens that a decode step may guess (see `Batch.decode`).
-        """
-        self.newest_batch = ClusterBatch(self, rows, pool, guesses)
-        return self.newest_batch
 
     def add_adapters(self, paths: Sequence[str]) -> None:
         """Let each text choose a LoRA adapter; see `CausalTransformer.add_adapters`."""
@@ -412,17 +410,6 @@ class TPUCluster(TrainableNetwork):
             }
 
         return [(of(replicas),) for replicas in self.replicas]
-
-    def gathered(self, parts: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> np.ndarray:
-        """Assemble a batch in which the row `positions[host][i]` is `parts[host][i]`.
-
-        Raises:
-          HostError: if hosts returned different values for the same row.  All hosts are shut down.
-        """
-        try:
-            return gathered(parts, positions)
-        except HostError as error:
-            raise self.failed(str(error)) from None
 
     def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
         """Call a method of every host's `NetworkRunner`, and return one result per host.

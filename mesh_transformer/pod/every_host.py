@@ -27,9 +27,7 @@ import numpy as np
 from mesh_transformer.calls import Call, Result
 from mesh_transformer.checkpoint.orbax_handlers import SAVE_SECONDS
 from mesh_transformer.config import Config
-from mesh_transformer.generation.batch import Batch
-from mesh_transformer.generation.blocks import Pool
-from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.batch import NewBatch, Run
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import AllRows
 from mesh_transformer.mesh.program import bind_collectives, compile_together
@@ -106,12 +104,14 @@ class EveryHost(CausalTransformer):
         return metrics
 
     def run(self, call: Call[Result]) -> Result:
-        with self._call():
-            return super().run(call)
+        result: Any = self._run_in_step(super().run, call)
+        if isinstance(call, NewBatch):
+            result = functools.partial(self._run_in_step, result)
+        return result
 
-    def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> "_Batch":  # type: ignore[override]
+    def _run_in_step(self, run: Run, call: Call[Any]) -> Any:
         with self._call():
-            return _Batch(super().batch(rows, pool, guesses), self._call)
+            return run(call)
 
     def claim(self, folder: AnyPath) -> None:
         """Lock a model folder; see `CausalTransformer.claim`.
@@ -177,35 +177,6 @@ def _is_seen(path: str) -> bool:
         with contextlib.suppress(OSError):  # refreshes what a network file system has cached
             os.listdir(os.path.dirname(path))
     return True
-
-
-class _Batch:
-    """A `generation.batch.Batch` whose methods are calls that all processes make."""
-
-    def __init__(self, batch: Batch, call: Callable[[], contextlib.AbstractContextManager[None]]):
-        self._batch, self._call = batch, call
-        self.rows = batch.rows
-        self.release = batch.release
-
-    @property
-    def left(self) -> np.ndarray:
-        return self._batch.left
-
-    def bad_weights(self) -> str | None:
-        with self._call():
-            return self._batch.bad_weights()
-
-    def reserve(self, positions: int) -> None:
-        with self._call():
-            self._batch.reserve(positions)
-
-    def insert(self, *args: Any, **kwargs: Any) -> Chosen:
-        with self._call():
-            return self._batch.insert(*args, **kwargs)
-
-    def decode(self, *args: Any, **kwargs: Any) -> Chosen:
-        with self._call():
-            return self._batch.decode(*args, **kwargs)
 
 
 class _TrainSet:

@@ -15,9 +15,8 @@ from mesh_transformer.checkpoint.step_folders import BEST, own_steps
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.evaluation import all_steps, validation
-from mesh_transformer.generation.blocks import Pool
+from mesh_transformer.generation.batch import NewBatch
 from mesh_transformer.network import Eval, Network, TrainableNetwork
-from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.faults import RaisedError
 from mesh_transformer.storage.access import delete_step, local_path, reason
 from mesh_transformer.storage.locks import lock_folder
@@ -50,28 +49,16 @@ class RestartingCluster(Network):
         self._cluster = make()
         self.config = self._cluster.config
         self.dp, self.batch_size = self._cluster.dp, self._cluster.batch_size
-
-    def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> ClusterBatch:
-        """Return a batch of idle rows for generation, retrying after a host failure.
-
-        Args:
-          rows: total number of rows, a multiple of the number of replicas.
-          pool: the size of each replica's pool of blocks (see `Blocks`); None for none.
-          guesses: number of tokens that a decode step may guess (see `Batch.decode`).
-
-        Raises:
-          HostError: if all `ATTEMPTS` attempts fail, or if `close` has been called.
-        """
-        return self._call_with_retries(lambda cluster: cluster.batch(rows, pool, guesses))
+        self.adapters = self._cluster.adapters
 
     def run(self, call: Call[Result]) -> Result:
         """Run a call; see `TPUCluster.run`.
 
         Raises:
-          HostError: if a host fails and the call is not `Eval`, if all `ATTEMPTS` attempts fail, or
-            if `close` has been called.
+          HostError: if a host fails during another call than `Eval` and `NewBatch`, if all
+            `ATTEMPTS` attempts fail, or if `close` has been called.
         """
-        is_retried = isinstance(call, Eval)
+        is_retried = isinstance(call, Eval | NewBatch)
         if is_retried:
             return self._call_with_retries(lambda cluster: cluster.run(call))
         return self._cluster.run(call)

@@ -21,10 +21,7 @@ from mesh_transformer.calls import Call, Result
 from mesh_transformer.checkpoint import blocks
 from mesh_transformer.checkpoint.state_tree import check_same_run, leaves
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.generation.batch import Batch
-from mesh_transformer.generation.blocks import Chunks, Pool
-from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.generation.sampling import SamplerSettings
+from mesh_transformer.generation.batch import BatchCall, NewBatch, Run
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import process_rows
 from mesh_transformer.mesh.program import (
@@ -125,7 +122,7 @@ def check_versions(hosts: Mapping[str, Mapping[str, str | None]]) -> None:
 # Methods of `CausalTransformer` that `NetworkRunner.forward` calls directly.  The batch rows
 # in their arguments and results are those of this process.
 FORWARDED = {"init", "generate", "add_adapters", "add_draft"}
-FORWARDED |= {"only_generate", "claim", "own_aux", "save", "wait", "bad_weights"}
+FORWARDED |= {"only_generate", "claim", "own_aux", "save", "wait"}
 
 
 class NetworkRunner:
@@ -148,7 +145,7 @@ class NetworkRunner:
             signal.signal(signal.SIGTERM, self._receive_notice)
         self.rank = rank
         self.network: CausalTransformer | None = None
-        self._batch: Batch | None = None
+        self._batch: Run | None = None  # runs the calls of the newest batch
         self._unread: deque[tuple[int, dict[str, Any]]] = deque()
         self._clock = StepClock()
         self._notice = False  # whether SIGTERM was received
@@ -235,12 +232,6 @@ class NetworkRunner:
             raise InputError("the host has no model yet; call start first")
         return self.network
 
-    @property
-    def _running(self) -> Batch:
-        if self._batch is None:
-            raise InputError("the host has no batch, or training has ended it; call batch first")
-        return self._batch
-
     @_one_line_errors
     def forward(self, method: str, *arguments: Any) -> Any:
         """Call a method of this process's `CausalTransformer`, and return the result.
@@ -318,79 +309,21 @@ class NetworkRunner:
 
     @_one_line_errors
     def run(self, call: Call[Result]) -> Result:
-        """Run a call with the rows of this process; see `CausalTransformer.run`."""
-        result = self._started.run(call)
+        """Run a call with the rows of this process; see `CausalTransformer.run`.
+
+        The calls of a batch are those of the newest `NewBatch`, whose own result is None.
+        """
+        run: Run | None = self._started.run
+        if isinstance(call, BatchCall):
+            run = self._batch
+        if run is None:
+            raise InputError("the host has no batch, or training has ended it; call batch first")
+        if isinstance(call, NewBatch):
+            self._batch = None  # freed first, so that memory never holds two batches
+            self._batch = run(call)
+            return None  # type: ignore[return-value]
+        result = run(call)
         return jax.tree.map(np.asarray, result) if call.returns_rows else result
-
-    @_one_line_errors
-    def batch(self, rows: int, pool: Pool | None, guesses: int) -> None:
-        """Create a batch of `rows` idle rows in this process, replacing the previous batch."""
-        self._batch = None  # freed first, so that memory never holds two batches
-        self._batch = self._started.batch(rows, pool, guesses)
-
-    @_one_line_errors
-    def reserve(self, positions: int) -> None:
-        """Grow the KV cache so that each row can hold `positions` tokens; see `Batch.reserve`."""
-        self._running.reserve(positions)
-
-    @_one_line_errors
-    def insert(
-        self,
-        rows: Sequence[int],
-        prompts: Sequence[np.ndarray],
-        lengths: np.ndarray,
-        settings: SamplerSettings,
-        alternatives: int | None,
-        chunks: Chunks | None,
-        allowed: dict[int, np.ndarray] | None,
-        longest: int,
-        most: int,
-        reach: int | None,
-    ) -> Chosen:
-        """Put prompts into this process's rows, and choose the first token of each answer.
-
-        `Batch.insert` describes the arguments and the result.  `alternatives`, `longest`, `most`
-        and `reach` must be the same in all processes.
-        """
-        return self._running.insert(
-            rows,
-            prompts,
-            lengths,
-            settings,
-            alternatives=alternatives,
-            chunks=chunks,
-            allowed=allowed,
-            longest=longest,
-            most=most,
-            reach=reach,
-        )
-
-    @_one_line_errors
-    def decode(
-        self,
-        steps: int,
-        alternatives: int | None,
-        speculate: bool,
-        allowed: dict[int, np.ndarray] | None,
-        needed: int,
-        idle: np.ndarray,
-    ) -> tuple[np.ndarray, Chosen]:
-        """Generate up to `steps` more tokens in each of this process's rows; see `Batch.decode`.
-
-        Before that, the KV cache is enlarged if necessary, and the rows in `idle` are released.
-
-        Args:
-          steps, alternatives, speculate, allowed: as for `Batch.decode`.
-          needed: number of cache positions per row, enough for the longest row in any process.
-          idle: rows of this process that generate no more tokens.
-
-        Returns:
-          The number of tokens that each row may still generate, [rows], and the new tokens.
-        """
-        self._running.reserve(needed)
-        self._running.release(idle)
-        chosen = self._running.decode(steps, alternatives, speculate=speculate, allowed=allowed)
-        return self._running.left, chosen
 
     @_one_line_errors
     def create_marker(self, path: str) -> None:

@@ -15,11 +15,12 @@ from mesh_transformer.data.special_tokens import (
     prompt_tokens,
     special_tokens,
 )
+from mesh_transformer.generation.batch import Batch
 from mesh_transformer.generation.prompts import check_length
 from mesh_transformer.generation.sampling import REPL_DEFAULTS, SamplingOptions
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.generation.text_stream import CONTEXT, TextStream
-from mesh_transformer.network import Batch, Network
+from mesh_transformer.network import Network
 from mesh_transformer.util import InputError, cache_folder
 
 GREETING = "Type a prompt; an empty line, Ctrl-D or Ctrl-C exits. /help lists the settings."

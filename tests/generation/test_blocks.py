@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from mesh_transformer.generation.batch import MOST_STEPS, SMALLEST_CACHE
+from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.blocks import Blocks, Chunks, NoBlockError, Pool
+from mesh_transformer.generation.generator import SMALLEST_CACHE
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.generation.test_decode import (

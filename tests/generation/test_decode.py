@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Architecture, Config
-from mesh_transformer.generation import batch as running_batch
 from mesh_transformer.generation import decode, programs
+from mesh_transformer.generation import generator as generators
 from mesh_transformer.generation.batch import MOST_STEPS, Batch
+from mesh_transformer.generation.generator import DeviceBatch
 from mesh_transformer.generation.sampling import choose, penalize, sampler_settings
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -32,6 +33,12 @@ LENGTHS = [1, 5, 16, WINDOW, WINDOW + 9, 3]
 PLACES = [("jit", 1, 1), ("shard_map", 2, 4), ("jit", 2, 4), ("shard_map", 1, 8), ("jit", 1, 8)]
 GREEDY = {"top_p": 1.0, "temp": 0.0}
 SAMPLED = {"top_p": 0.9, "temp": 1.0}
+
+
+def on_devices(batch: Batch) -> DeviceBatch:
+    """Return what runs the calls of a batch in this process."""
+    run: Any = batch._run
+    return run.__self__
 
 
 def network_of(config: Config, place: tuple[str, int, int] = PLACES[0]) -> CausalTransformer:
@@ -170,11 +177,11 @@ def compiled_decode(
     batch: Batch, function: Any = decode.decode, guesses: int = 0
 ) -> tuple[str, Any]:
     """Return the compiled text and the memory analysis of the decode step for `batch`."""
-    generator, network = batch._generator, batch._state
+    generator, network = on_devices(batch)._generator, on_devices(batch)._state
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "decode", function)
         run: Any = programs.compile_decode(generator.layout, None, 8, guesses=guesses)
-        lowered = run.lower(batch._weights, network, batch.left, np.int32(3), None)
+        lowered = run.lower(on_devices(batch)._weights, network, batch.left, np.int32(3), None)
     compiled = lowered.compile(compiler_options=AS_USERS_COMPILE)
     return compiled.as_text(), compiled.memory_analysis()
 
@@ -187,7 +194,7 @@ def compiled_decode(
 def test_generation_is_lowered_for_gpus(place, changes):
     network = network_of(small_config(**changes), place)
     batch = network.batch(2, guesses=2)
-    generator, texts = batch._generator, []
+    generator, texts = on_devices(batch)._generator, []
 
     def lowered(compile_program: Any) -> Any:
         """Lower a program for CUDA each time before it is called."""
@@ -233,7 +240,7 @@ def test_a_decode_step_copies_no_cache(place, rows, guesses):
     # No other array has this head size, and none that a step needs is as large as a cache.
     config = small_config(seq=512, head_size=100)
     batch = network_of(config, place).batch(rows * dp)
-    shape = (rows, config.n_heads // mp, batch._state.slots, config.d_head)
+    shape = (rows, config.n_heads // mp, on_devices(batch)._state.slots, config.d_head)
     text, memory = compiled_decode(batch, guesses=guesses)
     assert text.count(" scatter(") >= 2 * config.layers
     assert cache_results(text, shape) == []
@@ -245,7 +252,7 @@ def test_a_decode_step_copies_no_cache(place, rows, guesses):
 def test_a_copy_of_a_cache_is_detected():
     config = small_config(seq=512, head_size=12)
     batch = network_of(config).batch(3)
-    shape = (3, config.n_heads, batch._state.slots, config.d_head)
+    shape = (3, config.n_heads, on_devices(batch)._state.slots, config.d_head)
 
     def rolled(weights: Any, state: Any, *counts: Any, **rest: Any) -> Any:
         state, *results = generation_decode(weights, state, *counts, **rest)
@@ -341,7 +348,7 @@ def test_seeds_of_processes_that_share_a_replica_agree(monkeypatch):
         seeds.append(settings.seed_B.tolist())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running_batch.Batch, "insert", insert)
+    monkeypatch.setattr(generators.Batch, "insert", insert)
     monkeypatch.setattr(generator.rows, "alone", False)
     for replicas in ([0, 1], [1, 2], [5]):
         monkeypatch.setattr(generator.rows, "replicas", replicas)
@@ -387,12 +394,12 @@ def test_a_growing_cache_gives_the_same_tokens_as_a_large_one(monkeypatch):
     settings = sampler_settings(SAMPLED, 2)
 
     def generate(smallest: int) -> tuple[list[int], np.ndarray]:
-        monkeypatch.setattr(running_batch, "SMALLEST_CACHE", smallest)
+        monkeypatch.setattr(generators, "SMALLEST_CACHE", smallest)
         batch, slots = network.batch(2), []
         parts = [batch.insert([0, 1], prompts, 40, settings).token[:, None]]
         while batch.left.any():
             parts.append(batch.decode(7).token)
-            slots.append(batch._state.slots)
+            slots.append(on_devices(batch)._state.slots)
         return slots, np.concatenate(parts, axis=1)[:, :40]
 
     slots, small = generate(8)

@@ -18,7 +18,6 @@ from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.mesh.placement import AllRows, Rows
 from mesh_transformer.model import matrices, transformer
-from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.cluster import TPUCluster
 from mesh_transformer.pod.hosts import Host
 from mesh_transformer.pod.runner import FORWARDED, NetworkRunner
@@ -64,9 +63,9 @@ class FakeCluster(TPUCluster):
 
     def __init__(self, runner: NetworkRunner, hosts: int):
         assert runner.network is not None
-        self.config, self.dp, self.adapters = runner.network.config, 1, 0
+        self.config, self.dp, self._batches = runner.network.config, 1, 0
         self.hosts, self.replicas = [Host("", "")] * hosts, [[0]] * hosts
-        self.newest_batch, self._runner = None, runner
+        self._runner = runner
 
     def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
         own = (arguments or [()])[0]
@@ -158,7 +157,7 @@ def test_a_pod_names_such_weights_and_goes_on():
 
     cluster: Any = FakeCluster(runner, 1)
     for _ in range(2):
-        batch = cluster.newest_batch = ClusterBatch(cluster, 2)
+        batch = cluster.batch(2)
         prompts = [np.arange(3) % vocabulary, np.arange(5) % vocabulary]
         with pytest.raises(NonFiniteError) as error:
             list(stream_tokens(batch, prompts, 4, sampler_settings({}, 2)))
@@ -281,7 +280,7 @@ def test_weights_are_searched_once_until_there_are_others(monkeypatch):
         searched.append(len(jax.tree.leaves(weights)))
         return finite.describe_bad_weights(weights, mesh)
 
-    monkeypatch.setattr("mesh_transformer.generation.batch.describe_bad_weights", describe)
+    monkeypatch.setattr("mesh_transformer.generation.generator.describe_bad_weights", describe)
     network = with_bad_token()
     tokens = np.full((2, 5), TOKEN)
     calls = [

@@ -19,7 +19,7 @@ from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.model import matrices, transformer
 from mesh_transformer.util import InputError, packed_bytes
 from tests.conftest import AS_USERS_COMPILE
-from tests.generation.test_decode import PLACES, by_token, network_of, random_prompts
+from tests.generation.test_decode import PLACES, by_token, network_of, on_devices, random_prompts
 from tests.model.test_transformer import small_config
 from tests.training.test_step import mesh_of
 
@@ -169,16 +169,16 @@ def test_4_bit_weights_take_less_memory_even_during_decoding():
     """Per weight 4 bits, and the 16 of a scale per group; XLA on CPUs packs them in pairs, too."""
     config = config_of("gptj", n_heads=8, layers=6)
     batch = network_of(config).batch(1)
-    generator, weights = batch._generator, batch._weights
+    generator, weights = on_devices(batch)._generator, on_devices(batch)._weights
     run: Any = programs.compile_decode(generator.layout, None, MOST_STEPS)
     analysis = (
-        run.lower(weights, batch._state, np.ones(1, np.int32), np.int32(1), None)
+        run.lower(weights, on_devices(batch)._state, np.ones(1, np.int32), np.int32(1), None)
         .compile(AS_USERS_COMPILE)
         .memory_analysis()
     )
     leaves = jax.tree.leaves(weights)
     packed = sum(packed_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(batch._state))
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(on_devices(batch)._state))
     # The arguments are padded to the compiler's alignment, of less than 100 bytes each.
     assert 0 <= analysis.argument_size_in_bytes - packed - state < 100 * (len(leaves) + 40)
     layers = jax.tree.leaves(weights["layers"])

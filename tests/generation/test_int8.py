@@ -22,6 +22,7 @@ from tests.generation.test_decode import (
     compiled_decode,
     full_logprobs,
     network_of,
+    on_devices,
     random_prompts,
 )
 from tests.model.test_transformer import small_config
@@ -170,7 +171,7 @@ def test_an_8_bit_cache_takes_a_quarter_of_the_memory():
     for in_8_bits in (False, True):
         batch = network_of(config.replace(int8_cache=in_8_bits)).batch(3)
         _, memory = compiled_decode(batch)
-        sizes[in_8_bits] = sum(x.nbytes for x in jax.tree.leaves(batch._state.caches))
+        sizes[in_8_bits] = sum(x.nbytes for x in jax.tree.leaves(on_devices(batch)._state.caches))
         assert memory.alias_size_in_bytes >= sizes[in_8_bits]  # written in place
         temporary[in_8_bits] = memory.temp_size_in_bytes
     # For each head of 100 entries there is a scale of 4 bytes.
@@ -185,15 +186,20 @@ def test_int8_weights_take_a_quarter_of_the_memory_even_during_decoding():
 
     def memory(**changes: Any) -> tuple[int, int]:
         network = network_of(config.replace(**changes))
-        batch = network.batch(1)
-        generator = batch._generator
-        run: Any = programs.compile_decode(generator.layout, None, MOST_STEPS)
+        rows = on_devices(network.batch(1))
+        run: Any = programs.compile_decode(rows._generator.layout, None, MOST_STEPS)
         analysis = (
-            run.lower(batch._weights, batch._state, np.ones(1, np.int32), np.int32(1), None)
+            run.lower(
+                rows._weights,
+                rows._state,
+                np.ones(1, np.int32),
+                np.int32(1),
+                None,
+            )
             .compile(AS_USERS_COMPILE)
             .memory_analysis()
         )
-        layers = sum(leaf.nbytes for leaf in jax.tree.leaves(batch._weights["layers"]))
+        layers = sum(leaf.nbytes for leaf in jax.tree.leaves(rows._weights["layers"]))
         return layers, analysis.temp_size_in_bytes
 
     exact, _ = memory()

@@ -8,7 +8,7 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.speculation import draft_config, guess
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
-from tests.generation.test_decode import PLACES, network_of, random_prompts
+from tests.generation.test_decode import PLACES, network_of, on_devices, random_prompts
 from tests.model.test_transformer import small_config
 
 WINDOW = 32
@@ -158,13 +158,13 @@ def test_calls_that_do_not_guess_leave_the_draft_in_step(place, tmp_path):
     batch = network.batch(rows, guesses=3)
     prompts = random_prompts(config, [5, 230])
     batch.insert(range(rows), prompts, 300, sampler_settings({"temp": 0.5, "seed": 1}, rows))
-    slots = batch._state.slots
+    slots = on_devices(batch)._state.slots
     while batch.left.max() > 16:
         batch.decode(5)
         left = batch.left.copy()
         batch.decode(2, speculate=True)
         assert (left - batch.left).tolist() == [8, 8]
-    assert batch._state.slots > slots
+    assert on_devices(batch)._state.slots > slots
 
 
 def test_a_draft_that_does_not_fit_is_refused(tmp_path):

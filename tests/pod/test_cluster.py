@@ -21,11 +21,11 @@ import pytest
 import eval_harness
 from mesh_transformer.config import Config
 from mesh_transformer.evaluation import harness, validation
-from mesh_transformer.generation.batch import SMALLEST_CACHE
+from mesh_transformer.generation.batch import Decode, Insert
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.generator import SMALLEST_CACHE
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.pod import restarts
-from mesh_transformer.pod.batch import ClusterBatch
 from mesh_transformer.pod.cluster import TPUCluster
 from mesh_transformer.pod.launch import build_model, local_machines
 from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
@@ -98,26 +98,27 @@ def test_hosts_reserve_equal_caches_for_idle_rows():
     """An idle row whose cache is full grows the cache of its host, so other hosts must grow too."""
     reserved = []
 
-    def call(method: str, *arguments: tuple[Any, ...]) -> list[Any]:
-        if method == "decode":
-            reserved.append([needed for *_, needed, _ in arguments])
-            left = [np.zeros(2, np.int32), np.array([10, 0], np.int32)]
-            return [(x, Chosen(np.zeros((2, 4), np.uint32))) for x in left]
-        if method == "insert":
-            return [Chosen(np.zeros(len(rows), np.uint32)) for rows, *_ in arguments]
-        return []
+    class Cluster(TPUCluster):
+        def __init__(self) -> None:
+            self.config, self.dp, self.replicas = CONFIG.replace(seq=1024), 2, [[0], [1]]
+            self.hosts, self._batches = [], 0
 
-    def gathered(parts: Any, positions: Any) -> np.ndarray:
-        return np.concatenate(parts)[np.argsort(np.concatenate(positions))]
+        def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+            calls = [call for (call,) in arguments]
+            if isinstance(calls[0], Insert):
+                return [Chosen(np.zeros(len(call.row_P), np.uint32)) for call in calls]
+            if isinstance(calls[0], Decode):
+                reserved.append([call.positions for call in calls])
+                assert [call.left.tolist() for call in calls] == [[0, 0], [14, 0]]
+                return [(Chosen(np.zeros((2, 4), np.uint32)), None)] * 2
+            return [None, None]
 
-    config = CONFIG.replace(seq=1024)
-    cluster = types.SimpleNamespace(config=config, dp=2, adapters=0, replicas=[[0], [1]])
-    cluster.call, cluster.gathered = call, gathered
-    batch = cluster.newest_batch = ClusterBatch(cluster, 4)
+    batch = Cluster().batch(4)
     prompts = [np.ones(length, int) for length in (SMALLEST_CACHE, 9)]
     batch.insert([0, 2], prompts, [1, 15], sampler_settings({}, 2))
     batch.decode(4)
     assert reserved == [[SMALLEST_CACHE + 1] * 2]
+    assert batch.left.tolist() == [0, 0, 10, 0]
 
 
 def test_answers_end_at_the_models_end_tokens(monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode
-from mesh_transformer.generation.batch import Generator
+from mesh_transformer.generation.generator import Generator
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.generation.speculation import draft_config
 from mesh_transformer.model.lora import Adapter

@@ -1,0 +1,441 @@
+"""Text generation on the devices of a mesh: weights, compiled functions and running batches.
+
+Callers pass and receive token ids and row numbers.  This module places the arrays on the devices.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec as P
+from numpy.typing import ArrayLike
+
+from mesh_transformer.calls import Call
+from mesh_transformer.generation import decode, programs
+from mesh_transformer.generation.batch import (
+    SMALLEST_PROMPT,
+    BadWeights,
+    Batch,
+    Decode,
+    Insert,
+    NewBatch,
+    Reserve,
+    Run,
+    filled,
+)
+from mesh_transformer.generation.blocks import most_slots
+from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
+from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
+from mesh_transformer.generation.prompts import check_adapters, check_prompts
+from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.generation.speculation import check_guesses, within_window
+from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
+from mesh_transformer.generation.weights import DRAFT, Weights, weight_layout
+from mesh_transformer.mesh.placement import Rows
+from mesh_transformer.mesh.program import Layout
+from mesh_transformer.model.lora import Adapter
+from mesh_transformer.util import InputError, bucket, check_number
+
+# The number of cache slots is also rounded up to this times a power of two, because every new
+# number of slots compiles a new program.
+SMALLEST_CACHE = 256
+# Maximum number of tokens that a replica processes in one prefill call, unless a single prompt has
+# more.  Attention memory grows with this number times the width that the prompts are padded to.
+PREFILL_TOKENS = 4096
+
+
+class Generator:
+    """The compiled functions that generate text on a mesh, and the weights that they use.
+
+    The weights are a copy of the model's parameters, converted for generation.  LoRA adapters that
+    the model has are merged in, and with `weight_bits` the matrices are quantized.  The dtype is
+    f32 on CPUs, where bf16 matmuls are slow, and `config.dtype` on other devices.
+
+    Args:
+      layout: the layout of the model's parameters.
+      adapters: further adapters, one of which each text may choose.
+      draft: the generator of a smaller model on the same mesh, with cached weights, which guesses
+        tokens in batches that are made with `guesses`; None to look guesses up.
+
+    Raises:
+      InputError: if the adapters' ranks sum to more than the model's width, or as `WeightLayout`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rows: Rows,
+        adapters: Sequence[Adapter] = (),
+        draft: "Generator | None" = None,
+    ):
+        self._source = layout
+        self.adapters, self.draft = adapters, draft
+        configs = tuple(adapter.config for adapter in adapters)
+        self.layout = weight_layout(layout, configs)
+        self.config = self.layout.config
+        self.rows = rows
+        self._weights = programs.compile_weights(layout, self.layout, configs)
+        # The parameters' arrays (None after `cache_weights`), and the weights computed from them.
+        self._made: tuple[list[Array] | None, Weights] | None = None
+        self._score = functools.cache(functools.partial(programs.compile_score, self.layout))
+        self._embed = functools.cache(functools.partial(programs.compile_embed, self.layout))
+        self._before = programs.compile_before(self.layout)
+        # The last beginning that `score` got, and its keys and values.
+        self._begun: tuple[tuple[bytes, int], decode.Before] | None = None
+        # The arrays that `bad_weights` got last, and its result.
+        self._searched: tuple[list[weakref.ref[Array]], str] | None = None
+        self.empty = self._cached(programs.compile_empty)
+        self.grow = self._cached(programs.compile_grow)
+        self.prefill = self._cached(programs.compile_prefill)
+        self.decode = self._cached(programs.compile_decode)
+
+    def with_draft(self, draft: "Generator") -> "Generator":
+        """Return the same generator with another draft, and with the weights of this one."""
+        result = Generator(self._source, self.rows, self.adapters, draft)
+        result._made = self._made
+        return result
+
+    def of_next_params(self) -> "Generator":
+        """Return the generator for parameters that replace the present ones.
+
+        It has the same draft, but no adapters, which belong to the parameters they were trained on.
+        """
+        self.drop_weights()
+        return Generator(self._source, self.rows, (), self.draft) if self.adapters else self
+
+    def _cached(self, compile_program: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that compiles programs for a batch's state, each of them once.
+
+        Its argument `drafts` says whether the draft guesses tokens in the batch; the others are
+        those of `compile_program`.
+        """
+
+        @functools.cache
+        def program(drafts: bool, *args: Any) -> Any:
+            draft = None
+            if self.draft is not None and drafts:
+                draft = within_window(self.draft.config, self.config)
+            return compile_program(self.layout, *args, draft=draft)
+
+        return lambda *args, drafts=False: program(drafts, *args)
+
+    def weights(self, params: Any | None) -> Weights:
+        """Return the weights for generation, computed from `params`.
+
+        The result is cached.  It is computed again only if `params` contains other array objects
+        than in the previous call.  If `params` is None, the cached weights are returned.
+
+        Raises:
+          InputError: if `params` is None and no weights are cached.
+        """
+        if params is None:
+            if self._made is None:
+                raise InputError("the model has no weights yet; call init, restore or load")
+            return self._made[1]
+        arrays = jax.tree.leaves(params)
+        if self._made is None or not _identical(self._made[0], arrays):
+            # Free the old weights first, so that only one copy is in memory.
+            self._made = self._begun = None
+            factors = [adapter.params for adapter in self.adapters]
+            self._made = (arrays, self._weights(params, factors))
+        return self._made[1]
+
+    def cache_weights(self, params: Any) -> None:
+        """Convert `params` to the weights for generation, and keep only the converted copy.
+
+        The caller can then free the memory of `params`.  The copy is kept until `weights` or
+        `cache_weights` is called with parameters; `drop_weights` does not drop it.
+        """
+        self._made = (None, self.weights(params))
+
+    def drop_weights(self) -> None:
+        """Drop the cached weights and free their memory; call this before the parameters change.
+
+        Weights that were cached by `cache_weights` are kept.
+        """
+        if self._made is not None and self._made[0] is not None:
+            self._made = self._begun = None
+
+    def score(
+        self,
+        params: Any,
+        tokens: np.ndarray,
+        alternatives: int,
+        beginning: np.ndarray | None,
+        adapter: int = 0,
+    ) -> Chosen:
+        """Return the logprobs of the tokens in each row; see `CausalTransformer.score`."""
+        if tokens.shape[1] < 2:
+            raise InputError(
+                f"score: tokens has shape {tokens.shape}, expected at least 2 tokens per row"
+            )
+        check_number("score: alternatives", alternatives, 0, self.config.n_vocab)
+        check_adapters(adapter, len(self.adapters))
+        placed, number = (
+            self.rows.place(self.rows.pad(tokens), P("dp")),
+            np.array([adapter], np.int32),
+        )
+        weights = self.weights(params)
+        text = None if beginning is None else self._text(weights, beginning, number)
+        # The program needs the most likely token itself.
+        compute = self._score(max(alternatives, 1), text is not None)
+        scored = compute(weights, placed[:, :-1], placed[:, 1:], text, number)
+        scored = jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
+        with blaming(lambda: self.cause(weights)):
+            check_finite((scored.logprob, scored.top_logprob), "logits")
+        return scored._replace(
+            top_token=scored.top_token[..., :alternatives],
+            top_logprob=scored.top_logprob[..., :alternatives],
+        )
+
+    def embed(
+        self,
+        params: Any,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        pooling: str,
+        adapter: int = 0,
+    ) -> np.ndarray:
+        """Return a vector for each row's text; see `CausalTransformer.embed`."""
+        check_adapters(adapter, len(self.adapters))
+        rows = [self.rows.place(self.rows.pad(x), P("dp")) for x in (tokens, lengths)]
+        weights = self.weights(params)
+        vectors = self._embed(pooling)(weights, *rows, np.array([adapter], np.int32))
+        result = np.asarray(self.rows.fetch(vectors, len(tokens)))
+        with blaming(lambda: self.cause(weights)):
+            check_finite((result,), "vectors")
+        return result
+
+    def bad_weights(self, weights: Any) -> str:
+        """Name the first of some arrays with NaN or infinite values; see `describe_bad_weights`.
+
+        The same arrays are searched only once.  All processes of the mesh must call this.
+        """
+        arrays = jax.tree.leaves(weights)
+        if self._searched is None or not _identical([x() for x in self._searched[0]], arrays):
+            result = describe_bad_weights(weights, self.layout.mesh)
+            self._searched = [weakref.ref(x) for x in arrays], result
+        return self._searched[1]
+
+    def cause(self, weights: Any) -> str | None:
+        """Return why results are not finite, for `blaming`: the result of `bad_weights`.
+
+        None stands for unknown, as other processes may have other rows, and finite results.
+        """
+        return self.bad_weights(weights) if self.rows.same else None
+
+    def _text(self, weights: Weights, tokens: np.ndarray, adapter: np.ndarray) -> decode.Before:
+        """Return the keys and values of the text that all rows follow, token ids [T]."""
+        name = tokens.tobytes(), int(adapter[0])
+        if self._begun is None or self._begun[0] != name:
+            self._begun = None  # freed first, so that memory never holds two texts
+            width = bucket(len(tokens), SMALLEST_PROMPT, self.config.seq)
+            padded = np.zeros((1, width), np.uint32)
+            padded[0, : len(tokens)] = tokens
+            self._begun = name, self._before(weights, padded, np.int32(len(tokens)), adapter)
+        return self._begun[1]
+
+    def new_batch(self, params: Any, call: NewBatch) -> Run:
+        """Create an idle batch in this process.
+
+        Args:
+          params: the model's parameters, or None to use the cached weights.
+
+        Raises:
+          InputError: if the number of guesses is not smaller than the window.
+        """
+        check_guesses(call.guesses, self.config.window)
+        weights = self.weights(params)
+        if call.guesses and self.draft is not None:
+            weights = weights | {DRAFT: self.draft.weights(None)}
+        return DeviceBatch(self, weights, call).run
+
+    def batch(self, params: Any, rows: int) -> Batch:
+        """Return an idle `Batch` with `rows` rows in this process."""
+        create = functools.partial(self.new_batch, params)
+        replicas = len(self.rows.replicas)
+        return Batch(create, self.config, rows, replicas, adapters=len(self.adapters))
+
+    def generate(
+        self,
+        params: Any,
+        ctx: ArrayLike,
+        ctx_length: ArrayLike,
+        gen_length: int,
+        options: dict[str, Any],
+    ) -> np.ndarray:
+        """Generate answers to prompts; see `CausalTransformer.generate`."""
+        prompts = check_prompts(ctx, ctx_length, gen_length)
+        settings = sampler_settings(options, len(prompts))
+        replicas = len(self.rows.replicas)
+        batch = self.batch(params, replicas * bucket(-(-len(prompts) // replicas), 1))
+        longest = None
+        if not self.rows.alone:
+            # All processes must compile for the same sizes.  The width of `ctx` is the same in all
+            # processes, but the length of the longest prompt may differ.
+            longest = np.shape(ctx)[1]
+            batch.reserve(longest + gen_length)
+            if np.ndim(options.get("seed", 0)) == 0:
+                # Processes that share a replica must agree on the seeds of its rows.  So rows are
+                # counted over all processes, and the first seed is 0, not a random number.
+                row, most = np.arange(len(prompts)), batch.rows // replicas
+                row = np.array(self.rows.replicas)[row // most] * most + row % most
+                first = settings.seed_B[0] if "seed" in options else 0
+                settings = settings._replace(seed_B=(first + row).astype(np.uint32))
+        insert = functools.partial(batch.insert, longest=longest)
+        ends, parts = self.config.end_tokens or (), []
+        running = np.ones(len(prompts), bool)
+        for new in stream_tokens(batch, prompts, gen_length, settings, insert=insert):
+            parts.append(new)
+            running &= ~np.isin(new, ends).any(axis=1)
+            if not running.any() and self.rows.alone:  # else all processes make the same calls
+                break
+        return filled(np.concatenate(parts, axis=1), ends, gen_length)
+
+
+def _identical(one: Sequence[Array | None] | None, other: list[Array]) -> bool:
+    """Return whether two lists contain the same array objects; False if `one` is None."""
+    return one is not None and list(map(id, one)) == list(map(id, other))
+
+
+class DeviceBatch:
+    """The rows of a `Batch` in this process, and their keys and values on the devices."""
+
+    def __init__(self, generator: Generator, weights: Weights, call: NewBatch):
+        self._generator = generator
+        self._weights = weights
+        self._replicas = len(generator.rows.replicas)
+        self._size, pool = call.rows, call.pool
+        self._has_pool, self._guesses = pool is not None, call.guesses
+        self._drafts = DRAFT in weights
+        self._most_slots = most_slots(generator.config.window, call.guesses, pool)
+        blocks, block = pool or (0, 1)
+        slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
+        dp = generator.rows.dp
+        self._state: DecodeState = generator.empty(self._has_pool, drafts=self._drafts)(
+            self._size * dp, slots, blocks * dp, block
+        )
+
+    def run(self, call: Call[Any]) -> Any:
+        """Run a call of the batch; its rows are those of this process."""
+        match call:
+            case Decode():
+                return self._decode(call)
+            case Insert():
+                return self._insert(call)
+            case Reserve():
+                return self._reserve(call.positions)
+            case BadWeights():
+                return self._generator.cause(self._weights)
+        raise TypeError(f"a batch does not run {type(call).__name__}")
+
+    def _reserve(self, positions: int) -> None:
+        """Grow the KV cache so that each row can hold `positions` tokens."""
+        slots = bucket(positions + self._guesses, SMALLEST_CACHE, self._most_slots)
+        if slots > self._state.slots:
+            self._state = self._generator.grow(drafts=self._drafts)(self._state, slots)
+
+    def _insert(self, call: Insert) -> Chosen:
+        slots = call.width
+        if call.reach is not None:  # some prompts attend to tokens that the cache holds
+            self._reserve(max(call.reach, slots))
+            slots = self._state.slots
+        self._reserve(slots)
+        # The last row is a dummy prompt.  The index -1 in a group (see `_groups`) selects it.
+        count, longest = call.tokens_PT.shape
+        tokens = np.zeros((count + 1, slots), np.uint32)
+        tokens[:count, :longest] = call.tokens_PT
+        begin = np.zeros(count, np.int32)
+        block_PJ = prompt_PJ = np.full((count + 1, 0), -1, np.int32)
+        if call.chunks is not None:
+            begin = call.chunks.begin_P
+        if self._has_pool:
+            assert call.chunks is not None
+            block_PJ, prompt_PJ = (
+                np.pad(x, ((0, 1), (0, 0)), constant_values=-1)
+                for x in (call.chunks.block_PJ, call.chunks.prompt_PJ)
+            )
+        with_dummy = Prompts(
+            tokens,
+            np.append(call.length_P, np.int32(1)),
+            # The last one is out of range, so that it is not written.
+            np.append(call.row_P % self._size, np.int32(self._size * self._replicas)),
+            np.append(begin, np.int32(0)),
+            block_PJ,
+            prompt_PJ,
+            settings=jax.tree.map(lambda x, idle: np.r_[x, idle[None]], call.settings, decode.IDLE),
+            allowed_PW=self._bits([*call.row_P, -1], call.allowed),
+        )
+        groups = self._groups(call.row_P, call.width, call.most)
+        results = [self._prefill(group, with_dummy, call) for group in groups]
+        places = np.concatenate(groups)
+        order = np.argsort(places)[np.count_nonzero(places < 0) :]
+        return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *results)
+
+    def _groups(self, rows: np.ndarray, width: int, most: int) -> list[np.ndarray]:
+        """Divide the prompts among prefill calls.
+
+        Args:
+          rows: the row of each prompt, which determines the replica that holds the prompt.
+          width, most: as for `Insert`.
+
+        Returns:
+          One array of prompt indices per prefill call.  Each array has the same number of entries
+          for every replica, in the order of the replicas.  Unused entries are -1.
+        """
+        queues = [np.flatnonzero(rows // self._size == r) for r in range(self._replicas)]
+        size = bucket(most, 1, max(PREFILL_TOKENS // width, 1))
+        places = np.full((self._replicas, -(-most // size) * size), -1)
+        for place, queue in zip(places, queues, strict=True):
+            place[: len(queue)] = queue
+        return [part.reshape(-1) for part in np.split(places, places.shape[1] // size, axis=1)]
+
+    def _prefill(self, group: np.ndarray, prompts: Prompts, call: Insert) -> Chosen:
+        """Insert the prompts whose indices are in `group`, in one prefill call."""
+        generator = self._generator
+        placed = generator.rows.place(jax.tree.map(lambda x: x[group], prompts), P("dp"))
+        options = call.alternatives, call.width, self._has_pool, call.allowed is not None
+        run = generator.prefill(*options, drafts=self._drafts)
+        self._state, chosen = run(self._weights, self._state, placed)
+        return self._fetched(chosen)
+
+    def _decode(self, call: Decode) -> tuple[Chosen, np.ndarray | None]:
+        self._reserve(call.positions)
+        run = self._generator.decode(
+            call.alternatives,
+            MOST_STEPS,
+            self._has_pool,
+            call.guesses,
+            call.allowed is not None,
+            drafts=self._drafts,
+        )
+        bits = self._bits(range(len(call.left)), call.allowed)
+        placed = self._generator.rows.place((call.left, bits), P("dp"))
+        self._state, chosen, made = run(
+            self._weights, self._state, placed[0], np.int32(call.steps), placed[1]
+        )
+        made = self._fetched(made) if call.guesses else None
+        most = call.steps * (1 + call.guesses)
+        return jax.tree.map(lambda x: x[:, :most], self._fetched(chosen)), made
+
+    def _bits(
+        self, rows: Iterable[int], allowed: Mapping[int, np.ndarray] | None
+    ) -> np.ndarray | None:
+        """Return the tokens that each of `rows` may generate, as bits [rows, W]."""
+        if allowed is None:
+            return None
+        every = np.full(-(-self._generator.config.n_vocab // 32), 2**32 - 1, np.uint32)
+        return np.stack([allowed.get(row, every) for row in rows])
+
+    def _fetched(self, tree: Any) -> Any:
+        """Return this process's rows of the arrays in `tree` as numpy arrays."""
+        rows = self._generator.rows
+
+        def fetched(x: Array) -> np.ndarray:
+            return np.asarray(rows.fetch(x, len(x) // rows.dp * self._replicas))
+
+        return jax.tree.map(fetched, tree)
