@@ -130,7 +130,8 @@ class Network:
           beginning: token ids [S] of a text that all rows continue; together they have at most
             `config.seq` + 1 tokens.  Its keys and values are computed once, and kept for the next
             call with the same beginning.
-          adapter: number of the adapter that all rows use (see `add_adapters`); 0 for none.
+          adapter: number of the adapter that all rows use, or 0 for none; see
+            `CausalTransformer.add_adapters`.
 
         Returns:
           A `Chosen` tuple of numpy arrays: [B, T - 1], and [B, T - 1, alternatives] for the most
@@ -201,16 +202,45 @@ class TrainableNetwork(Network):
     noise_batches: tuple[int, int]
     peak_flops: float | None
 
-    def init(self) -> None: ...
-    def open_train_set(self) -> TrainSet: ...
-    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]: ...
-    def claim(self, folder: str) -> None: ...
+    def init(self) -> None:
+        """See `CausalTransformer.init`."""
+
+    def open_train_set(self) -> TrainSet:
+        """See `CausalTransformer.open_train_set`."""
+        raise NotImplementedError
+
+    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+        """See `CausalTransformer.train`."""
+        raise NotImplementedError
+
+    def claim(self, folder: str) -> None:
+        """See `CausalTransformer.claim`."""
+
     @property
-    def save_failed(self) -> bool: ...
-    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None: ...
-    def wait(self) -> None: ...
-    def larger_mesh(self) -> str: ...
-    def keep(self, aux: dict[str, Any]) -> str: ...
-    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None: ...
-    def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None: ...
-    def close(self) -> None: ...
+    def save_failed(self) -> bool:
+        """See `CausalTransformer.save_failed`."""
+        raise NotImplementedError
+
+    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+        """See `CausalTransformer.save`."""
+
+    def wait(self) -> None:
+        """See `CausalTransformer.wait`."""
+
+    def larger_mesh(self) -> str:
+        """See `TPUCluster.larger_mesh`."""
+        raise NotImplementedError
+
+    def keep(self, aux: dict[str, Any]) -> str:
+        """See `TPUCluster.keep`."""
+        raise NotImplementedError
+
+    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
+        """See `CausalTransformer.restore`."""
+        raise NotImplementedError
+
+    def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
+        """See `CausalTransformer.load`."""
+
+    def close(self) -> None:
+        """See `CausalTransformer.close`."""

@@ -57,7 +57,10 @@ class CausalTransformer(TrainableNetwork):
     Attributes:
       config: the config, as a `Config`.
       mesh: the (dp, mp) mesh of the devices.
-      dp, batch_size, noise_batches, peak_flops: see `TrainableNetwork`.
+      dp: number of data-parallel replicas.
+      batch_size: number of sequences per microbatch, summed over all replicas.
+      noise_batches: see `TrainableNetwork`.
+      peak_flops: see `TrainableNetwork`.
       step: number of completed updates.
       state: the parameters, the optimizer's state and so on, as device arrays (see
         `mesh_transformer.training.step.init_state`); None before `init`, `load` or `restore`.
@@ -291,7 +294,7 @@ class CausalTransformer(TrainableNetwork):
         self.adapters = len(loaded)
 
     def add_draft(self, path: AnyPath | Source) -> None:
-        """Let a smaller model guess tokens in batches that guess (see `batch`).
+        """Let a smaller model guess tokens in batches that guess (see `Network.batch`).
 
         The guesses do not change which tokens are generated.
 

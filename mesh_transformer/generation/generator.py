@@ -168,7 +168,7 @@ class Generator:
         beginning: np.ndarray | None,
         adapter: int = 0,
     ) -> Chosen:
-        """Return the logprobs of the tokens in each row; see `CausalTransformer.score`."""
+        """Return the logprobs of the tokens in each row; see `Network.score`."""
         if tokens.shape[1] < 2:
             raise InputError(
                 f"score: tokens has shape {tokens.shape}, expected at least 2 tokens per row"
@@ -200,7 +200,7 @@ class Generator:
         pooling: str,
         adapter: int = 0,
     ) -> np.ndarray:
-        """Return a vector for each row's text; see `CausalTransformer.embed`."""
+        """Return a vector for each row's text; see `Network.embed`."""
         check_adapters(adapter, len(self.adapters))
         rows = [self.rows.place(self.rows.pad(x), P("dp")) for x in (tokens, lengths)]
         weights = self.weights(params)

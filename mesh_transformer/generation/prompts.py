@@ -9,7 +9,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.util import InputError, brief, check_number
 
-POOLINGS = ("mean", "last")  # see `CausalTransformer.embed`
+POOLINGS = ("mean", "last")  # see `Network.embed`
 
 
 def longest_text(config: Config) -> int | None:

@@ -141,7 +141,7 @@ class Engine:
         for; None lets every row have as many as the window.
       fixed_shapes: whether to compute each prompt alone, in equal chunks, so that an answer does
         not depend on other requests even by rounding.
-      pooling: how a prompt's vector is made (see `CausalTransformer.embed`); None: no request may
+      pooling: how a prompt's vector is made (see `Network.embed`); None: no request may
         set `embed`.
       stall_seconds: time after which `health_problem` reports that a turn (a prefill or scoring
         call, then a decode call) has stalled.  Until `warm_up` has compiled all programs, a turn

@@ -438,7 +438,7 @@ def whole_batch(config: Config, batch: dict[str, np.ndarray]) -> tuple[Any, ...]
 
 
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
-    """Return the losses and correct predictions of a batch; see `CausalTransformer.eval`.
+    """Return the losses and correct predictions of a batch; see `Network.eval`.
 
     As in the original mesh-transformer-jax, the losses do not include the z-loss.
 
