@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mesh_transformer import old_names
 from mesh_transformer.config_checks import check
-from mesh_transformer.families import BLOCKS, PRESETS, Block
+from mesh_transformer.families import BLOCKS, PRESETS, Block, BlockName
 from mesh_transformer.storage.mappings import read_mapping
 from mesh_transformer.util import InputError, describe, mismatch, without_paths
 
@@ -49,7 +49,7 @@ class Architecture:
     n_vocab: int  # rows of the embedding: the tokenizer's vocabulary, possibly padded
     seq: int = 2048  # tokens per sequence
     # The kind of layer; see `families.BLOCKS`.  None: gptj in version 1, geglu in version 2.
-    block: Literal["gptj", "geglu", "gpt2", "neox"] | None = None
+    block: BlockName | None = None
     norm: Norm = "layernorm"  # of each layer's input
     # Position embedding: rotary, learned ("fixed") or T5's bias.  None: fixed in block gpt2, else
     # rotary.

@@ -160,7 +160,7 @@ def _check_divisions(c: Any) -> None:
 
     if c.head_size == c.d_model // c.n_heads:
         check_divisible("d_model", c.d_model, "n_heads", "change one of them, or set head_size")
-    if c.block == "geglu":
+    if c.layer_kind.fused:
         check_divisible(
             "the feed-forward width (4 * d_model)", c.d_ff, "n_heads", "change one of them"
         )

@@ -1,27 +1,98 @@
 """The kinds of transformer layers (blocks), and the sizes of published models (presets)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+BlockName = Literal["gptj", "geglu", "gpt2", "neox"]  # the keys of `BLOCKS`
+# The matrices of a layer, unless its block is fused, in the order in which LoRA prefers them.
+MATRICES = ("q", "v", "k", "o", "fc", "out")
+
+
+@dataclass(frozen=True)
+class InitialValues:
+    """Standard deviations of a model's initial matrices, as functions of its config.
+
+    Attributes:
+      truncated: whether the normal distributions are truncated at two standard deviations.
+      embedding: of the token embedding.
+      positions: of learned position embeddings.
+      inputs: of matrices that read the residual stream, and of the output head.
+      outputs: of matrices whose outputs are added to the residual stream.
+    """
+
+    truncated: bool
+    embedding: Callable[[Any], float]
+    positions: Callable[[Any], float]
+    inputs: Callable[[Any], float]
+    outputs: Callable[[Any], float]
+
+
+INITIAL_VALUES = {
+    # The original mesh-transformer-jax.
+    "gptj": InitialValues(
+        truncated=True,
+        embedding=lambda c: c.n_vocab**-0.5,
+        positions=lambda c: 0.02,
+        inputs=lambda c: c.d_model**-0.5,
+        outputs=lambda c: 2 / c.layers / c.d_model**0.5,
+    ),
+    # GPT-2 (Radford 2019).
+    "gpt2": InitialValues(
+        truncated=False,
+        embedding=lambda c: 0.02,
+        positions=lambda c: 0.02,
+        inputs=lambda c: 0.02,
+        outputs=lambda c: 0.02 / (2 * c.layers) ** 0.5,
+    ),
+    # GPT-NeoX-20B (Black 2022).
+    "neox": InitialValues(
+        truncated=False,
+        embedding=lambda c: (2 / 5 / c.d_model) ** 0.5,
+        positions=lambda c: (2 / 5 / c.d_model) ** 0.5,
+        inputs=lambda c: (2 / 5 / c.d_model) ** 0.5,
+        outputs=lambda c: 2 / c.layers / c.d_model**0.5,
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a block determines besides its computation, which is in `model.layers`.
+    """A kind of transformer layer: what `model.layers.TransformerLayer` computes, and its defaults.
 
     Attributes:
+      arrangement: "parallel" if attention and feed-forward read the same residual stream, or
+        "sequential" if the feed-forward reads the stream with the attention's output added.
+      ff_norm: whether the feed-forward has a norm of its own; if not, it reads that of attention.
+      fused: whether one matrix holds the columns of q, k, v and of the gate and value of a gated
+        feed-forward, and another one the rows of both outputs, sorted by head; only if parallel.
+      biases: the matrices with a bias.
+      joint_bias: whether attention and feed-forward have one bias together, after their sum.
+      biased_ends: whether the embedding and the output head have biases, as GPT-J's do.
+      initial: the initial values of matrices, a name in `INITIAL_VALUES`.
       lora_targets: the matrices that can have LoRA adapters.
       lora_default: how many of `lora_targets`, from the first, have adapters by default.
-      biased_ends: whether the embedding and the output head have biases, as GPT-J's do.
       hf_types: Hugging Face's model types that a model with this block can be exported as; the
         first is the default.
       own_defaults: defaults of config keys that differ from `DEFAULTS`.
     """
 
-    lora_targets: tuple[str, ...] = ("q", "v", "k", "o", "fc", "out")
-    lora_default: int = 2
+    arrangement: Literal["parallel", "sequential"]
+    ff_norm: bool = True
+    fused: bool = False
+    biases: tuple[str, ...] = MATRICES
+    joint_bias: bool = False
     biased_ends: bool = False
+    initial: str = "gptj"
+    lora_targets: tuple[str, ...] = MATRICES
+    lora_default: int = 2
     hf_types: tuple[str, ...] = ()
     own_defaults: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def initial_values(self) -> InitialValues:
+        """The entry of `INITIAL_VALUES` that `initial` names."""
+        return INITIAL_VALUES[self.initial]
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -40,16 +111,36 @@ DEFAULTS: dict[str, Any] = {
 }
 
 # The kinds of layers, by the value of the config key `block`.
-BLOCKS = {
-    # Attention and feed-forward read the same norm, and their outputs are added.
-    "gptj": Block(biased_ends=True, hf_types=("gptj", "codegen")),
-    # The block gptj with gated feed-forward, and with one matrix in and one out.
-    "geglu": Block(lora_targets=("fused_in", "fused_out"), lora_default=1, biased_ends=True),
-    # Attention, then feed-forward, each with a norm of its own.
-    "gpt2": Block(hf_types=("gpt2", "gpt_neox"), own_defaults={"pe": "fixed", "tie_head": True}),
-    # As gptj, but attention and feed-forward each have a norm of their own.
+BLOCKS: dict[str, Block] = {
+    "gptj": Block(
+        "parallel",
+        ff_norm=False,
+        biases=("fc",),
+        joint_bias=True,
+        biased_ends=True,
+        hf_types=("gptj", "codegen"),
+    ),
+    "geglu": Block(
+        "parallel",
+        ff_norm=False,
+        fused=True,
+        biases=("fused_in",),
+        joint_bias=True,
+        biased_ends=True,
+        lora_targets=("fused_in", "fused_out"),
+        lora_default=1,
+    ),
+    "gpt2": Block(
+        "sequential",
+        initial="gpt2",
+        hf_types=("gpt2", "gpt_neox"),
+        own_defaults={"pe": "fixed", "tie_head": True},
+    ),
     "neox": Block(
-        hf_types=("gpt_neox",), own_defaults={"rotary_pairs": "halves", "activation": "gelu"}
+        "parallel",
+        initial="neox",
+        hf_types=("gpt_neox",),
+        own_defaults={"rotary_pairs": "halves", "activation": "gelu"},
     ),
 }
 

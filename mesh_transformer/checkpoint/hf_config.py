@@ -392,7 +392,7 @@ def _neox_keys(config: Config) -> dict[str, Any]:
         "rotary_pct": share,
         "rotary_emb_base": _ROTARY_BASE,
         "rope_parameters": rope,
-        "use_parallel_residual": config.block == "neox",
+        "use_parallel_residual": config.layer_kind.arrangement == "parallel",
     }
 
 

@@ -89,7 +89,9 @@ def groups(source: str | None = None) -> dict[str, list[Key]]:
         source = SOURCE.read_text(encoding="utf-8")
     lines, comments = source.splitlines(), field_comments(source)
     module = ast.parse(source).body
-    aliases = {ast.unparse(n.targets[0]): n.value for n in module if isinstance(n, ast.Assign)}
+    imported = ast.parse((SOURCE.parent / "families.py").read_text(encoding="utf-8")).body
+    assigned = [node for node in (*imported, *module) if isinstance(node, ast.Assign)]
+    aliases = {ast.unparse(node.targets[0]): node.value for node in assigned}
     body = [field for n in module if isinstance(n, ast.ClassDef) for field in n.body]
     found: dict[str, list[Key]] = {}
     title = ""
@@ -138,7 +140,7 @@ def _types(annotation: ast.expr, aliases: dict[str, ast.expr]) -> list[str]:
     """Return the JSON types and values that a type allows.
 
     Args:
-      aliases: {name: type} of the module's names for types.
+      aliases: {name: type} of the names for types in config.py and families.py.
     """
     if isinstance(annotation, ast.BinOp):
         return [*_types(annotation.left, aliases), *_types(annotation.right, aliases)]

@@ -10,7 +10,7 @@ import math
 import jax
 
 from mesh_transformer.config import Model
-from mesh_transformer.mesh.declaration import is_declaration
+from mesh_transformer.mesh.declaration import Declaration, is_declaration
 from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import block_length
 
@@ -171,13 +171,21 @@ def hfu(config: Model, tokens_per_sec: float, peak: float, attention: str = "xla
     return tokens_per_sec * hardware_flops_per_token(config, attention) / peak
 
 
+def input_columns(config: Model) -> int:
+    """Return the number of columns of a layer's matrices that read the residual stream."""
+    return (_layer_matrices(config) - _output_matrices(config)) // config.d_model
+
+
 def _layer_matrices(config: Model) -> int:
-    attention = config.n_heads * config.d_head
-    # geglu projects to twice d_ff: the gate and the value.
-    halves = 2 if config.block == "geglu" else 1
-    inputs = config.d_model * (3 * attention + halves * config.d_ff)
-    return inputs + _output_matrices(config)
+    return sum(math.prod(d.shape) for d in _matrices(config))
 
 
 def _output_matrices(config: Model) -> int:
-    return (config.n_heads * config.d_head + config.d_ff) * config.d_model
+    return sum(math.prod(d.shape) for d in _matrices(config) if d.spec[0] == "mp")
+
+
+def _matrices(config: Model) -> list[Declaration]:
+    """Return the declarations of one layer's matrices; mp splits the inputs of output matrices."""
+    layers = transformer.declarations(config)["layers"]
+    declared = jax.tree.leaves(layers, is_leaf=is_declaration)
+    return [d.unstack() for d in declared if d.decay and not d.adapter]

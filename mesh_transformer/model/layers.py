@@ -9,7 +9,7 @@ R rank of an adapter, F feed-forward, C columns (or rows) of one head in the fus
 geglu block, N columns of a projection, V vocabulary, L layers.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import haiku as hk
 import jax
@@ -54,38 +54,13 @@ class Context(NamedTuple):
     lora_scale: lora.Scale | None = None  # used instead of `config.lora_scale`
 
 
-class Initialisers(NamedTuple):
-    """The initialisers of a model's matrices.
-
-    Attributes:
-      embedding: of the token embedding.
-      positions: of learned position embeddings.
-      inputs: of matrices that read the residual stream, and of the output head.
-      outputs: of matrices whose outputs are added to the residual stream.
-    """
-
-    embedding: hk.initializers.Initializer
-    positions: hk.initializers.Initializer
-    inputs: hk.initializers.Initializer
-    outputs: hk.initializers.Initializer
-
-
-def initialisers(c: Model) -> Initialisers:
-    """Return the initialisers that the config's block selects.
-
-    Those of gptj and geglu are the original mesh-transformer-jax's, those of gpt2 are GPT-2's
-    (Radford 2019), and those of neox are GPT-NeoX-20B's (Black 2022).
-    """
-    if c.block == "gpt2":
-        normal = hk.initializers.RandomNormal(0.02)
-        outputs = hk.initializers.RandomNormal(0.02 / (2 * c.layers) ** 0.5)
-        return Initialisers(normal, normal, normal, outputs)
-    if c.block == "neox":
-        normal = hk.initializers.RandomNormal((2 / 5 / c.d_model) ** 0.5)
-        outputs = hk.initializers.RandomNormal(2 / c.layers / c.d_model**0.5)
-        return Initialisers(normal, normal, normal, outputs)
-    stddevs = (c.n_vocab**-0.5, 0.02, c.d_model**-0.5, 2 / c.layers / c.d_model**0.5)
-    return Initialisers(*map(hk.initializers.TruncatedNormal, stddevs))
+def initialiser(
+    c: Model, role: Literal["embedding", "positions", "inputs", "outputs"]
+) -> hk.initializers.Initializer:
+    """Return the initialiser of a matrix with a role in `families.InitialValues`."""
+    values = c.layer_kind.initial_values
+    normal = hk.initializers.TruncatedNormal if values.truncated else hk.initializers.RandomNormal
+    return normal(getattr(values, role)(c))
 
 
 class Norm(hk.Module):
@@ -200,7 +175,7 @@ class Linear(hk.Module):
           lora_scale: used instead of `config.lora_scale`.
         """
         shape, axes = (x_BTD.shape[-1], self.columns), (None, "mp")
-        init = initialisers(self.config).inputs
+        init = initialiser(self.config, "inputs")
         w_DN = param(self.par, "w", shape, axes, init, decay=True, unit=self.unit)
         rounded = self.config.int8_matmuls if self.dtype is None else ()  # not in the head
         y_BTN = project_in(x_BTD, w_DN, self.dtype, rounded)
@@ -289,7 +264,7 @@ class Embedding(hk.Module):
         self, tokens_BT: Array, positions_BT: Array, dropout: Dropout | None = None
     ) -> Array:
         c, par = self.config, self.par
-        init = initialisers(c).embedding
+        init = initialiser(c, "embedding")
         w_VD = param(par, "w", (c.n_vocab, c.d_model), ("mp", None), init, decay=True)
         rows = w_VD.shape[0]
         row_BT = tokens_BT.astype(jnp.int32) - par.rank() * rows
@@ -300,7 +275,7 @@ class Embedding(hk.Module):
             bias = hk.initializers.Constant(0.0)
             x_BTD += param(par, "b", (c.d_model,), (None,), bias, summed=True)
         if c.pe == "fixed":
-            init = initialisers(c).positions
+            init = initialiser(c, "positions")
             table = param(par, "pos_embs", (c.seq, c.d_model), (None, "mp"), init, decay=True)
             table = jnp.asarray(par.gather(table))[:, : c.d_model]  # without padding
             x_BTD += par.own_positions(table[jnp.clip(positions_BT, 0, c.seq - 1)])
@@ -311,11 +286,10 @@ class Embedding(hk.Module):
 
 
 class TransformerLayer(hk.Module):
-    """Attention and feed-forward, in the arrangement that the config's block selects.
+    """Attention and feed-forward, as described by the config's block in `families.BLOCKS`.
 
-    In the blocks gptj, geglu and neox, attention and feed-forward read the same residual stream.
-    Their outputs are added before they are summed over mp, so that one sum over mp suffices.  In
-    the block gpt2, the feed-forward reads the residual stream with the attention's output added.
+    If the two are parallel, their outputs are added before they are summed over mp, so that one sum
+    over mp suffices.
 
     If the module is called with a KV cache, the tokens' keys and values are written to the cache at
     `context.slots`, and the tokens attend to all cached positions that `context.bias_BHTS` does not
@@ -332,80 +306,57 @@ class TransformerLayer(hk.Module):
         super().__init__(name="layer")
         self.config = config
         self.par = par
+        self.block = config.layer_kind
         self.heads = par.local_size(config.n_heads)
 
     def __call__(
         self, x_BTD: Array, context: Context, cache: LayerCache | None
     ) -> tuple[Array, LayerCache]:
-        blocks = {
-            "gptj": self._gptj,
-            "geglu": self._geglu,
-            "gpt2": self._gpt2,
-            "neox": self._neox,
-        }
-        assert self.config.block is not None
-        return blocks[self.config.block](x_BTD, context, cache)
+        c, par, block = self.config, self.par, self.block
+        parallel = block.arrangement == "parallel"
+        # Two norms of one stream share a fan-out, so that the backward pass sums over mp only once.
+        shared = parallel and block.ff_norm
+        if shared:
+            x_BTD = par.fan_out(x_BTD)
+        normed_BTD = Norm(c, par, fanned_out=shared)(x_BTD)
 
-    @hk.transparent
-    def _gptj(
-        self, x_BTD: Array, context: Context, cache: LayerCache | None
-    ) -> tuple[Array, LayerCache]:
-        """Compute GPT-J's block: attention and feed-forward read the same norm."""
-        x_BTD = Norm(self.config, self.par)(x_BTD)
-        attended_BTN, cache = self._attended(x_BTD, context, cache, with_bias=False)
-        y_BTD = self._outputs(attended_BTN, self._hidden(x_BTD, context), context)
-        return self.par.join(y_BTD) + self._bias("b", FEED_FORWARD, context, summed=True), cache
+        def hidden(stream_BTD: Array) -> Array:
+            if not block.ff_norm:
+                return self._hidden(normed_BTD, context)
+            return self._hidden(Norm(c, par, "ff_norm", fanned_out=shared)(stream_BTD), context)
 
-    @hk.transparent
-    def _neox(
-        self, x_BTD: Array, context: Context, cache: LayerCache | None
-    ) -> tuple[Array, LayerCache]:
-        """Compute GPT-NeoX's block: attention and feed-forward each have a norm of their own.
-
-        The norms share one fan-out, so that the backward pass sums over mp only once.
-        """
-        x_BTD = self.par.fan_out(x_BTD)
-        norm, ff_norm = (
-            Norm(self.config, self.par, name, fanned_out=True) for name in ("norm", "ff_norm")
-        )
-        attended_BTN, cache = self._attended(norm(x_BTD), context, cache)
-        hidden_BTF = self._hidden(ff_norm(x_BTD), context)
-        y_BTD = self.par.join(self._outputs(attended_BTN, hidden_BTF, context))
-        y_BTD += self._bias("o_b", ATTENTION, context)
-        return y_BTD + self._bias("out_b", FEED_FORWARD, context), cache
-
-    @hk.transparent
-    def _gpt2(
-        self, x_BTD: Array, context: Context, cache: LayerCache | None
-    ) -> tuple[Array, LayerCache]:
-        """Compute GPT-2's block: attention, then feed-forward, each with a norm of its own."""
-        c, par = self.config, self.par
-        attended_BTN, cache = self._attended(Norm(c, par)(x_BTD), context, cache)
-        columns = c.n_heads * c.d_head
-        attended_BTD = self._output("o", attended_BTN, (columns,), context, c.d_head)
-        y_BTD = par.join(self._drop(attended_BTD, ATTENTION, context))
-        y_BTD += self._bias("o_b", ATTENTION, context)
-        middle_BTD = checkpoint_name(x_BTD + y_BTD, MIDDLE)
-        hidden_BTF = self._hidden(Norm(c, par, "ff_norm")(middle_BTD), context)
-        out_BTD = self._output("out", hidden_BTF, (c.d_ff,), context)
-        y_BTD += par.join(self._drop(out_BTD, FEED_FORWARD, context))
-        return y_BTD + self._bias("out_b", FEED_FORWARD, context), cache
+        if block.fused:
+            y_BTD, cache = self._fused(normed_BTD, context, cache)
+        else:
+            attended_BTN, cache = self._attended(normed_BTD, context, cache)
+            hidden_BTF = hidden(x_BTD) if parallel else None
+            heads = (c.n_heads * c.d_head,)
+            y_BTD = self._output("o", attended_BTN, heads, ATTENTION, context, c.d_head)
+            if hidden_BTF is not None:
+                y_BTD += self._output("out", hidden_BTF, (c.d_ff,), FEED_FORWARD, context)
+        y_BTD = par.join(y_BTD)
+        if "o" in block.biases:
+            y_BTD += self._bias("o_b", ATTENTION, context)
+        if not parallel:
+            hidden_BTF = hidden(checkpoint_name(x_BTD + y_BTD, MIDDLE))
+            out_BTD = self._output("out", hidden_BTF, (c.d_ff,), FEED_FORWARD, context)
+            y_BTD += par.join(out_BTD)
+        if "out" in block.biases:
+            y_BTD += self._bias("out_b", FEED_FORWARD, context)
+        if block.joint_bias:
+            y_BTD += self._bias("b", FEED_FORWARD, context, summed=True)
+        return y_BTD, cache
 
     @hk.transparent
     def _attended(
-        self,
-        x_BTD: Array,
-        context: Context,
-        cache: LayerCache | None,
-        *,
-        with_bias: bool = True,
+        self, x_BTD: Array, context: Context, cache: LayerCache | None
     ) -> tuple[Array, LayerCache]:
         """Return the attention's result of each head, [B, T, H*K], before the output matrix."""
         c = self.config
 
         def heads(name: str) -> Array:
-            columns = c.n_heads * c.d_head
-            linear = Linear(c, self.par, columns, name, with_bias, unit=c.d_head)
+            columns, biased = c.n_heads * c.d_head, name in self.block.biases
+            linear = Linear(c, self.par, columns, name, biased, unit=c.d_head)
             y_BTN = linear(x_BTD, context.lora_scale)
             return y_BTN.reshape(*y_BTN.shape[:2], self.heads, c.d_head)
 
@@ -415,18 +366,8 @@ class TransformerLayer(hk.Module):
     @hk.transparent
     def _hidden(self, x_BTD: Array, context: Context) -> Array:
         """Return the hidden activations of the feed-forward, [B, T, F]."""
-        linear = Linear(self.config, self.par, self.config.d_ff, "fc")
+        linear = Linear(self.config, self.par, self.config.d_ff, "fc", "fc" in self.block.biases)
         return self._gelu(linear(x_BTD, context.lora_scale))
-
-    @hk.transparent
-    def _outputs(self, attended_BTN: Array, hidden_BTF: Array, context: Context) -> Array:
-        """Project the results of attention and feed-forward to D and add them."""
-        c = self.config
-        columns = c.n_heads * c.d_head
-        attended_BTD = self._output("o", attended_BTN, (columns,), context, c.d_head)
-        attended_BTD = self._drop(attended_BTD, ATTENTION, context)
-        hidden_BTD = self._output("out", hidden_BTF, (c.d_ff,), context)
-        return attended_BTD + self._drop(hidden_BTD, FEED_FORWARD, context)
 
     def _drop(self, x_BTD: Array, place: int, context: Context) -> Array:
         """Apply dropout to activations of all positions; `place` is as for `Dropout.kept`."""
@@ -451,25 +392,28 @@ class TransformerLayer(hk.Module):
         return self.par.own_positions(self._drop(jnp.broadcast_to(b_D, shape), place, context))
 
     @hk.transparent
-    def _geglu(
+    def _fused(
         self, x_BTD: Array, context: Context, cache: LayerCache | None
     ) -> tuple[Array, LayerCache]:
-        """Compute the geglu block, with one fused input matmul and one fused output matmul.
+        """Compute attention and a gated feed-forward with one matmul in and one out.
 
         Both weights have an axis H (heads).  For each head, the input weight contains the columns
         of q, k and v, and a share of 1/H of the columns of the feed-forward gate and value.  The
         output weight contains the matching rows.  The order of the weights' entries therefore does
         not depend on the mesh.
+
+        Returns:
+          The same as `__call__`, without the sum over mp and the joint bias.
         """
         c, par = self.config, self.par
-        x_BTD = Norm(c, par)(x_BTD)
         hidden = c.d_ff // c.n_heads
         columns, rows = 3 * c.d_head + 2 * hidden, c.d_head + hidden
         shape, axes = (c.d_model, c.n_heads, columns), (None, "mp", None)
-        w_DHC = param(par, "fused_in", shape, axes, initialisers(c).inputs, decay=True)
-        bias = hk.initializers.Constant(0.0)
-        b_HC = param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), bias)
-        y_BTHC = project_in(x_BTD, w_DHC, None, c.int8_matmuls) + b_HC
+        w_DHC = param(par, "fused_in", shape, axes, initialiser(c, "inputs"), decay=True)
+        y_BTHC = project_in(x_BTD, w_DHC, None, c.int8_matmuls)
+        if "fused_in" in self.block.biases:
+            zeros = hk.initializers.Constant(0.0)
+            y_BTHC += param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), zeros)
         adapter = lora.factors(c, par, "fused_in", "fused_in", shape, axes)
         if adapter is not None:
             scale = lora.scale_of(c, context.lora_scale)
@@ -479,32 +423,38 @@ class TransformerLayer(hk.Module):
         attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
         hidden_BTHF = self._gelu(gate_BTHF) * value_BTHF
         joined_BTHC = jnp.concatenate((attended_BTHK, hidden_BTHF), axis=-1)
-        y_BTD = self._output("fused_out", joined_BTHC, (c.n_heads, rows), context)
-        y_BTD = par.join(self._drop(y_BTD, FEED_FORWARD, context))
-        return y_BTD + self._bias("b", FEED_FORWARD, context, summed=True), cache
+        inputs = (c.n_heads, rows)
+        return self._output("fused_out", joined_BTHC, inputs, FEED_FORWARD, context), cache
 
     @hk.transparent
     def _output(
-        self, name: str, x: Array, inputs: tuple[int, ...], context: Context, unit: int = 1
+        self,
+        name: str,
+        x: Array,
+        inputs: tuple[int, ...],
+        place: int,
+        context: Context,
+        unit: int = 1,
     ) -> Array:
-        """Project x, [B, T, *inputs], to [B, T, D], without the sum over mp.
+        """Project x, [B, T, *inputs], to [B, T, D], and apply dropout, without the sum over mp.
 
         The result is a partial sum, which the caller must sum over mp.
 
         Args:
           name: the weight's parameter name, without the module.
           inputs: the global sizes of the input axes.  The first of these axes is split over mp.
+          place: as for `Dropout.kept`.
           unit: see `Declaration.unit`.
         """
         c, par, axes = self.config, self.par, len(inputs)
         shape, split = (*inputs, c.d_model), ("mp", *(None,) * axes)
-        w = param(par, name, shape, split, initialisers(c).outputs, decay=True, unit=unit)
+        w = param(par, name, shape, split, initialiser(c, "outputs"), decay=True, unit=unit)
         y_BTD = project_out(x, w, c.int8_matmuls)
         adapter = lora.factors(c, par, name, name, shape, split, unit)
-        if adapter is None:
-            return y_BTD
-        scale = lora.scale_of(c, context.lora_scale)
-        return y_BTD + lora.scaled(jnp.tensordot(x, adapter[0], axes), scale) @ adapter[1]
+        if adapter is not None:
+            scale = lora.scale_of(c, context.lora_scale)
+            y_BTD += lora.scaled(jnp.tensordot(x, adapter[0], axes), scale) @ adapter[1]
+        return self._drop(y_BTD, place, context)
 
     def _attention(
         self,

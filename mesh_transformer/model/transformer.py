@@ -5,32 +5,36 @@ In each function, `par` is the `Parallel` that partitions the computation over t
 Parameters are nested dicts, {part: {module: {name: array}}}.  The arrays of the part "layers" are
 stacked over all layers on a first axis L.  The first table lists all parameters.  X/mp is an axis
 of size X that is split over mp.  A parameter with an entry in the last column exists only with this
-setting, or with one of these.  The second table lists the scale and offset of each kind of norm, as
-"shape: initial value".  The third table lists the initial values of matrices for each kind of
-block: normal(s) is a normal distribution with standard deviation s, and truncated(s) the same,
-truncated at two s.
+config key or attribute of the config's block (see `families.Block`), or with this entry in it.  The
+second table lists the scale and offset of each kind of norm, as "shape: initial value".  The third
+table lists the initial values of matrices by the name in the block's `initial`: normal(s) is a
+normal distribution with standard deviation s, and truncated(s) the same, truncated at two s.
 
     parameter                        shape           initial value       if
     embed/embedding/w                V/mp, D         embedding
-    embed/embedding/b                D               0                   block=gptj,geglu
+    embed/embedding/b                D               0                   biased_ends=True
     embed/embedding/pos_embs         T, D/mp         positions           pe=fixed
     layers/layer/norm/*              L, ...          see below
-    layers/layer/ff_norm/*           L, ...          see below           block=gpt2,neox
-    layers/layer/{q,k,v}/w           L, D, H*K/mp    inputs              block=gptj,gpt2,neox
-    layers/layer/{q,k,v}/b           L, H*K/mp       0                   block=gpt2,neox
-    layers/layer/o                   L, H*K/mp, D    outputs             block=gptj,gpt2,neox
-    layers/layer/o_b                 L, D            0                   block=gpt2,neox
-    layers/layer/fc/w                L, D, F/mp      inputs              block=gptj,gpt2,neox
-    layers/layer/fc/b                L, F/mp         0                   block=gptj,gpt2,neox
-    layers/layer/out                 L, F/mp, D      outputs             block=gptj,gpt2,neox
-    layers/layer/out_b               L, D            0                   block=gpt2,neox
-    layers/layer/fused_in            L, D, H/mp, I   inputs              block=geglu
-    layers/layer/fused_in_b          L, H/mp, I      0                   block=geglu
-    layers/layer/fused_out           L, H/mp, O, D   outputs             block=geglu
-    layers/layer/b                   L, D            0                   block=gptj,geglu
+    layers/layer/ff_norm/*           L, ...          see below           ff_norm=True
+    layers/layer/q/w                 L, D, H*K/mp    inputs              fused=False
+    layers/layer/q/b                 L, H*K/mp       0                   biases=q
+    layers/layer/k/w                 L, D, H*K/mp    inputs              fused=False
+    layers/layer/k/b                 L, H*K/mp       0                   biases=k
+    layers/layer/v/w                 L, D, H*K/mp    inputs              fused=False
+    layers/layer/v/b                 L, H*K/mp       0                   biases=v
+    layers/layer/o                   L, H*K/mp, D    outputs             fused=False
+    layers/layer/o_b                 L, D            0                   biases=o
+    layers/layer/fc/w                L, D, F/mp      inputs              fused=False
+    layers/layer/fc/b                L, F/mp         0                   biases=fc
+    layers/layer/out                 L, F/mp, D      outputs             fused=False
+    layers/layer/out_b               L, D            0                   biases=out
+    layers/layer/fused_in            L, D, H/mp, I   inputs              fused=True
+    layers/layer/fused_in_b          L, H/mp, I      0                   biases=fused_in
+    layers/layer/fused_out           L, H/mp, O, D   outputs             fused=True
+    layers/layer/b                   L, D            0                   joint_bias=True
     proj/projection/norm/*           ...             see below
     proj/projection/head/w           D, V/mp         inputs              tie_head=False
-    proj/projection/head/b           V/mp            0                   block=gptj,geglu
+    proj/projection/head/b           V/mp            0                   biased_ends=True
     relative/relative/rel_embedding  H/mp, 32        truncated(0.02)     pe=t5
 
     norm                             scale           offset
@@ -42,14 +46,13 @@ truncated at two s.
     scalenorm                        (): D**0.5
     scalenorm-bias                   (): D**0.5      (): 0
 
-    block  embedding             positions             inputs                outputs
-    gptj   truncated(V**-0.5)    truncated(0.02)       truncated(D**-0.5)    truncated(2/L/D**0.5)
-    geglu  truncated(V**-0.5)    truncated(0.02)       truncated(D**-0.5)    truncated(2/L/D**0.5)
-    gpt2   normal(0.02)          normal(0.02)          normal(0.02)          normal(0.02/(2*L)**0.5)
-    neox   normal((2/5/D)**0.5)  normal((2/5/D)**0.5)  normal((2/5/D)**0.5)  normal(2/L/D**0.5)
+    name  embedding             positions             inputs                outputs
+    gptj  truncated(V**-0.5)    truncated(0.02)       truncated(D**-0.5)    truncated(2/L/D**0.5)
+    gpt2  normal(0.02)          normal(0.02)          normal(0.02)          normal(0.02/(2*L)**0.5)
+    neox  normal((2/5/D)**0.5)  normal((2/5/D)**0.5)  normal((2/5/D)**0.5)  normal(2/L/D**0.5)
 
 The sizes are V n_vocab, D d_model, T seq, L layers, H n_heads, K head_size, F = 4 D and
-R lora_rank.  In the geglu block, I = 3 K + 2 F / H and O = K + F / H.  A LoRA adapter of a weight
+R lora_rank.  In a fused block, I = 3 K + 2 F / H and O = K + F / H.  A LoRA adapter of a weight
 w [inputs, outputs] adds two parameters: w_lora_a [inputs, R], initially truncated(inputs**-0.5),
 and w_lora_b [R, outputs], initially 0.  Trained parameters are in f32 or, with early_cast, in bf16.
 Frozen parameters are in the compute dtype.
@@ -136,7 +139,7 @@ def _init(config: Model, key: Array) -> Params:
 def _declared(config: Model) -> Params:
     """Return the result of `declarations`, with the head's matrix also if it is tied."""
     with record_declarations() as declared:
-        shapes = jax.eval_shape(functools.partial(_init, config), jax.random.key(0))
+        shapes = jax.eval_shape(lambda: _init(config, jax.random.key(0)))  # needs no device
 
     def declaration(part: str, d: Declaration) -> Declaration:
         d = dataclasses.replace(d, frozen=config.lora_rank > 0 and not d.adapter)

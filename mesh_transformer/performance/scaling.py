@@ -284,33 +284,31 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
 
     The saved arrays depend on the config's `remat`:
 
-    * "full": the layer's input, and with block "gpt2" also the input of the feed-forward.
+    * "full": the layer's input, and in a sequential block also the input of the feed-forward.
     * "dots": as "full", and q, k, v and the hidden activations of the feed-forward block.
     * "none" without an attention kernel: all of "dots", the attention scores and the outputs of the
       heads.
     * "none" with an attention kernel: all of "dots", the kernel's output twice and one f32 sum per
-      head.  With block "geglu" also q, k and v a second time.
+      head.  In a fused block also q, k and v a second time.
 
     With sharded activations, "none" also saves the inputs after their all-gather, so that the
     backward pass need not gather them again.
     """
     mp, width = config.cores_per_replica, _width(config)
-    inputs = 2 if config.block == "gpt2" else 1
+    block, columns = config.layer_kind, flops.input_columns(config)
+    inputs = 2 if block.arrangement == "sequential" else 1
     kept = inputs * config.d_model // (mp if config.shard_activations else 1) * width
     if config.remat == "full":
         return kept
     heads = config.n_heads * config.d_head
-    fused = config.block == "geglu"
-    hidden = config.d_ff * (2 if fused else 1)
     if config.remat == "dots":
-        return kept + (3 * heads + hidden) * width // mp
+        return kept + columns * width // mp
     if config.shard_activations:
         kept += inputs * config.d_model * width
     if attention in ("xla", "blocks"):
-        return kept + ((4 * heads + hidden) * width + _scores(config, attention)) // mp
-    # geglu computes q, k, v and the hidden activations in one fused matmul.  Its output is saved as
-    # a whole, in addition to q, k and v.
-    own = (5 + 3 * fused) * heads + hidden
+        return kept + ((columns + heads) * width + _scores(config, attention)) // mp
+    # The output of a fused matmul is saved as a whole, in addition to q, k and v.
+    own = columns + (2 + 3 * block.fused) * heads
     return kept + (own * width + F32 * config.n_heads) // mp
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mesh_transformer.config import Config
+from mesh_transformer.families import BLOCKS
 from mesh_transformer.mesh.placement import replica_rows
 from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.training.step import StateLayout
@@ -45,7 +46,7 @@ SMALL = {
 }
 MESHES = [(1, 1), (1, 8), (2, 4), (4, 2), (8, 1)]
 CHOICES = {
-    "block": ["gptj", "geglu", "gpt2", "neox"],
+    "block": list(BLOCKS),
     "norm": ["layernorm", "rmsnorm", "scalenorm", "layernorm-nobias", "rmsnorm-bias"],
     "pe": ["rotary", "fixed", "t5"],
     "dtype": ["float32", "bfloat16"],

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.families import BLOCKS
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
 from mesh_transformer.model.dropout import Dropout, drop_entries, sequence_keys
@@ -105,9 +106,7 @@ def test_heads_and_queries_have_masks_of_their_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "block", ["gpt2", *(pytest.param(b, marks=pytest.mark.slow) for b in ("gptj", "geglu", "neox"))]
-)
+@pytest.mark.parametrize("block", BLOCKS)
 def test_the_expected_loss_of_small_rates_is_that_without_dropout(block):
     """The mean over masks changes the loss only in the second order of the perturbation."""
     config = config_of(block=block, **dict.fromkeys(DROPS, 1e-3))

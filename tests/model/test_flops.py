@@ -2,6 +2,9 @@
 
 import functools
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -14,6 +17,7 @@ from jax.extend.core import jaxprs_in_params
 
 from mesh_transformer.config import Config, Norm
 from mesh_transformer.config_checks import MATMULS
+from mesh_transformer.families import BLOCKS
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.mesh.parallel import Auto
@@ -56,7 +60,7 @@ def test_transformer_6b_needs_39_gigaflops_per_token():
 
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 @pytest.mark.parametrize("norm", get_args(Norm))
-@pytest.mark.parametrize("block", ["gptj", "geglu", "gpt2", "neox"])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_parameter_counts_match_the_declarations(block, norm, pe):
     config = small(block=block, norm=norm, pe=pe, cores_per_replica=2, head_size=8)
     declared = transformer.declarations(config)
@@ -71,6 +75,23 @@ def test_parameter_counts_match_the_declarations(block, norm, pe):
         if path[-1].key not in not_matrices
     ]
     assert flops.matmul_params(config) == sum(math.prod(leaf.shape) for leaf in matrices)
+
+
+def test_counts_need_no_device():
+    """The driver of a pod, which counts FLOPs, must not take the TPU from the host's actor."""
+    lines = [
+        "from mesh_transformer.config import Config",
+        "from mesh_transformer.model import flops",
+        "print(flops.palm_flops_per_token(Config.load('tiny')))",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env=os.environ | {"JAX_PLATFORMS": "none"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.strip() == str(flops.palm_flops_per_token(Config.load("tiny"))), run.stderr
 
 
 @pytest.mark.parametrize(
@@ -136,7 +157,7 @@ def matmul_flops(jaxpr) -> int:
 
 @pytest.mark.parametrize(
     ("block", "attention"),
-    [("gptj", "xla"), ("geglu", "xla"), ("gptj", "blocks"), ("gpt2", "xla"), ("neox", "xla")],
+    [*((block, "xla") for block in BLOCKS), ("gptj", "blocks")],
 )
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 @pytest.mark.parametrize("int8_matmuls", [[], list(MATMULS)])

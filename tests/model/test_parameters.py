@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.checkpoint.state_tree import leaves
 from mesh_transformer.config import Config
+from mesh_transformer.families import BLOCKS
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.model import transformer
 from tests.conftest import SMALL
@@ -26,7 +27,7 @@ NORMS = [
 ]
 TRUNCATED = 0.8796  # standard deviation of a standard normal distribution truncated at two sigma
 CONFIGS: list[dict[str, Any]] = [{"norm": norm} for norm in NORMS]
-CONFIGS += [{"block": "geglu", "pe": "t5"}, {"pe": "fixed"}, {"block": "gpt2"}, {"block": "neox"}]
+CONFIGS += [{"block": "geglu", "pe": "t5"}, {"pe": "fixed"}, *({"block": name} for name in BLOCKS)]
 CONFIGS += [{"block": "neox", "tie_head": True, "pe": "fixed", "norm": "layernorm-desync"}]
 CONFIGS += [{"block": "gpt2", "tie_head": False, "norm": "rmsnorm-bias"}, {"tie_head": True}]
 
@@ -48,12 +49,18 @@ def symbols(config: Config) -> dict[str, int]:
 def documented(config: Config) -> dict[str, tuple[str, str]]:
     """Return {name: (shape, initial value)} for a config, according to the docstring."""
     (norm,) = (row[1:] for row in rows("norm") if row[0] == config.norm)
-    (values,) = (row[1:] for row in rows("block") if row[0] == config.block)
+    block = config.layer_kind
+    (values,) = (row[1:] for row in rows("name") if row[0] == block.initial)
     initial = dict(zip(("embedding", "positions", "inputs", "outputs"), values, strict=True))
     table = {}
+
+    def holds(condition: str) -> bool:
+        key, expected = condition.split("=")
+        actual = getattr(block if hasattr(block, key) else config, key)
+        return expected in actual if isinstance(actual, tuple) else str(actual) == expected
+
     for name, shape, value, *condition in rows("parameter"):
-        settings = [c.split("=") for c in condition]
-        if any(str(getattr(config, key)) not in allowed.split(",") for key, allowed in settings):
+        if not all(map(holds, condition)):
             continue
         value = initial.get(value, value)
         if name.endswith("*"):
@@ -61,8 +68,6 @@ def documented(config: Config) -> dict[str, tuple[str, str]]:
                 axes, value = cell.split(": ")
                 full_shape = shape.replace("...", axes.replace("()", "")).strip(", ")
                 table[name[:-1] + part] = full_shape, value
-        elif match := re.search(r"\{(.*)\}", name):
-            table |= {name.replace(match[0], x): (shape, value) for x in match[1].split(",")}
         else:
             table[name] = shape, value
     return table

@@ -11,6 +11,7 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.config_checks import MATMULS
+from mesh_transformer.families import BLOCKS
 from mesh_transformer.mesh.declaration import is_declaration, map_declared
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -144,7 +145,7 @@ def test_logits_do_not_depend_on_later_tokens():
 
 @pytest.mark.parametrize(
     ("block", "int8_matmuls"),
-    [*((block, []) for block in ("gptj", "geglu", "gpt2", "neox")), ("gptj", list(MATMULS))],
+    [*((block, []) for block in BLOCKS), ("gptj", list(MATMULS))],
 )
 def test_remat_dots_saves_only_the_results_of_matmuls(small, block, int8_matmuls):
     """Count the values saved for the backward pass; with "full" these are only layer inputs."""

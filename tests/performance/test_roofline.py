@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from mesh_transformer.cli import plan as script
 from mesh_transformer.config import Config
+from mesh_transformer.families import BLOCKS
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.mesh.program import Layout
@@ -414,7 +415,7 @@ def test_the_estimate_of_dp_bytes_with_zero():
         assert result.dp_bytes == pytest.approx(width * part * 31 / 32, rel=1e-6)
 
 
-@pytest.mark.parametrize("block", ["gptj", "geglu", "gpt2", "neox"])
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 @pytest.mark.parametrize("attention", ["xla", "blocks", "splash_interpreted"])
 def test_the_estimate_of_saved_activations_matches_the_saved_arrays(attention, remat, block):

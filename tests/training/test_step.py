@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from mesh_transformer.config import Config
+from mesh_transformer.families import BLOCKS
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -236,7 +237,7 @@ def test_every_position_encoding_trains_on_2x4_like_on_one_device(pe, partitioni
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("block", ["neox", "gptj", "gpt2", "geglu"])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_shards_with_equal_norms_train_like_one_norm(block):
     """Each shard's norm has a part of the gradient; the parts of all shards sum to the whole."""
     config = small_config(block=block, norm="layernorm", clip_norm=1e9)
