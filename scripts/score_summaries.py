@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer import extras
 from mesh_transformer.cli.arguments import (
     add_host_arguments,
     model_arguments,
@@ -113,7 +114,7 @@ def scored(references: Sequence[str], candidates: Sequence[str]) -> dict[str, di
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise InputError("rouge-score is missing: pip install 'rouge-score>=0.1.2'") from error
+        raise InputError(f"ROUGE: {extras.missing(error) or error}") from error
 
     scorer = RougeScorer(METRICS, use_stemmer=True)
     pair_scores = [

@@ -24,6 +24,7 @@ PACKAGE = ROOT / "mesh_transformer"
 # The rooms of the package.  Each may import only those before it, even in type annotations.
 ROOMS = (
     "old_names",
+    "extras",
     "util",
     "storage",
     "families",

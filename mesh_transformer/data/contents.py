@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from tarfile import EOFHeaderError, HeaderError, ReadError  # type: ignore[attr-defined]
 from typing import IO, Any, NamedTuple
 
-import zstandard
-
 from mesh_transformer.data.file_types import (
     FILE_TYPES,
     WHOLE_TABLES,
@@ -19,7 +17,7 @@ from mesh_transformer.data.file_types import (
     format_types,
     is_hidden,
 )
-from mesh_transformer.data.inputs import BadInputError, BadInputHandler
+from mesh_transformer.data.inputs import BadInputError, BadInputHandler, DamagedError
 
 # Compressed bytes per read.  The value is small because even so few bytes can decompress to 500 MB.
 COMPRESSED_BYTES = 1 << 14
@@ -137,11 +135,14 @@ def _members(stream: IO[bytes], where: str, bad: BadInputHandler) -> Iterator[Co
 class ZstandardReader(io.RawIOBase):
     """A stream of the decompressed contents of zstandard frames.
 
-    Unlike the zstandard package's own reader, this stream raises ZstdError if the last frame is
-    incomplete, or if the input has no frames.
+    Reading raises DamagedError for damaged frames, if the last frame is incomplete, and if the
+    input has no frames.
     """
 
     def __init__(self, raw: IO[bytes]):
+        import zstandard  # imported late, as an installation may lack it
+
+        self._zstandard = zstandard
         self._raw = raw
         self._frame: Any = None  # the decompressor of a frame that is only partly read
         self._compressed, self._contents = b"", memoryview(b"")
@@ -155,14 +156,17 @@ class ZstandardReader(io.RawIOBase):
             self._compressed = self._compressed or self._raw.read(COMPRESSED_BYTES)
             if not self._compressed:
                 if self._frame is not None or self._is_empty:
-                    raise zstandard.ZstdError("the last frame is incomplete or missing")
+                    raise DamagedError("the last frame is incomplete or missing")
                 return 0
             self._is_empty = False
             self._frame = (
                 self._frame
-                or zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
+                or self._zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
             )
-            self._contents = memoryview(self._frame.decompress(self._compressed))
+            try:
+                self._contents = memoryview(self._frame.decompress(self._compressed))
+            except self._zstandard.ZstdError as error:
+                raise DamagedError(str(error)) from error
             self._compressed = self._frame.unused_data
             if self._frame.eof:
                 self._frame = None

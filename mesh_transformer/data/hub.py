@@ -4,9 +4,9 @@ import os
 import re
 from typing import Any
 
+from mesh_transformer import extras
 from mesh_transformer.util import InputError
 
-LEAST_VERSION = "4"  # of the package datasets
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -41,9 +41,7 @@ def download(
     try:
         import datasets
     except ImportError as error:
-        raise InputError(
-            f"hf:{name} requires a package; pip install 'datasets>={LEAST_VERSION}'"
-        ) from error
+        raise InputError(f"hf:{name}: {extras.missing(error) or error}") from error
     base, _, revision = name.partition("@")
     try:
         loaded: Any = datasets.load_dataset(

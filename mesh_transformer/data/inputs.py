@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-import zstandard
 from tqdm import tqdm
 
 from mesh_transformer.data import hub
@@ -37,7 +36,6 @@ DAMAGE_ERRORS = (
     lzma.LZMAError,
     tarfile.TarError,
     zlib.error,
-    zstandard.ZstdError,
 )
 MAX_PRINTED = 20  # skipped items that a `BadInputHandler` prints; further ones are only counted
 

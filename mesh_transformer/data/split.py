@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import zstandard
 from tqdm import tqdm
 
 from mesh_transformer.data.documents import TEXT_COLUMN, Piece, read_pieces
@@ -327,6 +326,8 @@ class _Writer:
         self._are_rows = are_rows
         self._draft = path.with_name(f".{path.name}.partial")
         self._raw: IO[bytes] = open(self._draft, "wb")  # noqa: SIM115
+        import zstandard  # imported late, as an installation may lack it
+
         self._stream = zstandard.ZstdCompressor().stream_writer(self._raw, closefd=False)
 
     def __enter__(self) -> "_Writer":
@@ -362,6 +363,6 @@ class _Writer:
         return len(text.encode())
 
     def publish(self) -> None:
-        self._stream.flush(zstandard.FLUSH_FRAME)
+        self._stream.close()
         self._raw.close()
         os.replace(self._draft, self.path)

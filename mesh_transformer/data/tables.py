@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
+from mesh_transformer import extras
 from mesh_transformer.data.contents import Content, contents
 from mesh_transformer.data.inputs import (
     BadInputError,
@@ -286,7 +287,7 @@ def _arrow_rows(
     except (InputError, DamagedError):
         raise
     except ImportError as error:
-        raise InputError(f"{path} requires a package; pip install 'pyarrow>=16'") from error
+        raise InputError(f"{path}: {extras.missing(error) or error}") from error
     except Exception as error:  # damaged bytes make pyarrow raise errors of many classes
         if isinstance(error, OSError) and error.errno is not None:  # the file cannot be read
             raise

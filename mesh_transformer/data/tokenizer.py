@@ -192,10 +192,7 @@ def chat_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 def check_chat_template(template: str) -> None:
     """Raise InputError if a chat template is not valid Jinja."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise InputError("chat templates require a package; pip install jinja2") from error
+    import jinja2
     from transformers.utils import chat_template_utils
 
     try:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mesh_transformer import extras
 from mesh_transformer.config import Config
 from mesh_transformer.data.chat import ChatTemplate, read_template
 from mesh_transformer.data.tokenizer import Tokenizer, chat_template
@@ -61,8 +62,8 @@ class Harness:
             from mesh_transformer.evaluation import tasks
         except ImportError as error:
             raise InputError(
-                f"lm-eval tasks ({', '.join(names)}): {error.name or error} is missing; "
-                "pip install 'lm-eval>=0.4.13', or set eval_harness_tasks to [] in the config"
+                f"lm-eval tasks ({', '.join(names)}): {extras.missing(error) or error}, or set "
+                "eval_harness_tasks to [] in the config"
             ) from None
         self._module = tasks
         if options.get("unsafe_code"):

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from mesh_transformer import extras
 from mesh_transformer.config import Config
 from mesh_transformer.util import start_thread
 
@@ -293,7 +294,9 @@ def main() -> None:
             report(f"sent: {row['step']}")
         run.finish()
     except BaseException as error:
-        report(f"failed: {' '.join(str(error).split())[:300] or type(error).__name__}")
+        text = extras.missing(error) if isinstance(error, ImportError) else None
+        text = text or " ".join(str(error).split())[:300] or type(error).__name__
+        report(f"failed: {text}")
         # A normal exit would run wandb's clean-up, which may wait for a service that is gone.
         os._exit(PERMANENT_FAILURE if isinstance(error, permanent) else 1)
 

@@ -664,7 +664,7 @@ def test_a_dataset_is_downloaded_from_the_hub_by_name(tmp_path):
 def test_table_without_pyarrow_is_refused(tmp_path, monkeypatch):
     write_parquet(tmp_path / "in.parquet", [{"text": "a"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(InputError, match=r"in\.parquet requires a package; pip install 'pyarrow"):
+    with pytest.raises(InputError, match=r"in\.parquet: package pyarrow is missing; .*\[records\]"):
         create(tmp_path / "in.parquet", tmp_path / "out")
 
 
@@ -672,7 +672,9 @@ def test_hub_without_the_package_or_with_a_folder_of_the_same_name(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     flags = ["set", "--output-dir", "out"]
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match="hf:owner/name requires a package; pip install"):
+    with pytest.raises(
+        InputError, match=r"hf:owner/name: package datasets is missing; .*\[datasets\]"
+    ):
         text_records.main(["hf:owner/name", *flags])
     Path("owner/name").mkdir(parents=True)
     with pytest.raises(InputError, match="has the same name"):

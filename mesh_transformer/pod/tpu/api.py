@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from mesh_transformer import extras
 from mesh_transformer.pod.tpu.signals import Signals
 from mesh_transformer.pod.tpu.spec import TpuSpec
 from mesh_transformer.util import HostError, InputError, StoppedError
@@ -58,9 +59,7 @@ def new_client() -> "tpu_v2.TpuClient":
         from google.auth.exceptions import DefaultCredentialsError
         from google.cloud import tpu_v2
     except ImportError as error:
-        raise InputError(
-            f"package {error.name!r} is missing, but TPUs require it; pip install google-cloud-tpu"
-        ) from error
+        raise InputError(f"TPUs: {extras.missing(error) or error}") from error
     endpoint = os.environ.get(ENDPOINT)
     options = ClientOptions(api_endpoint=_host_and_port(endpoint)) if endpoint else None
     try:

@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, get_args
 
+from mesh_transformer import extras
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import CLOUD_GENERATIONS, Tier, accelerator_type
 from mesh_transformer.util import InputError
@@ -235,10 +236,7 @@ class SshOptions:
             from paramiko import PKey
             from paramiko.pkey import UnknownKeyType
         except ImportError as error:
-            raise InputError(
-                f"package {error.name!r} is missing, but connecting to TPU hosts requires it; "
-                "pip install fabric"
-            ) from error
+            raise InputError(f"TPU hosts: {extras.missing(error) or error}") from error
         path = self.key_path
         if not path.is_file():
             raise InputError(
