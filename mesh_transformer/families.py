@@ -28,6 +28,7 @@ class InitialValues:
     outputs: Callable[[Any], float]
 
 
+# The initial values of published models, by the name that a block gives as `initial`.
 INITIAL_VALUES = {
     # The original mesh-transformer-jax.
     "gptj": InitialValues(
