@@ -121,6 +121,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(len(CASES))  # bad.jsonl
 @pytest.mark.parametrize(
     ("kind", "reason", "line"), CASES, ids=[f"{k}-{r}-{n}" for n, (k, r, _) in enumerate(CASES)]
 )

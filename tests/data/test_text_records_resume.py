@@ -77,6 +77,7 @@ PLACES = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [(), ("--sequences-per-file", "40", "--n-repack-epochs", "2")])
 def test_run_that_is_stopped_and_resumed_writes_the_same_bytes(
     tmp_path, monkeypatch, source, options

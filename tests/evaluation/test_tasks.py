@@ -124,6 +124,7 @@ def test_common_beginnings_do_not_change_the_logprobs(model, monkeypatch):
     assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_weights_are_those_that_are_scored(model, bits, monkeypatch):
     """Alone, with a common beginning, and after a host has failed."""

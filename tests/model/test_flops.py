@@ -155,6 +155,7 @@ def matmul_flops(jaxpr) -> int:
     return total
 
 
+@pytest.mark.quick(15)  # without int8_matmuls
 @pytest.mark.parametrize(
     ("block", "attention"),
     [*((block, "xla") for block in BLOCKS), ("gptj", "blocks")],
