@@ -58,16 +58,19 @@ class Network:
       config: the config, as a `Config`.
       dp: number of data-parallel replicas; each holds the same number of batch rows.
       batch_size: number of sequences per microbatch, summed over all replicas.
-      adapters: number of LoRA adapters that each text may choose from.
     """
 
     config: Config
     dp: int
     batch_size: int
-    adapters: int = 0
 
     def run(self, call: Call[Result]) -> Result:
         """Run a call, and return its result."""
+        raise NotImplementedError
+
+    @property
+    def adapters(self) -> int:
+        """Number of LoRA adapters that each text may choose from."""
         raise NotImplementedError
 
     @property
@@ -204,6 +207,7 @@ class TrainableNetwork(Network):
 
     def init(self) -> None:
         """See `CausalTransformer.init`."""
+        raise NotImplementedError
 
     def open_train_set(self) -> TrainSet:
         """See `CausalTransformer.open_train_set`."""
@@ -215,6 +219,7 @@ class TrainableNetwork(Network):
 
     def claim(self, folder: str) -> None:
         """See `CausalTransformer.claim`."""
+        raise NotImplementedError
 
     @property
     def save_failed(self) -> bool:
@@ -223,9 +228,11 @@ class TrainableNetwork(Network):
 
     def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
         """See `CausalTransformer.save`."""
+        raise NotImplementedError
 
     def wait(self) -> None:
         """See `CausalTransformer.wait`."""
+        raise NotImplementedError
 
     def larger_mesh(self) -> str:
         """See `TPUCluster.larger_mesh`."""
@@ -241,6 +248,8 @@ class TrainableNetwork(Network):
 
     def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
         """See `CausalTransformer.load`."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """See `CausalTransformer.close`."""
+        raise NotImplementedError

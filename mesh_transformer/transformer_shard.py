@@ -129,6 +129,11 @@ class CausalTransformer(TrainableNetwork):
         return self._rows.replicas
 
     @property
+    def adapters(self) -> int:
+        """Number of LoRA adapters that each text may choose from; see `add_adapters`."""
+        return len(self._generator.adapters) if "_generator" in vars(self) else 0
+
+    @property
     def own_replicas(self) -> int:
         """Number of `replicas`, whose batch rows this process passes in and gets back."""
         return len(self._eval_rows.replicas)
@@ -154,7 +159,7 @@ class CausalTransformer(TrainableNetwork):
         if "_generator" in vars(self):  # a run that only trains has none
             self._generator.drop_weights()
             if adapters:
-                self._generator, self.adapters = self._generator.of_next_params(), 0
+                self._generator = self._generator.of_next_params()
 
     def open_train_set(self) -> TFRecordNewInputs:
         """Open `config.train_set`; return an iterator over batches that `train` accepts."""
@@ -291,7 +296,6 @@ class CausalTransformer(TrainableNetwork):
         params, layout = self._params(), self._layout
         loaded = [loading.load_adapter(Source.of(path), layout, params) for path in paths]
         self._generator = Generator(layout, self._eval_rows, loaded, self._generator.draft)
-        self.adapters = len(loaded)
 
     def add_draft(self, path: AnyPath | Source) -> None:
         """Let a smaller model guess tokens in batches that guess (see `Network.batch`).

@@ -90,6 +90,7 @@ class TPUCluster(TrainableNetwork):
         self._actors: list[Any] = []
         self.ended = False  # whether the hosts have been shut down
         self._why = ""  # " (FAILURE)" once a failure has shut down the hosts
+        self._adapters = 0
         self._batches = 0  # number of batches that were created; the hosts hold the newest
         try:
             if copies is not None:
@@ -145,6 +146,11 @@ class TPUCluster(TrainableNetwork):
         """Initialise the weights and the optimizer state; the step becomes 0."""
         self.call("init")
         self.step = 0
+
+    @property
+    def adapters(self) -> int:
+        """Number of LoRA adapters that each text may choose from."""
+        return self._adapters
 
     @property
     def save_failed(self) -> bool:
@@ -269,7 +275,7 @@ class TPUCluster(TrainableNetwork):
     def add_adapters(self, paths: Sequence[str]) -> None:
         """Let each text choose a LoRA adapter; see `CausalTransformer.add_adapters`."""
         self.call("add_adapters", *[([local_path(path) for path in paths],)] * len(self.hosts))
-        self.adapters = len(paths)
+        self._adapters = len(paths)
 
     def add_draft(self, path: str) -> None:
         """Let a smaller model guess tokens; see `CausalTransformer.add_draft`."""

@@ -49,7 +49,11 @@ class RestartingCluster(Network):
         self._cluster = make()
         self.config = self._cluster.config
         self.dp, self.batch_size = self._cluster.dp, self._cluster.batch_size
-        self.adapters = self._cluster.adapters
+
+    @property
+    def adapters(self) -> int:
+        """Number of LoRA adapters that each text may choose from."""
+        return self._cluster.adapters
 
     def run(self, call: Call[Result]) -> Result:
         """Run a call; see `TPUCluster.run`.

@@ -87,7 +87,6 @@ class Networks:
                 guessing.only_generate()
                 draft = guessing._generator
             network._generator = Generator(*own, random_adapters(config, adapters), draft)
-            network.adapters = adapters
             return network
 
         self.by_guesser = {guesser: make(guesser) for guesser in GUESSERS}
