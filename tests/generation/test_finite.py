@@ -65,7 +65,7 @@ class FakeCluster(TPUCluster):
         assert runner.network is not None
         self.config, self.dp, self._batches = runner.network.config, 1, 0
         self.hosts, self.replicas = [Host("", "")] * hosts, [[0]] * hosts
-        self._runner = runner
+        self._runner, self._adapters = runner, 0
 
     def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
         own = (arguments or [()])[0]

@@ -101,7 +101,7 @@ def test_hosts_reserve_equal_caches_for_idle_rows():
     class Cluster(TPUCluster):
         def __init__(self) -> None:
             self.config, self.dp, self.replicas = CONFIG.replace(seq=1024), 2, [[0], [1]]
-            self.hosts, self._batches = [], 0
+            self.hosts, self._batches, self._adapters = [], 0, 0
 
         def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
             calls = [call for (call,) in arguments]
