@@ -73,6 +73,7 @@ def text_of(folder: Path, tokens: list[int]) -> str:
     return load_tokenizer(folder).decode(tokens, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_generate_ends_as_transformers_does(network, answers):
     rows = [prompt.encode().rjust(9) for prompt in answers]
     tokens = np.array([list(row) for row in rows])
@@ -81,6 +82,7 @@ def test_generate_ends_as_transformers_does(network, answers):
     assert actual.tolist() == expected
 
 
+@pytest.mark.slow
 def test_the_terminal_ends_as_transformers_does(network, folder, answers):
     repl = Repl(network, load_tokenizer(folder), Settings(temp=0, length=LENGTH))
     for prompt, tokens in answers.items():
@@ -89,6 +91,7 @@ def test_the_terminal_ends_as_transformers_does(network, folder, answers):
         assert sum(count for _, count in pieces) == len(tokens) - (tokens[-1] in (END, TURN))
 
 
+@pytest.mark.slow
 def test_lm_eval_ends_as_its_own_model_does(network, folder, answers):
     from lm_eval.models.huggingface import HFLM
 
@@ -114,6 +117,7 @@ def live(network, folder) -> Any:
     server.close()
 
 
+@pytest.mark.slow
 def test_the_server_ends_as_transformers_does(live, folder, answers):
     request = {"prompt": list(answers), "max_tokens": LENGTH, "temperature": 0, "logprobs": 0}
     answer = live.ask(**request)
@@ -133,6 +137,7 @@ def test_the_server_ends_as_transformers_does(live, folder, answers):
         assert choice["text"] == text_of(folder, kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [END, TURN])
 @pytest.mark.parametrize("kind", ["integer", "number"])
 def test_an_answer_in_a_format_may_end_with_each_of_them(live, end, kind):
@@ -146,6 +151,7 @@ def test_an_answer_in_a_format_may_end_with_each_of_them(live, end, kind):
         assert choice["logprobs"]["tokens"][-1] == live.service.words[end]
 
 
+@pytest.mark.slow
 def test_chats_end_as_transformers_does(live, folder, answers):
     """The answer to a message is that to the rendered text, which has special tokens already."""
     for message in list(answers)[:4]:

@@ -55,7 +55,7 @@ def greedy(folder, prompt, count):
     return tokens[len(prompt) :]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "mesh"),
     [
@@ -82,7 +82,7 @@ def test_answers_over_http_are_torchs(folder, mesh):
         live.close()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["one", "2x4"])
 def test_embeddings_are_torchs_last_hidden_states(folder, mesh):
     rng = np.random.default_rng(4)
@@ -101,7 +101,7 @@ def test_embeddings_are_torchs_last_hidden_states(folder, mesh):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 def test_8_bit_weights_change_the_logprobs_little(folder):
     def logprobs(network):
         prompt = np.random.default_rng(1).integers(0, VOCAB, 20)
@@ -114,7 +114,7 @@ def test_8_bit_weights_change_the_logprobs_little(folder):
     assert 0 < error < 0.02  # the bound in docs/generation.md
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 def test_adapters_are_trained_and_merged_into_a_folder_for_torch(folder, tmp_path):
     data = np.random.default_rng(2).integers(0, VOCAB, 400)
     keys = {"lora_rank": 2, "lr": 0.05, "warmup_steps": 0, "total_steps": 3}
@@ -131,7 +131,7 @@ def test_adapters_are_trained_and_merged_into_a_folder_for_torch(folder, tmp_pat
     np.testing.assert_allclose(actual, torch_logits(merged, tokens), rtol=0, atol=1e-4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["gptj", "gpt_neox"], indirect=True)
 def test_lm_eval_scores_are_those_of_its_own_model(folder, tasks, monkeypatch):
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # a forked process would break JAX's threads

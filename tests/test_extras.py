@@ -73,6 +73,7 @@ def imported() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_import_is_of_the_base_or_named_by_its_extra():
     base = modules_of(set(distributions(OURS))) | set(sys.stdlib_module_names)
     known = base - {"google"} | {"torch", "libtpu"}  # these two have requirements of their own
@@ -146,6 +147,7 @@ def last_line(text: str) -> str:
     return text.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_one_line_that_names_its_extra(run, tmp_path):
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     (tmp_path / "text.txt").write_text("A herd of unicorns. " * 100)

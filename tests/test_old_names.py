@@ -275,6 +275,7 @@ def test_old_calls_of_build_model_report_the_replacement(call):
     assert "train.py --tpu NAME" in line
 
 
+@pytest.mark.slow
 def test_old_calls_of_a_network_behave_as_documented():
     network: Any = CausalTransformer(SMALL | {"layers": 1}, devices=jax.devices()[:1])
     batch = random_batch(network.config, 1, 2)

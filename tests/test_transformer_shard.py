@@ -29,6 +29,7 @@ def batch(**changes) -> dict[str, np.ndarray]:
 SHAPE = batch()["obs"].shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sample", "line"),
     [
@@ -63,6 +64,7 @@ def test_a_batch_holds_copies_of_the_arrays():
         assert not np.shares_memory(array, sample[key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_positions_that_mp_does_not_divide_are_refused_if_they_are_split(partitioning):
     config = CONFIG.replace(shard_activations=True, partitioning=partitioning)
@@ -72,6 +74,7 @@ def test_positions_that_mp_does_not_divide_are_refused_if_they_are_split(partiti
         CausalTransformer(config).train(sample)
 
 
+@pytest.mark.slow
 def test_another_state_of_the_same_step_is_not_taken_for_saved(tmp_path):
     network = CausalTransformer(CONFIG)
     other = CausalTransformer(CONFIG.replace(seed=1))
@@ -88,6 +91,7 @@ def test_another_state_of_the_same_step_is_not_taken_for_saved(tmp_path):
     network.close()
 
 
+@pytest.mark.slow
 def test_training_alone_builds_no_generator():
     network = CausalTransformer(CONFIG)
     network.train(batch())
@@ -119,6 +123,7 @@ def test_impossible_number_of_alternatives_is_refused(network, alternatives):
         network.score(batch()["obs"][0], alternatives)
 
 
+@pytest.mark.slow
 def test_score_returns_any_number_of_alternatives_up_to_the_vocabulary(network):
     tokens = batch()["obs"][0]
     none, every = network.score(tokens, 0), network.score(tokens, CONFIG.n_vocab)
@@ -131,6 +136,7 @@ def test_score_returns_any_number_of_alternatives_up_to_the_vocabulary(network):
     np.testing.assert_allclose(np.exp(every.top_logprob).sum(-1), 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_programs_in_flight_are_limited(network):
     """More than 32 of them would end in a deadlock of XLA's CPU client."""
     network.init()
@@ -143,6 +149,7 @@ def test_programs_in_flight_are_limited(network):
     assert all(loss.is_ready() for loss in losses[: -len(in_flight)])
 
 
+@pytest.mark.slow
 def test_a_program_that_failed_does_not_fail_later_ones(network):
     network.init()
     loss = network.train(batch())["loss"]
@@ -152,6 +159,7 @@ def test_a_program_that_failed_does_not_fail_later_ones(network):
     assert network.step == int(network.state["step"]) == placement.MOST_IN_FLIGHT + 2
 
 
+@pytest.mark.slow
 def test_load_provides_the_devices_of_its_changes(tmp_path):
     network = CausalTransformer(SMALL)
     network.save(str(tmp_path / "model"))

@@ -85,6 +85,7 @@ def flips(checkpoints, kind: Format, seeds: range, folder: Path) -> None:
     assert reported > len(seeds) / 3  # the rest are in padding, or in parts that are not read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_flipped_bits_are_reported_or_without_effect(checkpoints, kind, tmp_path):
     flips(checkpoints, kind, range(15), tmp_path)

@@ -103,7 +103,7 @@ def trained_state(mesh: str) -> Any:
     return model.saved_state()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("after", MESHES)
 @pytest.mark.parametrize("before", MESHES)
 def test_blocks_of_one_mesh_make_the_same_state_on_another(before, after, monkeypatch):

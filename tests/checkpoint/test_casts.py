@@ -78,6 +78,7 @@ def write(folder, kind, state, config):
         {"native": native_state, "original": original}[kind].write(folder, state, config)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("source", FORMATS)
 @pytest.mark.parametrize("target", FORMATS)
 def test_every_pair_of_formats_refuses_values_too_large_for_f16(small, source, target, tmp_path):

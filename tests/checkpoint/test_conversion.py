@@ -112,6 +112,7 @@ def assert_refused(message: str, *arguments: object) -> None:
     assert not [path.name for path in target.parent.glob(f".{target.name}*")]
 
 
+@pytest.mark.slow
 def test_resharding_by_way_of_native_returns_the_same_bytes(start, config, tmp_path):
     """8 -> 1 -> 4 -> 8 shards, with the native format in between, including the optimizer."""
     source = start / "original"
@@ -153,6 +154,7 @@ def folded(state: dict[str, Any]) -> dict[str, Any]:
     return {"params": params, "step": np.int32(0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", FORMATS)
 def test_every_format_converts_to_every_format(formats, config, tmp_path, source):
     """The weights are the same bits, as is the optimizer if both formats store it."""
@@ -168,6 +170,7 @@ def test_every_format_converts_to_every_format(formats, config, tmp_path, source
             assert Source(str(end / f"step_{step}")).kind == target
 
 
+@pytest.mark.slow
 def test_conversion_with_dtype_slim_and_step_flags(formats, config, tmp_path):
     """Weights are cast as by numpy; moments are unchanged, or left out with --slim."""
     _, start = conversion.read(Source(str(formats["native"]), "native"))
@@ -184,6 +187,7 @@ def test_conversion_with_dtype_slim_and_step_flags(formats, config, tmp_path):
     assert_same_bits(loaded, {key: start[key] for key in ("params", "step")})
 
 
+@pytest.mark.slow
 def test_step_can_be_added_to_an_existing_model_folder(formats, config, tmp_path):
     """DST may be a new step_N of an existing model folder."""
     for kind in ("original", "native"):
@@ -196,7 +200,7 @@ def test_step_can_be_added_to_an_existing_model_folder(formats, config, tmp_path
         convert(kind, folder, "hf", tmp_path / f"hf_{kind}", "--step", 3, "--config", config[0])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("step", [False, True])
 def test_load_accepts_every_format(formats, config, kind, step):
@@ -244,6 +248,7 @@ def test_model_loaded_without_moments_trains_with_fresh_ones(formats, config):
     assert_same_bits(loaded.state, reference.state)
 
 
+@pytest.mark.slow
 def test_step_without_moments_can_be_fine_tuned_but_not_resumed(formats, config, tmp_path):
     convert("native", formats["native"], "native", tmp_path / "slim", "--slim")
     network = CausalTransformer(config[1], init=False)
@@ -300,6 +305,7 @@ def test_aux_without_a_config_is_a_one_line_error(formats, config, tmp_path, aux
     network.close()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("early", [False, True])
 def test_weights_are_read_in_the_dtype_that_the_state_stores(formats, config, monkeypatch, early):
     """With early_cast, the host therefore never stores the weights in f32."""
@@ -319,6 +325,7 @@ def test_weights_are_read_in_the_dtype_that_the_state_stores(formats, config, mo
     assert dtypes == [stored] * 2  # the native format is read directly onto the devices
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("platform", "mp"), [("cpu", 1), ("tpu", 4)])
 def test_single_replica_is_loaded_with_zero_off(
     formats, config, tmp_path, monkeypatch, platform, mp
@@ -378,6 +385,7 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_left(formats, config, tmp_
     assert_refused("5", "native", native, "original", end, "--shards", 5)
 
 
+@pytest.mark.slow
 def test_tilde_means_the_home_folder_everywhere(formats, config, tmp_path, monkeypatch):
     """`~` is expanded in every path argument, and an existing DST is not overwritten."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -459,6 +467,7 @@ def test_output_describes_what_was_written(formats, config, tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_trimmed_vocabulary_is_padded_for_the_shards(formats, config, tmp_path):
     def config_flags(count: int) -> tuple[str, str]:
         path = tmp_path / f"{count}.json"
@@ -477,6 +486,7 @@ def test_trimmed_vocabulary_is_padded_for_the_shards(formats, config, tmp_path):
             conversion._check_rows("end", gpt2, count)
 
 
+@pytest.mark.slow
 def test_tokenizer_flag_replaces_the_models_tokenizer(formats, config, tmp_path, capsys):
     """The native config stores the path of the tokenizer; if that is gone, another can be given."""
     own, native, again = tmp_path / "own", tmp_path / "native", tmp_path / "again"
@@ -587,6 +597,7 @@ def test_full_disk_leaves_nothing(formats, config, small_disk, target):
     assert list(small.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_verify_compares_logits(formats, config, tmp_path, capsys, monkeypatch):
     def difference_and_bound() -> tuple[float, float]:
         fields = re.search(r"^logits differ by (\S+) .*; (\S+) is", capsys.readouterr().out, re.M)

@@ -31,7 +31,7 @@ def bits_in(folder):
     }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
 def test_logits_match_torchs_both_ways(tmp_path, family, layers, heads, head, rotary, vocab):
@@ -53,7 +53,7 @@ def test_logits_match_torchs_both_ways(tmp_path, family, layers, heads, head, ro
         assert torch.equal(loaded(torch.tensor(tokens)).logits, torch.tensor(expected))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_conversions_to_native_and_back_keep_every_bit(tmp_path, family, dtype):
@@ -67,7 +67,7 @@ def test_conversions_to_native_and_back_keep_every_bit(tmp_path, family, dtype):
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_verify_compares_with_transformers(tmp_path, family, capsys, monkeypatch):
     torch_model(family, dtype=torch.bfloat16).save_pretrained(tmp_path / "theirs")
@@ -91,6 +91,7 @@ def test_verify_compares_with_transformers(tmp_path, family, capsys, monkeypatch
     assert "theirs: not compared with transformers' logits, which need" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_exports_with_a_tied_head_and_a_bias_pass_verification(tmp_path):
     """The embedding's bias goes into the embedding, which shifts all logits of a position."""
     config = {"block": "gptj", "tie_head": True, "layers": 1, "d_model": 32, "n_heads": 4}

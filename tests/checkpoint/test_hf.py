@@ -101,6 +101,7 @@ def assert_same_state(actual, expected):
     map_declared(same, transformer.declarations(actual[0]), actual[1]["params"], expected["params"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
 def test_logits_of_a_torch_model_match_torchs(tmp_path, layers, heads, head, rotary, vocab):
     network = torch_model(layers, heads, head, rotary, vocab)
@@ -119,6 +120,7 @@ def test_logits_of_a_torch_model_match_torchs(tmp_path, layers, heads, head, rot
         assert np.abs(logits(state, changed, tokens) - expected).max() > 1e-2
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("layers", "heads", "head", "rotary", "vocab"), SIZES)
 def test_torch_computes_our_logits_from_written_files(tmp_path, layers, heads, head, rotary, vocab):
     config = small_config(
@@ -137,6 +139,7 @@ def test_torch_computes_our_logits_from_written_files(tmp_path, layers, heads, h
     np.testing.assert_allclose(actual, logits(state, config, tokens), rtol=0, atol=1e-4)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 def test_torch_model_is_read_and_written_back_bit_identically(tmp_path, dtype, shard_bytes):
@@ -257,6 +260,7 @@ def test_bin_files_are_read(tmp_path, dtype, sharded):
     assert_same_state(hf.read(str(tmp_path / "bin")), hf.read(str(tmp_path / "safe"))[1])
 
 
+@pytest.mark.slow
 def test_vocabulary_is_trimmed_and_padded(tmp_path):
     config = small_config(layers=1, d_model=8, n_heads=1, n_vocab=50400)
     state = host_state(config, bias=False)
@@ -302,6 +306,7 @@ def test_read_leaves_no_weight_uninitialised(tmp_path, monkeypatch):
         assert not (values == 7).any()
 
 
+@pytest.mark.slow
 def test_peak_memory_is_the_weights_and_one_tensor(tmp_path):
     config = small_config(layers=24, d_model=256, n_heads=4, n_vocab=4096)
     state = host_state(config)

@@ -174,6 +174,7 @@ def test_tokenizer_in_the_model_folder_is_used_and_copied(tmp_path):
     assert contents(tmp_path / "copy") == before | {"tokenizer_config.json": settings}
 
 
+@pytest.mark.slow
 def test_gpt2_tokenizer_is_recognised_unless_it_has_added_tokens_in_use(tmp_path):
     tokenizer = load_tokenizer()
     config_file(tmp_path)

@@ -321,6 +321,7 @@ def save(values, path, checksums=True):
         torch.serialization.set_crc32_options(before)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("checksums", [True, False, "before 1.6"])
 def test_a_flipped_bit_in_a_bin_file_is_reported_or_has_no_effect(tmp_path, checksums):
     generator = np.random.default_rng(0)

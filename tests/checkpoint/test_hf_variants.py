@@ -60,6 +60,7 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", HEADS)
 def test_a_trained_head_is_kept_although_the_config_says_tied(tmp_path, capsys, family):
     torch_model(family).save_pretrained(tmp_path / "hf")
@@ -124,6 +125,7 @@ def test_float64_weights_are_read_in_float32(tmp_path, pickled):
         hf.read(str(tmp_path / "f32"))
 
 
+@pytest.mark.slow
 def test_extra_tensors_are_named_and_left_out_with_a_flag(tmp_path, capsys, monkeypatch):
     network = torch_model("gpt2")
     network.save_pretrained(tmp_path / "hf")

@@ -93,6 +93,7 @@ def template_of(mesh, leaves=LEAVES, specs=SPECS):
     return jax.tree.map(make, leaves, specs, is_leaf=is_leaf)
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_waits_for_its_save(tmp_path):
     code = """
 import sys, numpy as np
@@ -210,6 +211,7 @@ def test_floating_leaves_are_cast(tmp_path):
     assert_same_bits(restored, {"w": value.astype(jnp.bfloat16)})
 
 
+@pytest.mark.slow
 def test_donation_right_after_save_does_not_affect_the_checkpoint(tmp_path):
     sharding = NamedSharding(mesh_of(2, 4), P("dp", "mp"))
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0)
@@ -232,6 +234,7 @@ def test_donation_right_after_save_does_not_affect_the_checkpoint(tmp_path):
         assert_same_bits(checkpoints.restore(1, template), expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("keep_n", "keep_every", "kept"),
     [(1, None, [9]), (3, None, [7, 8, 9]), (2, 4, [0, 4, 8, 9]), (20, 3, list(range(10)))],
@@ -509,6 +512,7 @@ def error_of(folder, state):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_host", [False, True], ids=["device", "host"])
 def test_flipped_bit_is_detected_wherever_it_is(tmp_path, as_host):
     """The error names the leaf if the bit is in an array, else the file, or the bit is unused."""
@@ -580,6 +584,7 @@ def test_step_without_checksums_loads_with_one_warning(tmp_path, saved, caplog):
     assert f"{tmp_path}/step_7" in warnings[0]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
 def test_checksums_do_not_depend_on_the_layout(dtype):
     rng = np.random.default_rng(0)
@@ -629,6 +634,7 @@ def hold(folder):
         sys.stdin.read()
 
 
+@pytest.mark.slow
 def test_lock_of_a_killed_writer_blocks_no_other_process(tmp_path):
     folder = str(tmp_path / "model")
     process = child("hold", folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -920,6 +926,7 @@ def child(*arguments, **options):
     return subprocess.Popen(command, env=environment, text=True, **options)
 
 
+@pytest.mark.slow
 def test_failed_write_raises_and_prints_nothing(tmp_path):
     process = child("limited_save", tmp_path / "model", stderr=subprocess.PIPE)
     _, errors = process.communicate(timeout=SECONDS)
@@ -938,6 +945,7 @@ def save_until_killed(folder, first):
             print("committed", step, flush=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
 )
@@ -1088,7 +1096,7 @@ def test_two_processes_save_to_a_bucket(tmp_path, monkeypatch):
     assert steps == {"step_2"}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["claim", "vacant", "finish", "prune"])
 def test_refusal_by_a_bucket_is_a_one_line_error(tmp_path, monkeypatch, caplog, where):
     """TensorFlow's errors, which are not OSErrors, are reported like them."""

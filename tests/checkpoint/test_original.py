@@ -105,6 +105,7 @@ def test_golden_files_are_read_and_written_back_byte_for_byte(step, tmp_path):
     assert_same_files(ORIGINAL / step, written)
 
 
+@pytest.mark.slow
 def test_trained_checkpoint_evaluates_as_in_the_original():
     golden = np.load(ORIGINAL / "f32/mp4_ga1/golden.npz")
     config = original_config("f32/mp4_ga1")
@@ -132,6 +133,7 @@ def test_slim_copy_evaluates_as_in_the_original():
     np.testing.assert_allclose(result["loss"], golden["eval_step10.loss"], atol=2e-2, rtol=0)
 
 
+@pytest.mark.slow
 def test_training_ends_at_the_originals_state():
     variant = ORIGINAL / "f32/mp4_ga1"
     config = original_config("f32/mp4_ga1", original_bias_copies=4)
@@ -158,6 +160,7 @@ def test_training_ends_at_the_originals_state():
         assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_bf16_losses_are_close_to_the_originals():
     golden = np.load(ORIGINAL / "bf16/mp4_ga1/golden.npz")
     changes = {"dtype": "bfloat16", "original_bias_copies": 4}
@@ -241,6 +244,7 @@ def haiku_names(config):
     return [f"{module.key} {leaf.key}" for module, leaf in paths]
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 @pytest.mark.parametrize("norm", [*NORMS, "layernorm-desync"])
 def test_names_and_order_match_haikus(small, norm, pe):
@@ -249,7 +253,7 @@ def test_names_and_order_match_haikus(small, norm, pe):
     assert actual == haiku_names(config)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_resharding_to_any_number_of_shards_and_back_is_exact(small, norm, pe, tmp_path):
@@ -325,6 +329,7 @@ def leaf_of(folder, config, shard, group, name):
     raise AssertionError
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("norm", [*NORMS, "layernorm-desync"])
 def test_each_shard_contains_its_part_of_every_leaf(small, norm, tmp_path):
     config = small(layers=11, norm=norm, pe="fixed", cores_per_replica=4)
@@ -396,6 +401,7 @@ def test_different_shares_of_a_bias_are_added(small, tmp_path):
     np.testing.assert_allclose(actual, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 @pytest.mark.parametrize("shards", [3, 5, 6])
 @pytest.mark.parametrize("alike", [True, False])
@@ -605,6 +611,7 @@ def mutated(content, rng):
     return content
 
 
+@pytest.mark.slow
 def test_random_damage_is_a_one_line_error_or_harmless(tmp_path):
     config, folder = original_config("f32/t5_mp4"), str(tmp_path / "step_0")
     shutil.copytree(ORIGINAL / "f32/t5_mp4/step_0", folder)
@@ -626,6 +633,7 @@ def test_random_damage_is_a_one_line_error_or_harmless(tmp_path):
     assert refused > 30
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
@@ -744,6 +752,7 @@ def test_failed_write_leaves_nothing(small, existing, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shards", [1, 8])
 def test_only_one_leaf_at_a_time_is_copied_in_memory(small, shards, tmp_path):
     config = small(layers=4, d_model=256)  # 14 MB; the largest leaf of one layer is 1 MB

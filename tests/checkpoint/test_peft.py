@@ -98,7 +98,7 @@ def assert_same_logits(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", LAYERS)
 def test_adapters_of_peft_are_added_to_the_base_and_come_back(tmp_path, family):
     network = torch_model(family)
@@ -130,7 +130,7 @@ def test_adapters_of_peft_are_added_to_the_base_and_come_back(tmp_path, family):
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gptj", "gpt2", "gpt_neox"])
 def test_trained_adapters_are_written_for_peft(tmp_path, family):
     torch_model(family).save_pretrained(tmp_path / "base")
@@ -175,6 +175,7 @@ def test_trained_adapters_are_written_for_peft(tmp_path, family):
         conversion.convert(str(tmp_path / "base"), "hf", str(tmp_path / "none"), "peft")
 
 
+@pytest.mark.slow
 def test_adapters_are_served_on_a_mesh_beside_native_ones(tmp_path):
     network = torch_model("gptj")
     network.save_pretrained(tmp_path / "base")
@@ -199,6 +200,7 @@ def test_adapters_are_served_on_a_mesh_beside_native_ones(tmp_path):
     assert_same_logits(logits(tmp_path / "hf")[0, -1], expected)
 
 
+@pytest.mark.slow
 def test_ranks_and_scales_may_differ_between_modules(tmp_path):
     network = torch_model("gptj")
     network.save_pretrained(tmp_path / "base")
@@ -216,6 +218,7 @@ def test_ranks_and_scales_may_differ_between_modules(tmp_path):
         assert_same_logits(logits(folder), expected)
 
 
+@pytest.mark.slow
 def test_a_base_in_the_cache_of_the_hub_is_found(tmp_path, monkeypatch):
     network = torch_model("gpt2")
     root = tmp_path / "hub" / "models--org--small"
@@ -276,6 +279,7 @@ def test_adapters_beside_a_whole_model_are_ambiguous(tmp_path):
         Source(tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters_may_lie_beside_their_base_s_config(tmp_path):
     """Some trainers save it with them; only weights make a folder a model."""
     network = torch_model("gptj")

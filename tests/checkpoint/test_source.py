@@ -62,6 +62,7 @@ def test_native_load_reads_each_metadata_file_once(small, tmp_path, opened, adap
         assert opened[str(folder / "meta.json")] <= 1
 
 
+@pytest.mark.slow
 def test_source_does_not_change_when_a_newer_step_is_saved(small, tmp_path):
     network = CausalTransformer(small(tpu_size=1, cores_per_replica=1))
     network.save(str(tmp_path))
@@ -80,6 +81,7 @@ def test_missing_path_is_a_one_line_error(tmp_path):
         Source(tmp_path / "no")
 
 
+@pytest.mark.slow
 def test_a_deleted_step_is_replaced_by_the_newest_one(small, tmp_path, capsys):
     """As when a server's hosts restart while training goes on in the same folder."""
     network = CausalTransformer(small(tpu_size=1, cores_per_replica=1), devices=jax.devices()[:1])

@@ -77,6 +77,7 @@ def test_mode_train_does_not_validate(tmp_path, capsys):
             options("train", val_set="a.index", **{key: value})
 
 
+@pytest.mark.slow
 def test_a_config_with_another_tokenizer_than_the_models_is_refused(tmp_path):
     """In all modes and commands; `end_tokens` that it lacks are the model's."""
     values = SMALL | {"layers": 1, "n_vocab": 260, "tokenizer": "bytes", "total_steps": 3}

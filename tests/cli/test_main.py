@@ -71,6 +71,7 @@ def test_words_after_a_double_hyphen_are_kept():
     assert parser.parse_args(["--", "--a_b"]).words == ["--a_b"]
 
 
+@pytest.mark.slow
 def test_set_overrides_the_config_file(monkeypatch):
     monkeypatch.chdir(ROOT)
     words = ["--config", "tiny", "--set", "layers=2", "--set", "name=3", "--set", "bucket=b"]

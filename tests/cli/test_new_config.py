@@ -48,12 +48,14 @@ def test_the_size_follows_the_text(tokens):
     assert (config.layers, config.d_model) == (chosen.layers, chosen.d_model)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
 def test_sizes_are_valid_and_count_their_parameters(size):
     config = Config.from_dict(size.architecture | {"n_vocab": 8})
     assert flops.n_params(config) == pytest.approx(size.body(), rel=0.02)  # biases and norms
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("seed", range(30))
 def test_any_corpus_and_device_give_a_valid_config(seed):
     rng = np.random.default_rng(seed)

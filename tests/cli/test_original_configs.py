@@ -29,7 +29,7 @@ SIZES = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_of_the_original_trains_a_step(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -288,6 +288,7 @@ def test_an_invalid_config_file_is_reported(compiled, tmp_path, changes, message
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.slow
 def test_a_corrupt_record_loses_no_completed_steps(compiled, tmp_path):
     config = write_config(tmp_path / "config.json", run_values(tmp_path, ckpt_every=1000))
     path = tmp_path / "train_two.tfrecords"
@@ -398,6 +399,7 @@ def fill(value: Any, folder: Path) -> Any:
     return value.replace("{}", str(folder)) if isinstance(value, str) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "message"), BAD_VALUES)
 def test_invalid_config_values_are_refused_without_changes(
     trained, tmp_path, monkeypatch, capsys, changes, message
@@ -415,6 +417,7 @@ def test_invalid_config_values_are_refused_without_changes(
     assert snapshot(folder) == before
 
 
+@pytest.mark.slow
 def test_a_token_outside_the_vocabulary_is_reported(trained, tmp_path, monkeypatch, capsys):
     folder, values = trained
     config = write_config(tmp_path / "config.json", values | {"n_vocab": 32})
@@ -514,6 +517,7 @@ def test_sampling_gives_the_same_text_from_stdin_and_from_a_flag(untrained, comp
     assert out == "In the beginning" + answers[1]
 
 
+@pytest.mark.slow
 def test_sampling_without_a_model_is_refused(untrained, tmp_path, monkeypatch, capsys):
     _, values = untrained
     config = write_config(tmp_path / "config.json", values)

@@ -223,6 +223,7 @@ def test_text_that_a_part_would_replace_is_refused(tmp_path, monkeypatch, rows):
     assert sum(map(len, both("parts"))) == 20
 
 
+@pytest.mark.slow
 def test_records_of_a_folder_are_those_of_its_files(tmp_path):
     """Without a name, `records` makes a set per file, as with the files' names."""
     (tmp_path / "in.jsonl").write_text("".join(f'"document {n:3}"\n' for n in range(100)))

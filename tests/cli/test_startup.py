@@ -33,6 +33,7 @@ def imported(*words: object, cwd: Path = ROOT) -> set[str]:
     return set(result.stderr.splitlines()[-1].split())
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "words", [["--help"], ["--version"], ["keys", "lr"], *([name, "--help"] for name in QUICK)]
 )
@@ -47,6 +48,7 @@ def test_plot_imports_no_slow_package(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size
 
 
+@pytest.mark.slow
 def test_records_are_created_without_jax_and_tensorflow(tmp_path):
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "to be or not to be"}) + "\n")
     words = ["text.jsonl", "set", "--output-dir", ".", "--seq", 8, "--tokenizer", "bytes"]
@@ -63,6 +65,7 @@ for _ in range(6000):
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py") if path.name != "setup.py")
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("words", [*([name] for name in COMMANDS), *SCRIPTS])
 def test_ctrl_c_while_importing_ends_quietly(tmp_path, words):
     marker = tmp_path / "importing"

@@ -53,6 +53,7 @@ def package_files() -> set[str]:
     return modules | configs | {"mesh_transformer/py.typed", "mesh_transformer/serving/page.html"}
 
 
+@pytest.mark.slow
 def test_wheel_has_the_package_its_configs_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}

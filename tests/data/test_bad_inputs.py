@@ -121,7 +121,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(len(CASES))  # bad.jsonl
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason", "line"), CASES, ids=[f"{k}-{r}-{n}" for n, (k, r, _) in enumerate(CASES)]
 )
@@ -149,6 +149,7 @@ FILES = {
 NOISE = np.random.default_rng(1).bytes(3000)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     "content", [b"", b"\n", NOISE, b"cut", b"inside"], ids=lambda content: content[:6]
@@ -200,6 +201,7 @@ def pieces(path) -> list[text_documents.Piece]:
     return list(text_documents.read_pieces(str(path), "<|endoftext|>", bad, int))
 
 
+@pytest.mark.slow
 def test_document_with_bad_text_is_left_out(run, tmp_path, monkeypatch, tokenizer):
     # Part of each long document is tokenised before the bad bytes are read.
     monkeypatch.setattr(text_documents, "PIECE_CHARACTERS", 500)
@@ -219,6 +221,7 @@ def test_document_with_bad_text_is_left_out(run, tmp_path, monkeypatch, tokenize
         (tmp_path / "in" / name).unlink()
 
 
+@pytest.mark.slow
 def test_set_of_only_bad_text_is_an_error_with_counts(run, tmp_path):
     for kind in GOOD:
         run(kind, "bad.jsonl", b"{\n{\n", "--skip-bad")

@@ -195,6 +195,7 @@ def exchanges(messages):
     return system, [rest[at : at + 2] for at in range(0, len(rest), 2)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("template", [None, MARKED])
 @pytest.mark.parametrize("seq", [60, 90, 200])
 def test_long_conversations_are_cut_after_answers(chatml, template, seq):
@@ -235,6 +236,7 @@ def write_lines(path, rows):
     return path
 
 
+@pytest.mark.slow
 def test_conversations_in_every_kind_of_table_give_the_same_records(tmp_path, capsys):
     import datasets
 
@@ -294,6 +296,7 @@ BAD = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("messages", "message", "reason"), BAD)
 def test_bad_conversation_is_named_or_skipped(tmp_path, capsys, messages, message, reason):
     good = {"messages": [USER, ANSWER]}
@@ -341,6 +344,7 @@ def test_template_files_that_are_none_are_refused(tmp_path):
         create(tmp_path, source, *flags)
 
 
+@pytest.mark.slow
 def test_template_of_the_tokenizer_is_used_and_saved_with_a_model(tmp_path, small, chatml, capsys):
     chatml.chat_template = CHATML
     chatml.save_pretrained(tmp_path / "tokenizer")

@@ -50,6 +50,7 @@ def joined(lines):
     return "\n".join(lines).encode() + b"\n"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.jsonl.zst"])
 def test_completion_and_end_of_text_have_loss(tmp_path, name):
     content = joined(["", *lines_of(PAIRS)])
@@ -93,6 +94,7 @@ BAD = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("line", "message"), BAD, ids=str)
 def test_bad_line_is_reported_or_skipped_and_counted(tmp_path, capsys, line, message):
     first, last = lines_of(PAIRS[:2])

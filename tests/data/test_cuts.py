@@ -178,6 +178,7 @@ def tokenizers():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_crosses_a_place_to_cut(tokenizers, kind):
     tokenizer, generator = tokenizers[kind], np.random.default_rng(0)
@@ -226,6 +227,7 @@ def newlines(text):
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("size", [1, 30])
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_have_the_tokens_of_whole_documents(tmp_path, monkeypatch, tokenizers, kind, size):

@@ -87,6 +87,7 @@ def test_sample_once_starts_at_the_beginning_and_keeps_the_position(index, files
     assert loader.state() == state
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("first", [1, 2, 5])
 @pytest.mark.parametrize("second", [1, 3, (2, 2)])
 def test_resume_at_every_batch_with_another_batch_size(index, files, first, second):
@@ -371,6 +372,7 @@ def test_writing_into_a_missing_folder_is_refused(tmp_path, files):
         write_records(str(tmp_path / "absent" / "a.tfrecords"), files[0])
 
 
+@pytest.mark.slow
 def test_prefetch_thread_ends_when_closed_or_garbage_collected():
     before = set(threading.enumerate())
     for depth in (1, 4):

@@ -87,7 +87,7 @@ def test_packing_keeps_every_token_and_its_order():
         assert not row["input_mask"][row["segment_ids"] == 0].any()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 def test_packed_set_scores_the_same_as_unpacked(indexes, pe):
     network = CausalTransformer(CONFIG.replace(pe=pe, pe_rotary_dims=None, attention_window=5))
@@ -98,7 +98,7 @@ def test_packed_set_scores_the_same_as_unpacked(indexes, pe):
     assert packed.nats == pytest.approx(unpacked.nats, rel=1e-6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("partitioning", "dp", "mp"), [("shard_map", 1, 1), ("shard_map", 2, 4), ("jit", 2, 4)]
 )

@@ -105,7 +105,7 @@ def test_weights_need_not_sum_to_one(tmp_path):
     assert numbers(load({a: 2, b: 6}), 50) == numbers(load({a: 0.25, b: 0.75}), 50)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("shuffle_buffer", [0, 1, 4, 9])
 def test_resume_at_any_record_with_another_batch_size(tmp_path, shuffle_buffer, mixed):
@@ -149,6 +149,7 @@ def test_hosts_that_read_their_own_columns_read_the_whole_batch(tmp_path, hosts)
             loader.close()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shuffle_buffer", [0, 50])
 def test_cost_of_resuming_does_not_depend_on_the_position(tmp_path, monkeypatch, shuffle_buffer):
     index = write_index(tmp_path, "a", (2000, 2000))

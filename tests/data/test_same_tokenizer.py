@@ -52,6 +52,7 @@ def changed(name: str) -> Any:
     return tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["chat template", "end of text", "lower case", "beginning", "prefix space"]
 )
@@ -68,6 +69,7 @@ def test_a_folder_keeps_a_tokenizer_with_the_vocabulary_of_gpt2(tmp_path, name):
     assert ours.chat_template == theirs.chat_template
 
 
+@pytest.mark.slow
 def test_a_folder_keeps_tokens_that_only_its_settings_list(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     for name, new_name in tokenizers.HUGGING_FACE_NAMES.items():
@@ -90,6 +92,7 @@ def test_a_folder_keeps_tokens_that_only_its_settings_list(tmp_path):
     assert read_config(str(tmp_path)).tokenizer == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_gpt_j_s_released_files_are_gpt2_s_tokenizer(tmp_path):
     """They are of a release of 2021, and pad the vocabulary with tokens that nothing uses."""
     values = json.loads(load_tokenizer().backend_tokenizer.to_str())
@@ -163,6 +166,7 @@ def run_config(tokenizer: str, records: str) -> Config:
     return Config.of(SMALL | changes)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("records", ["bytes", "pairs"])
 def test_records_of_another_tokenizer_are_refused(work, records):
     line = f"{records}.index was created with the tokenizer bytes, which gives other tokens than "
@@ -201,6 +205,7 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_token_for_padding_leaves_gpt2_s_tokenizer_what_it_is(tmp_path):
     tokenizer: Any = load_tokenizer()
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
@@ -282,6 +287,7 @@ def test_a_config_made_with_a_base_starts_from_it(work, capsys, monkeypatch, tmp
             train(network, tmp_path / "run", tune_model_path=given, validate=False)
 
 
+@pytest.mark.slow
 def test_fit_starts_from_the_weights_that_a_network_has(work):
     """Also if its config names those that it was once fine-tuned from."""
     from mesh_transformer.training.fit import fit

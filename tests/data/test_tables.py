@@ -140,6 +140,7 @@ def options_for(kind):
     return ("--split", "train") if kind == "splits" else ()
 
 
+@pytest.mark.slow
 def test_the_same_documents_give_the_same_records_in_every_format(tmp_path):
     rows = [{"id": number, "text": text} for number, text in enumerate(texts(60))]
     expected = None
@@ -153,6 +154,7 @@ def test_the_same_documents_give_the_same_records_in_every_format(tmp_path):
     assert len(expected) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in.csv", "in.parquet", "in.arrow", "in.jsonl.gz"])
 def test_columns_are_named_and_other_columns_have_no_effect(tmp_path, kind):
     rows = [{"body": text, "text": "no", "n": "1"} for text in texts(40, seed=1)]
@@ -164,6 +166,7 @@ def test_columns_are_named_and_other_columns_have_no_effect(tmp_path, kind):
         create(source, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_line_ends_in_cells_are_those_of_text_files(tmp_path):
     rows = [{"text": "a\r\nb\rc\n\nd\n" * 9}] * 3
     kinds = ["texts", "in.jsonl", "in.csv", "in.parquet", "in.arrow"]
@@ -172,6 +175,7 @@ def test_line_ends_in_cells_are_those_of_text_files(tmp_path):
     assert all(out == outs[0] for out in outs)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "texts"])
 def test_missing_column_is_one_line_that_lists_the_columns(tmp_path, kind):
     source = write(tmp_path, kind, [{"id": "1", "body": "b"}])
@@ -211,6 +215,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", BROKEN)
 def test_bad_rows_are_named_or_skipped_and_counted(tmp_path, capsys, kind):
     make, messages = BROKEN[kind]
@@ -231,6 +236,7 @@ def pieces(path):
     return list(read_pieces(str(path), "<|endoftext|>", BadInputHandler(False), int))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "kind", ["in.csv.zst", "in.jsonl.gz", "in.parquet", "in.arrow", "file/in.arrow"]
 )
@@ -258,6 +264,7 @@ def test_table_cut_or_changed_anywhere_gives_one_line_or_rows(tmp_path, kind):
     assert pieces(path) == whole
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("content", [b"", b"id\n", b'text\n"to be', b'text\nto "be" or\n"a" b\n'])
 def test_bad_csv_is_refused(tmp_path, content):
     (tmp_path / "in.csv").write_bytes(content)
@@ -323,6 +330,7 @@ def test_progress_adds_up_to_the_size_of_the_file(tmp_path):
         assert sum(steps) == path.stat().st_size
 
 
+@pytest.mark.slow
 def test_pairs_are_read_from_every_table(tmp_path):
     rows = [{"q": f"{number} + 1 =", "a": f" {number + 1}", "n": "x"} for number in range(20)]
     outs = []
@@ -336,6 +344,7 @@ def test_pairs_are_read_from_every_table(tmp_path):
         completion_records.main([str(tmp_path / "in.csv"), "set", "--output-dir", str(tmp_path)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in.jsonl", "in.parquet", "in.arrow", "in.csv"])
 def test_columns_of_sharegpt_and_alpaca_are_conversations(tmp_path, kind):
     questions = [(f"add {n}", f"1 and {n}" if n % 2 else "") for n in range(12)]
@@ -363,6 +372,7 @@ def test_columns_of_sharegpt_and_alpaca_are_conversations(tmp_path, kind):
     assert len(set(made.values())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["in.jsonl", "in.parquet", "in.arrow", "in.csv"])
 def test_columns_beside_a_conversation_are_part_of_it(tmp_path, kind):
     generator, number = np.random.default_rng(7), 12
@@ -426,6 +436,7 @@ def test_columns_that_cannot_be_part_of_a_conversation_are_refused(tmp_path):
     completion_records.main([str(source), "set", "--output-dir", str(tmp_path / "out")])
 
 
+@pytest.mark.slow
 def test_each_file_of_a_pattern_and_each_split_of_a_dataset_makes_a_set(tmp_path, capsys):
     rows = [{"text": text} for text in texts(60)]
     data = tmp_path / "data"
@@ -557,6 +568,7 @@ def hub_files(rows):
     return {"README.md": card.encode(), **dict.fromkeys(names, table.getvalue())}
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_hub_is_read_from_the_cache(tmp_path, monkeypatch):
     import datasets
 

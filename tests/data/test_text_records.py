@@ -106,6 +106,7 @@ def test_records_in_order_are_the_tokenized_text_split_into_sequences(
     np.testing.assert_array_equal(create(tmp_path, "--preserve-data-order"), sequences)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("seed", [10, 11])
 @pytest.mark.parametrize("minimum", [0, 13])
@@ -125,6 +126,7 @@ def test_repacking_in_order_continues_with_the_remainder(tmp_path, documents, to
     np.testing.assert_array_equal(actual, packed(once * 3)[0])
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_file_and_another_seed_a_different_one(tmp_path, documents):
     write_files(tmp_path / "in", documents)
     first, again = (create(tmp_path, "--seed", 1) for _ in range(2))
@@ -185,6 +187,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_records(tmp_path, documents, tokenizer, name):
     (tmp_path / name).write_bytes(FORMATS[name](documents))
@@ -229,6 +232,7 @@ def test_half_a_surrogate_pair_does_not_stop_the_script(tmp_path, tokenizer):
     assert tokenizer.decode(actual[0]) == "a ? b c d"
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("breaks", [["\n", "\n\n", " \n", "  "], [" ", "  ", "\t"]])
 @pytest.mark.parametrize("limit", [1, 7, 50])
 def test_documents_split_into_pieces_have_the_same_tokens(
@@ -291,6 +295,7 @@ def test_wikitext_option_is_applied_to_the_records(tmp_path, tokenizer):
     np.testing.assert_array_equal(actual, [tokens])
 
 
+@pytest.mark.slow
 def test_tokenizer_can_be_loaded_from_a_folder(tmp_path, documents, tokenizer):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     write_files(tmp_path / "in", documents)
@@ -336,6 +341,7 @@ BAD_FILES = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_error_names_a_bad_file_and_nothing_is_left(tmp_path, name):
     content, message = BAD_FILES[name]
@@ -369,6 +375,7 @@ def test_text_shorter_than_a_sequence_is_refused(tmp_path, documents):
         create(tmp_path, seq=10000)
 
 
+@pytest.mark.slow
 def test_a_finished_set_is_replaced_only_by_one_with_the_same_options(tmp_path, documents):
     write_files(tmp_path / "in", documents)
     first = create(tmp_path)
@@ -395,6 +402,7 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path, documents):
         create(tmp_path)
 
 
+@pytest.mark.slow
 def test_script_exits_with_status_2_and_one_line(tmp_path):
     command = [sys.executable, str(SCRIPTS / "create_finetune_tfrecords.py"), "absent", "set"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)

@@ -77,7 +77,7 @@ PLACES = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--sequences-per-file", "40", "--n-repack-epochs", "2")])
 def test_run_that_is_stopped_and_resumed_writes_the_same_bytes(
     tmp_path, monkeypatch, source, options
@@ -129,6 +129,7 @@ def test_run_that_leaves_out_and_cleans_documents_is_resumed_after_any_save(
     assert stopped > 5
 
 
+@pytest.mark.slow
 def test_run_stopped_during_the_clean_up_starts_again(tmp_path, monkeypatch, source):
     expected = create(source, tmp_path / "out")
     stop_at(monkeypatch, shutil, "rmtree", 1)
@@ -139,6 +140,7 @@ def test_run_stopped_during_the_clean_up_starts_again(tmp_path, monkeypatch, sou
     assert create(source, tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 def test_finished_files_are_not_read_again(tmp_path, monkeypatch, source):
     stop_at(monkeypatch, corpus, "read_pieces", 3)
     with pytest.raises(Stopped):
@@ -155,6 +157,7 @@ def test_finished_files_are_not_read_again(tmp_path, monkeypatch, source):
     assert 1 <= len(list(source.iterdir())) - len(read) <= 2
 
 
+@pytest.mark.slow
 def test_result_does_not_depend_on_batches_files_or_cores(tmp_path, monkeypatch, source):
     expected = create(source, tmp_path / "one")
     monkeypatch.setattr(corpus, "BATCH_CHARACTERS", 1 << 20)
@@ -197,6 +200,7 @@ def test_manifest_matches_the_files(tmp_path, source):
     assert (bad["documents"], bad["skipped"]) == (1, manifest["skipped"])
 
 
+@pytest.mark.slow
 def test_bad_file_can_be_repaired_or_skipped_after_an_interrupted_run(tmp_path, source):
     path, good = source / "9.txt", b"a good line\n" * 200
     path.write_bytes(good + b"caf\xe9")
@@ -220,6 +224,7 @@ def test_bad_file_can_be_repaired_or_skipped_after_an_interrupted_run(tmp_path, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
@@ -247,6 +252,7 @@ def test_run_with_other_settings_or_files_is_not_resumed(
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("damage", ["{}", "[", '{"sources": [{}], "current": null}'])
 def test_damaged_progress_file_is_refused(tmp_path, monkeypatch, source, damage):
     stop_at(monkeypatch, packing, "write_records", 1)
@@ -257,6 +263,7 @@ def test_damaged_progress_file_is_refused(tmp_path, monkeypatch, source, damage)
         create(source, tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [None, 1, 3])
 def test_a_run_that_another_version_began_is_not_resumed(tmp_path, monkeypatch, source, version):
     stop_at(monkeypatch, packing, "write_records", 1)

@@ -24,6 +24,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     assert (config.block, config.layers, config.d_model, config.seq) == ("neox", 6, 128, 64)
 
 
+@pytest.mark.slow
 def test_the_tables_list_every_block_and_preset_with_its_size():
     assert re.findall(r"^\| `(\w+)` \| (?!a layer)\D", PAGE, re.MULTILINE) == [
         "gptj",

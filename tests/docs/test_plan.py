@@ -5,6 +5,7 @@ import pytest
 from tests.support.pages import reader
 
 
+@pytest.mark.slow
 def test_the_page_on_plans_runs(tmp_path, monkeypatch, capsys):
     with reader(tmp_path, monkeypatch, ("tiny.json",), layers=1) as person:
         person.follow("docs/plan.md")

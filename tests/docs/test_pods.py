@@ -61,6 +61,7 @@ def test_the_rehearsal_runs_as_described(tmp_path, monkeypatch, capsys):
     assert Path("loss.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_commands_for_a_tpu_can_be_parsed(monkeypatch):
     monkeypatch.chdir(ROOT)
     lines = [line for block in blocks(PAGE) if block.needs for line in block.commands]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import reader
 
 TINY = {"layers": 1, "d_model": 32, "pe_rotary_dims": 4, "per_replica_batch": 1, "val_batches": 1}
@@ -9,6 +11,7 @@ TINY = {"layers": 1, "d_model": 32, "pe_rotary_dims": 4, "per_replica_batch": 1,
 TINY |= {"tpu_size": 1, "cores_per_replica": 1, "total_steps": 3}
 
 
+@pytest.mark.slow
 def test_the_readme_runs(tmp_path, monkeypatch, capsys):
     with reader(tmp_path, monkeypatch, ("tiny.json",), **TINY) as person:
         person.follow("README.md")

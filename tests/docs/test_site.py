@@ -113,6 +113,7 @@ def test_the_table_of_config_keys_has_every_key_with_its_default():
     assert rows == expected
 
 
+@pytest.mark.slow
 def test_every_public_name_is_explained(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs/site")  # its modules import each other
     assert list(module("names").problems()) == []

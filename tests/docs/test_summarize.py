@@ -18,6 +18,7 @@ TINY = {"layers": 1, "d_model": 32, "pe_rotary_dims": 4, "per_replica_batch": 2,
 TINY |= {"tpu_size": 1, "cores_per_replica": 1}
 
 
+@pytest.mark.slow
 def test_scores_match_rouge_computed_by_hand():
     truths = ["the cat sat on the mat", "a b c d", "running dogs"]
     summaries = ["the cat lay on a mat", "d c b a", "a dog runs"]

@@ -122,6 +122,7 @@ def test_a_stopped_evaluation_continues(folder, evaluate, monkeypatch):
         assert len(calls) == 9
 
 
+@pytest.mark.slow
 def test_a_row_counts_only_for_the_state_and_the_settings_that_it_was_made_with(
     folder, evaluate, monkeypatch
 ):

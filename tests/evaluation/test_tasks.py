@@ -70,6 +70,7 @@ def logprobs(model, tokens):
     return result[np.arange(len(tokens) - 1), tokens[1:]], logits.argmax(axis=-1)
 
 
+@pytest.mark.slow
 def test_batching_does_not_change_the_logprobs_of_continuations(model):
     rng = np.random.default_rng(0)
     pairs = [(words(rng, rng.integers(1, 50)), " " + words(rng, n)) for n in range(1, 14)]
@@ -95,6 +96,7 @@ def test_batching_does_not_change_the_logprobs_of_continuations(model):
     assert not all(greedy for _, greedy in answers)
 
 
+@pytest.mark.slow
 def test_common_beginnings_do_not_change_the_logprobs(model, monkeypatch):
     """Two questions with many examples in common, of which each has several answers."""
     rng = np.random.default_rng(6)
@@ -124,7 +126,7 @@ def test_common_beginnings_do_not_change_the_logprobs(model, monkeypatch):
     assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_weights_are_those_that_are_scored(model, bits, monkeypatch):
     """Alone, with a common beginning, and after a host has failed."""
@@ -313,7 +315,7 @@ def hf_scores(folder: str, names: list[str], rows: int = 4, **options: Any) -> d
     return harness.metric_values(results)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["random", "trained"])
 def test_scores_match_the_hugging_face_model_of_lm_eval(
     model, tasks, tmp_path, monkeypatch, capsys, weights
@@ -358,6 +360,7 @@ TEMPLATE = "{% for m in messages %} {{ m.role }} {{ m.content }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %} said{% endif %}"
 
 
+@pytest.mark.slow
 def test_a_chat_template_and_other_settings_have_the_effect_of_lm_evals(
     model, tasks, tmp_path, monkeypatch
 ):

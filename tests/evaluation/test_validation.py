@@ -34,6 +34,7 @@ def masked(tmp_path):
     return dict(zip(("obs", "target", "loss_mask"), records, strict=True)), str(index)
 
 
+@pytest.mark.slow
 def test_scores_are_means_over_the_unmasked_tokens(small, masked):
     records, index = masked
     network = CausalTransformer(small(**MESH, val_batches=4))
@@ -47,6 +48,7 @@ def test_scores_are_means_over_the_unmasked_tokens(small, masked):
     assert actual.bytes == records["target"][:8][unmasked].sum()
 
 
+@pytest.mark.slow
 def test_val_batch_multiplier_enlarges_validation_batches(small, masked):
     _, index = masked
     config = small(**MESH, val_batches=2, val_batch_multiplier=2.0)
@@ -95,6 +97,7 @@ def test_bytes_of_tokens_count_the_spaces_and_bytes_of_llama_2s(kind):
     assert not counts[tokenizer.all_special_ids].any()
 
 
+@pytest.mark.slow
 def test_mode_eval_scores_the_newest_checkpoint(small, masked, tmp_path, monkeypatch, capsys):
     records, index = masked
     config = small(**MESH, val_set={"made": index}, val_batches=5)

@@ -69,7 +69,7 @@ def network_of(checkpoints, place, **changes: Any) -> CausalTransformer:
     return network
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoints", "place"),
     [
@@ -167,6 +167,7 @@ def test_adapters_are_applied_to_a_model_in_4_bits(checkpoints):
         model.close()
 
 
+@pytest.mark.slow
 @ONE
 def test_adapters_that_are_not_finite_are_refused_and_named(checkpoints, tmp_path):
     """They would also change the rows that do not use them: 0 times NaN is NaN."""

@@ -20,7 +20,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "speculate"),
     [(PLACES[0], False), (PLACES[1], True), (PLACES[2], False), (PLACES[0], True)],

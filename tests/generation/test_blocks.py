@@ -59,7 +59,7 @@ def insert_in_parts(batch, number, prompt, parts, blocks, **options):
     return row, chosen, calls
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "place"), EVERYWHERE)
 def test_logits_after_parts_and_blocks_match_a_full_pass(kind, place):
     """Prompts in parts, with beginnings that others have computed, while other rows generate.
@@ -106,6 +106,7 @@ def test_logits_after_parts_and_blocks_match_a_full_pass(kind, place):
         np.testing.assert_allclose(by_token(top, logprob), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_again_as_rows_grow():
     """Prompts of several lengths, whose answers fill the window and go on."""
     config = small_config(seq=64, attention_window=WINDOW)

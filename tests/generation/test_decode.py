@@ -81,7 +81,7 @@ EVERYWHERE = [(KINDS[0], place) for place in PLACES] + [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "place"), EVERYWHERE)
 def test_logits_at_every_position_match_a_full_pass(kind, place):
     block, pe = kind
@@ -115,6 +115,7 @@ def test_logits_at_every_position_match_a_full_pass(kind, place):
     np.testing.assert_array_equal(token_logprobs, drawn)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 3), (4, 1), (4, 3)])
 def test_write_changes_only_the_given_positions(rows, heads, dtype):
@@ -186,7 +187,7 @@ def compiled_decode(
     return compiled.as_text(), compiled.memory_analysis()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [PLACES[1], PLACES[2]])
 @pytest.mark.parametrize(
     "changes", [{}, {"weight_bits": 8, "int8_cache": True}, {"weight_bits": 4, "d_model": 256}]
@@ -222,7 +223,7 @@ def test_generation_is_lowered_for_gpus(place, changes):
         assert ("xi4>" in text) == (changes.get("weight_bits") == 4)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "rows", "guesses"),
     [
@@ -249,6 +250,7 @@ def test_a_decode_step_copies_no_cache(place, rows, guesses):
     assert memory.temp_size_in_bytes < cache_bytes
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_cache_is_detected():
     config = small_config(seq=512, head_size=12)
     batch = network_of(config).batch(3)
@@ -364,6 +366,7 @@ def test_seeds_of_processes_that_share_a_replica_agree(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_released_rows_generate_nothing_and_their_settings_are_ignored(monkeypatch):
     """Replace the sampler by one that returns the sum of all rows' top_k as every token."""
 
@@ -408,7 +411,7 @@ def test_a_growing_cache_gives_the_same_tokens_as_a_large_one(monkeypatch):
     np.testing.assert_array_equal(small, large)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("variant", "partitioning"),
     [
@@ -436,6 +439,7 @@ def test_greedy_tokens_match_the_original(variant, partitioning):
         np.testing.assert_array_equal(actual, expected, err_msg=name)
 
 
+@pytest.mark.slow
 def test_calls_with_similar_lengths_share_compiled_functions():
     network = network_of(small_config(seq=64))
     generator: Any = network._generator
@@ -475,6 +479,7 @@ def test_repetition_penalty_matches_hugging_face():
     np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [1.5, 0.7])
 def test_the_penalty_applies_to_tokens_of_the_prompt_and_the_answer(penalty):
     config = small_config(seq=32)
@@ -491,6 +496,7 @@ def test_the_penalty_applies_to_tokens_of_the_prompt_and_the_answer(penalty):
         text.append(token)
 
 
+@pytest.mark.slow
 def test_presence_and_frequency_penalties_and_biases_apply_to_the_answer():
     config = small_config(seq=32)
     prompt = random_prompts(config, [9])[0]
@@ -531,6 +537,7 @@ def test_a_bias_outside_the_vocabulary_is_refused():
         )
 
 
+@pytest.mark.slow
 def test_only_generate_frees_the_training_parameters():
     network = network_of(small_config())
     prompts = np.ones((1, 4), int)
@@ -583,7 +590,7 @@ def test_a_number_of_rows_is_a_whole_number():
         network_of(small_config()).batch(2.0)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pe", get_args(get_args(Architecture.__annotations__["pe"])[0]))
 def test_an_answer_may_use_every_position_of_the_window(pe):
     """The last token of the answer follows the last position, and needs none of its own."""
@@ -604,6 +611,7 @@ def test_an_answer_may_use_every_position_of_the_window(pe):
         np.testing.assert_array_equal(text[length:], best[length - 1 :])
 
 
+@pytest.mark.slow
 def test_exceeding_the_fixed_positions_is_refused():
     config = small_config(pe="fixed")
     batch = network_of(config).batch(1)

@@ -24,7 +24,7 @@ def check_agreement(one, other):
         np.testing.assert_allclose(short, expected[2:], rtol=0, atol=2e-5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES[1:3])
 def test_embeddings_depend_on_neither_mesh_nor_padding(place):
     config = small_config(norm="rmsnorm")

@@ -74,7 +74,7 @@ class FakeCluster(TPUCluster):
         return [getattr(self._runner, method)(*own)] * len(self.hosts)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("value", BAD)
 def test_results_of_such_weights_are_an_error_that_names_them(way, value):
@@ -122,7 +122,7 @@ def test_quantization_keeps_what_is_not_finite(value, bits):
         np.testing.assert_array_equal(scale[~bad], clean[~bad])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["one device", "shard_map", "offload"])
 def test_training_from_such_weights_blames_them(way, tmp_path, capsys):
     network = network_of(way, ckpt_every=1)
@@ -149,6 +149,7 @@ def test_training_from_such_weights_blames_them(way, tmp_path, capsys):
         each.close()
 
 
+@pytest.mark.slow
 def test_a_pod_names_such_weights_and_goes_on():
     """One host, whose `NetworkRunner` is called in this process."""
     runner = NetworkRunner(0)
@@ -203,7 +204,7 @@ def test_only_the_rows_that_overflow_lack_a_token():
         network.generate([[TOKEN]], [1], 2)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("paged", [True, False], ids=["blocks", "rows"])
 @pytest.mark.parametrize("way", ["one device", "shard_map", "jit", "int8"])
 def test_rows_are_as_new_after_texts_that_overflow(way, paged):
@@ -246,6 +247,7 @@ def test_rows_are_as_new_after_texts_that_overflow(way, paged):
                 np.testing.assert_array_equal(actual, right)
 
 
+@pytest.mark.slow
 def test_a_network_inside_a_transformation_names_the_function_to_use():
     network = network_of("one device", layers=1)
     assert network.state is not None
@@ -273,6 +275,7 @@ def test_a_network_inside_a_transformation_names_the_function_to_use():
     np.testing.assert_allclose(right(params), jnp.sum(network.logits(tokens)[..., 3]), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_are_searched_once_until_there_are_others(monkeypatch):
     searched: list[int] = []
 
@@ -311,6 +314,7 @@ def test_weights_are_searched_once_until_there_are_others(monkeypatch):
     search("an activation has overflowed", 0)  # these are the same arrays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["every host", "pod"])
 def test_one_of_several_processes_names_such_weights(whole):
     """One process, which is made to take itself for one of several."""

@@ -72,6 +72,7 @@ def random_matrix(rng: np.random.Generator, declared: Declaration) -> np.ndarray
     return rng.standard_cauchy(declared.shape).astype(np.float32)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("declared", "axis", "group"), MATRICES)
 def test_a_matrix_is_rounded_as_by_the_definition(declared, axis, group):
     w = random_matrix(np.random.default_rng(1), declared)
@@ -93,6 +94,7 @@ def test_a_matrix_is_rounded_as_by_the_definition(declared, axis, group):
     assert spec.value[axis + 1] is None
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(("declared", "axis", "group"), MATRICES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_matmul_is_that_of_the_restored_matrix(declared, axis, group, dtype):
@@ -152,6 +154,7 @@ def test_generation_is_that_of_the_restored_weights_on_every_mesh(block, place):
     np.testing.assert_array_equal(tokens[0], tokens[1])
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_its_neighbours():
     network = network_of(config_of("gptj"))
     one, *others = random_prompts(network.config, [6, 5, 9])

@@ -36,6 +36,7 @@ MATRICES = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("declared", "inputs"), MATRICES)
 def test_the_quantization_error_is_bounded_by_the_column_maximum(declared, inputs):
     w = np.random.default_rng(1).standard_cauchy(declared.shape).astype(np.float32)
@@ -52,6 +53,7 @@ def test_the_quantization_error_is_bounded_by_the_column_maximum(declared, input
     assert all(spec.scale[axis] is None for axis in inputs)
 
 
+@pytest.mark.slow
 def test_a_matmul_of_a_quantized_matrix_is_that_of_its_values():
     """Also with several input or output axes."""
     rng = np.random.default_rng(3)
@@ -141,7 +143,7 @@ def test_a_mesh_generates_the_same_tokens_as_one_device(block, place):
     np.testing.assert_array_equal(tokens[0], tokens[1])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES[:3])
 def test_logits_with_an_8_bit_cache_are_close_to_those_of_a_full_pass(place):
     """Prompts and answers beyond the window, so that the cache's ring buffer wraps around."""

@@ -142,6 +142,7 @@ def test_bfloat16_logits_give_the_same_samples_as_their_float32_values():
     np.testing.assert_array_equal(tokens[0], tokens[1])
 
 
+@pytest.mark.slow
 def test_rows_are_sampled_independently():
     """Compare each row alone, all rows together, and the rows in a different order."""
     random = np.random.default_rng(8)
@@ -184,6 +185,7 @@ def draw_tokens(logits, settings, made, seen, count):
     return choose(logits, settings, made, lambda: (seen, count))
 
 
+@pytest.mark.slow
 def test_choose_treats_rows_independently():
     """Compare with each row alone, where only the branches that this row needs are executed."""
     kinds: list[dict[str, Any]] = [
@@ -275,6 +277,7 @@ def test_typical_p_matches_hugging_face():
     np.testing.assert_array_equal(kept, [1, 67] * 25)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("vocabulary", [1, 2, 9, 67, 50400])
 def test_choose_draws_tokens_within_the_vocabulary(vocabulary):
     """The last token, whose block may be padded, is by far the most likely."""
@@ -289,6 +292,7 @@ def test_choose_draws_tokens_within_the_vocabulary(vocabulary):
     assert np.all(np.asarray(with_nan) < vocabulary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 5, 40])
 def test_top_tokens_match_jax_top_k(count):
     for shape in [(3, 2, 40), (6, 1000), (2, 50400)]:
@@ -322,6 +326,7 @@ def test_different_settings_share_one_compilation():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["nucleus_sample", "choose"])
 def test_token_frequencies_match_the_softmax(by):
     """With 40,000 draws, a frequency's standard error is at most 0.0025; allow five of them."""
@@ -353,6 +358,7 @@ def test_token_frequencies_match_the_softmax(by):
         assert np.all(frequencies[filtered <= REMOVED] == 0)
 
 
+@pytest.mark.slow
 def test_nucleus_sample_equals_sampling_from_the_filtered_logits():
     rng = np.random.default_rng(12)
     reference_sample = jax.jit(
@@ -525,6 +531,7 @@ POISON = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 1e-38, np.nan])
 def test_a_row_with_invalid_logits_terminates_without_affecting_others(poison, penalty):
@@ -563,6 +570,7 @@ def within_the_limit(work):
     return result.get(timeout=SECONDS)
 
 
+@pytest.mark.slow
 def test_the_fallback_is_the_most_likely_token(monkeypatch):
     """A draw that is always outside the nucleus ends after the maximum number of rounds."""
     monkeypatch.setattr(sampling, "MOST_ROUNDS", 3)

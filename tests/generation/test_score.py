@@ -8,7 +8,7 @@ from tests.generation.test_decode import EVERYWHERE, network_of
 from tests.model.test_transformer import small_config
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(EVERYWHERE)))
 def test_scores_after_a_beginning_are_those_of_whole_texts(number):
     (block, pe), place = EVERYWHERE[number]
@@ -28,6 +28,7 @@ def test_scores_after_a_beginning_are_those_of_whole_texts(number):
             )
 
 
+@pytest.mark.slow
 def test_a_beginning_is_computed_once_per_set_of_weights():
     config = small_config(seq=16)
     network = network_of(config)

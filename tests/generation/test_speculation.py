@@ -29,6 +29,7 @@ def reference(tokens, count):
     return (after * count)[:count]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_a_guess_is_what_followed_the_last_tokens_before(seed):
     """Rows with few different tokens, shorter and longer than the ring buffer."""
@@ -167,6 +168,7 @@ def test_calls_that_do_not_guess_leave_the_draft_in_step(place, tmp_path):
     assert on_devices(batch)._state.slots > slots
 
 
+@pytest.mark.slow
 def test_a_draft_that_does_not_fit_is_refused(tmp_path):
     network = initial(small_config(seq=WINDOW, n_vocab=24))
     expected = "draft has 32 tokens of the tokenizer bytes, and the model 24 of gpt2; choose"

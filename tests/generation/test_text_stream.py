@@ -26,6 +26,7 @@ def streamed(stream: TextStream, parts: list[list[int]]) -> list[str]:
     return [*(stream.push(part) for part in parts), stream.finish()]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_joined_pieces_equal_the_decoded_text(seed):
     rng = np.random.default_rng(seed)
@@ -112,6 +113,7 @@ def test_a_decoder_that_strips_the_first_space_is_supported():
     assert "".join(pieces) == "one two three"
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("kind", [*LLAMA_LIKE, "gpt2"])
 @pytest.mark.parametrize("seed", range(5))
 def test_text_after_a_prompt_is_what_its_tokens_add_to_the_prompt_s_text(kind, seed):

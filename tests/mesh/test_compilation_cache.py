@@ -22,6 +22,7 @@ assert distributed.global_state.process_id == 3
 """
 
 
+@pytest.mark.slow
 def test_a_process_other_than_the_first_writes_the_compilation_cache(tmp_path):
     command = [sys.executable, "-c", COMPILES]
     environment = os.environ | {"MESH_TRANSFORMER_CACHE": str(tmp_path)}

@@ -65,6 +65,7 @@ def assert_padding_is_zero(network: CausalTransformer) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "partitioning", "dp", "mp", "zero"),
     [
@@ -92,6 +93,7 @@ def test_training_matches_one_device_and_padding_stays_zero(block, partitioning,
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)  # Adam's step is 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "partitioning", "mp"),
     [
@@ -123,6 +125,7 @@ CHANGES = ({}, {"int8_weights": True, "int8_cache": True}, {"norm": "rmsnorm", "
 SPLITS = (("shard_map", 8), ("jit", 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "partitioning", "mp", "changes"),
     [  # each of the changes on both meshes

@@ -135,6 +135,7 @@ def check_gradients_are_reduced_once_per_step(program: Program, zero: int, **cha
 SEQUENTIAL = {"block": "gpt2", "hf_type": "gpt_neox", "pe": "rotary", "rotary_pairs": "halves"}
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("block", "count", "remat", "zero"),
     [
@@ -169,6 +170,7 @@ def test_layers_reduce_activations_once_per_norm_or_less(block, count, remat, ze
         assert len(norms) == 4
 
 
+@pytest.mark.slow
 def test_a_split_stream_is_gathered_and_scattered_once_per_layer_and_pass():
     program = compiled_step(shard_activations=True, remat="none", zero=1)
     check_gradients_are_reduced_once_per_step(program, 1)
@@ -189,6 +191,7 @@ def test_a_split_stream_is_gathered_and_scattered_once_per_layer_and_pass():
     )
 
 
+@pytest.mark.slow
 def test_without_shards_no_stream_is_split():
     """The compiler for TPUs fails on collectives of one device."""
     changes = {"cores_per_replica": 1, "tpu_size": DP, "zero": 1}
@@ -196,6 +199,7 @@ def test_without_shards_no_stream_is_split():
     assert own == lowered_step(**changes).as_text()
 
 
+@pytest.mark.slow
 def test_adapters_add_no_all_reduces_of_activations():
     adapters = {"lora_rank": 2, "lora_targets": ["q", "k", "v", "o", "fc", "out"]}
     program = compiled_step(**adapters, zero=1)
@@ -209,6 +213,7 @@ def test_adapters_add_no_all_reduces_of_activations():
     assert sorted(c.shape for c in microbatch if c.shape in factors) == sorted(factors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1])
 def test_gradients_are_reduced_once_per_step_under_jit(zero):
     # Here the compiler decides how often a layer reduces, which differs between backends.
@@ -224,6 +229,7 @@ def test_layers_constrain_the_layout_of_their_weights_under_jit():
         assert re.search(layer, text)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_gradients_are_summed_over_replicas_in_f32(partitioning, zero):
@@ -240,6 +246,7 @@ def test_gradients_are_summed_over_replicas_in_f32(partitioning, zero):
     assert set(sums) == {"f32"}
 
 
+@pytest.mark.slow
 def test_layers_without_fan_out_reduce_more_often(monkeypatch):
     monkeypatch.setattr(Manual, "fan_out", lambda self, x: x)
     _, _, layer = compiled_step().loops()
@@ -247,6 +254,7 @@ def test_layers_without_fan_out_reduce_more_often(monkeypatch):
     assert sorted(len(activations(collectives)) for collectives in layer if collectives) == [1, 4]
 
 
+@pytest.mark.slow
 def test_microbatches_without_the_compute_copy_reduce_over_dp(monkeypatch):
     copy = Manual.compute_copy
 
@@ -261,6 +269,7 @@ def test_microbatches_without_the_compute_copy_reduce_over_dp(monkeypatch):
     assert over("dp") in {c.groups for c in inside}
 
 
+@pytest.mark.slow
 def test_zero_3_adds_only_dp_gathers_and_scatters_to_the_layer_loops():
     _, _, layer = compiled_step(zero=3).loops()
     layers = [f for f in layer if f]
@@ -301,6 +310,7 @@ def test_compile_time_does_not_grow_with_depth():
 PROBE = "print(jax.default_backend(), jax.local_device_count('cpu'))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "before", "expected"),
     [

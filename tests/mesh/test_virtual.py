@@ -83,6 +83,7 @@ def on_one_device() -> dict[str, bytes]:
     return trained(1, 1, {})
 
 
+@pytest.mark.slow
 def test_bits_of_a_quickly_compiled_step_do_not_depend_on_the_mesh():
     changes = {"virtual_mesh": [2, 2], "layers": 1}
     here, there = (trained(*mesh, changes, quick=True) for mesh in ((1, 2), (1, 1)))

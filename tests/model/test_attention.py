@@ -76,6 +76,7 @@ def lowered_step(config: Config, platform: str) -> str:
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("partitioning", "remat", "kernels"), [("shard_map", "full", 4), ("jit", "none", 3)]
 )
@@ -89,6 +90,7 @@ def test_a_train_step_for_tpus_contains_the_splash_kernels(
     assert len(re.findall("stablehlo.custom_call @tpu_custom_call", text)) == kernels
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("partitioning", "remat", "forward"), [("shard_map", "full", 2), ("jit", "none", 1)]
 )
@@ -103,6 +105,7 @@ def test_a_train_step_for_gpus_contains_cudnns_kernels(monkeypatch, partitioning
     assert kernels == {"fmhaSoftmax": forward, "fmhaSoftmaxBackward": 1}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -123,6 +126,7 @@ def test_every_kind_of_train_step_is_lowered_for_gpus(changes):
     assert bool(calls) == ("offload" in changes)
 
 
+@pytest.mark.slow
 def test_blocks_never_materialise_the_full_score_matrix():
     mesh, batch = mesh_of(1, 1), random_batch(CONFIG, 1, 2)
 

@@ -24,7 +24,7 @@ def random_row(seed: int) -> Block:
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_any_row_trains_on_2x4_like_on_one_device(monkeypatch, seed):
     monkeypatch.setitem(BLOCKS, "gptj", random_row(seed))

@@ -35,7 +35,7 @@ ODD = {"n_heads": 5, "d_model": 40, "head_size": 7, "shard_activations": True}
 LONG = {"attention": "blocks", "seq": 136, "loss_chunk": 64}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "partitioning", "dp", "mp", "changes"),
     [
@@ -92,6 +92,7 @@ def test_the_factor_of_what_is_kept_is_exact_on_average(rate):
     assert actual == pytest.approx(1 / (1 - rate), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_heads_and_queries_have_masks_of_their_own():
     own = Dropout(sequence_keys(config_of().seed, jnp.int32(5), (1, 2))[0])
     drop = own.drop_probs(0.25, 64, Auto())

@@ -58,6 +58,7 @@ def test_transformer_6b_needs_39_gigaflops_per_token():
     assert flops.n_params(adapters) == flops.n_params(GPTJ_6B)
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
 @pytest.mark.parametrize("norm", get_args(Norm))
 @pytest.mark.parametrize("block", BLOCKS)
@@ -77,6 +78,7 @@ def test_parameter_counts_match_the_declarations(block, norm, pe):
     assert flops.matmul_params(config) == sum(math.prod(leaf.shape) for leaf in matrices)
 
 
+@pytest.mark.slow
 def test_counts_need_no_device():
     """The driver of a pod, which counts FLOPs, must not take the TPU from the host's actor."""
     lines = [
@@ -155,7 +157,7 @@ def matmul_flops(jaxpr) -> int:
     return total
 
 
-@pytest.mark.quick(15)  # without int8_matmuls
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("block", "attention"),
     [*((block, "xla") for block in BLOCKS), ("gptj", "blocks")],

@@ -34,6 +34,7 @@ def random_operands(seed, draw):
     return [jnp.asarray(draw(rng, shape), jnp.float32) for shape in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounded", [[name] for name in MATMULS] + [ALL])
 def test_whole_numbers_of_8_bits_are_multiplied_exactly(rounded):
     """The largest magnitude of each row and column is 127, so that all scales are 1."""
@@ -97,6 +98,7 @@ def test_norms_of_each_shard_are_rounded_like_one_norm():
     assert many == pytest.approx(one, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_written_out_collectives_stay_as_they_are():
     text = lowered_step(int8_matmuls=ALL).compile().as_text()
     assert text.count("s8[") > 0

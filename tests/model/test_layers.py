@@ -37,6 +37,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_gelu_on_a_mesh_matches_float64():
     """JAX 0.12's own rule for the gradient cannot be traced there."""
     x = normal(0, 64, scale=2.0)
@@ -133,6 +134,7 @@ def test_attention_matches_a_numpy_implementation(window):
                 np.testing.assert_allclose(actual[row, at, head], expected, atol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("queries", [1, 2, 6])
 def test_attention_to_8_bit_keys_and_values_is_that_to_their_products_with_the_scales(queries):
     q, k, v = (jnp.asarray(normal(seed, 2, 3, 6, 4)) for seed in range(3))

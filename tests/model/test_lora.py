@@ -92,7 +92,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), actual, expected)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "split"),
     [
@@ -240,6 +240,7 @@ def test_a_merged_export_has_the_logits_of_the_adapters(runs, tmp_path):
     np.testing.assert_allclose(scores[0], scores[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_missing_or_different_base_is_reported_in_one_line(runs, tmp_path):
     folder, config = runs
     adapters, moved, other = (tmp_path / name for name in ("adapters", "moved", "other"))

@@ -23,6 +23,7 @@ def on_shards(function: Any, shards: int) -> Any:
     return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=specs, out_specs=P()))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("ties", [False, True])
 def test_cross_entropy_matches_log_softmax_and_argmax(shards, ties):
@@ -49,6 +50,7 @@ def test_cross_entropy_matches_log_softmax_and_argmax(shards, ties):
     assert 0 < np.mean(correct) < 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shards", [1, 4])
 def test_the_gradient_of_cross_entropy_is_softmax_minus_one_hot(shards):
     logits, targets = normal(2, 2, 3, 32), np.asarray([[0, 31, 8], [7, 7, 16]], np.uint32)
@@ -68,6 +70,7 @@ def test_huge_logits_do_not_overflow():
     assert not correct[0, 0]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("length", [12, 13, 5])
 @pytest.mark.parametrize("shards", [1, 4])
 def test_chunked_cross_entropy_matches_cross_entropy(length, shards):

@@ -73,6 +73,7 @@ def one_device() -> Run:
     return run(CONFIG, batch=masked_batch(CONFIG))
 
 
+@pytest.mark.slow
 def test_masked_losses_match_numpy():
     batch = masked_batch(CONFIG)
     actual = train_metrics(CONFIG, 1, 1, batch)
@@ -96,6 +97,7 @@ def test_every_mesh_trains_like_one_device(partitioning, dp, mp, zero):
     assert max(differences.values()) < 1e-5, differences  # as tests/training/test_step.py
 
 
+@pytest.mark.slow
 def test_the_division_into_microbatches_does_not_matter():
     batch = masked_batch(CONFIG)
     one_microbatch = {key: x.reshape(1, -1, *x.shape[2:]) for key, x in batch.items()}
@@ -103,6 +105,7 @@ def test_the_division_into_microbatches_does_not_matter():
     assert max(differences.values()) < 1e-5, differences
 
 
+@pytest.mark.slow
 def test_targets_at_masked_positions_have_no_effect():
     batch = masked_batch(CONFIG)
     others = random_batch(CONFIG, ACCUMULATION, BATCH, seed=1)["target"]
@@ -112,6 +115,7 @@ def test_targets_at_masked_positions_have_no_effect():
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+@pytest.mark.slow
 def test_masked_positions_get_no_gradient():
     batch = {key: x[0] for key, x in masked_batch(CONFIG).items()}
     params = state_of(CONFIG)["params"]
@@ -140,6 +144,7 @@ def test_a_mask_of_ones_equals_no_mask_and_a_mask_of_zeros_gives_zero_loss():
     assert (none["loss"], none["last_loss"], none["grad_norm"]) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_mask_of_the_wrong_shape_is_refused(small):
     network = CausalTransformer(small())
     batch = random_batch(network.config, 1, 2)

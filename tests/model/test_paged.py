@@ -35,6 +35,7 @@ def assert_equal(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_8_bits", [False, True])
 def test_rows_are_read_and_written_in_blocks(in_8_bits):
     rows, cache, block_BJ = random_caches(0, in_8_bits)
@@ -60,6 +61,7 @@ def test_rows_are_read_and_written_in_blocks(in_8_bits):
     assert_equal(replaced, jax.tree.map(lambda x, n: jnp.where(is_new, n, x), rows, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [("SLOTS_TOGETHER", 2 * SIZE), ("SLOTS_OF_ALL_ROWS", 4 * SIZE)])
 @pytest.mark.parametrize(("queries", "in_8_bits"), [(1, False), (3, False), (1, True)])
 def test_attention_in_blocks_is_that_of_rows(queries, in_8_bits, limit, monkeypatch):

@@ -73,6 +73,7 @@ def documented(config: Config) -> dict[str, tuple[str, str]]:
     return table
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize(
     "changes", CONFIGS, ids=lambda changes: "-".join(map(str, changes.values()))
 )
@@ -93,6 +94,7 @@ def test_documented_shapes_and_layouts_match_the_declarations(changes):
     assert actual == table
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "changes", CONFIGS, ids=lambda changes: "-".join(map(str, changes.values()))
 )

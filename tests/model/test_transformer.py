@@ -60,6 +60,7 @@ KINDS = [("gptj", "rotary"), ("gptj", "fixed"), ("gptj", "t5"), ("geglu", "rotar
 KINDS += [("gpt2", "fixed"), ("neox", "rotary")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", ["gptj", "geglu"])
 def test_initial_weights_have_the_standard_deviations_of_the_original(block):
     config = small_config(block=block, d_model=128, n_vocab=256, layers=4, pe="fixed")
@@ -143,6 +144,7 @@ def test_logits_do_not_depend_on_later_tokens():
     assert np.all(np.any(before[0, 9:] != after[0, 9:], axis=-1))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("block", "int8_matmuls"),
     [*((block, []) for block in BLOCKS), ("gptj", list(MATMULS))],

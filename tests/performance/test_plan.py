@@ -143,6 +143,7 @@ def small(**changes) -> Config:
     return Config.of(SMALL | {"gradient_accumulation_steps": 3} | changes)
 
 
+@pytest.mark.slow
 def test_a_plan_for_virtual_devices():
     """Plan for dp 2 x mp 4 on CPUs, where every gradient is summed over dp once per step."""
     config = small(cores_per_replica=4)
@@ -189,6 +190,7 @@ def test_a_plan_compares_a_virtual_mesh_with_the_plain_step():
     json.dumps(dataclasses.asdict(result))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_a_plan_for_generation(partitioning):
     config = small(cores_per_replica=2, per_replica_batch=3, partitioning=partitioning)
@@ -211,6 +213,7 @@ def test_a_plan_for_generation(partitioning):
     assert "tokens/s" in result.table()
 
 
+@pytest.mark.slow
 def test_a_plan_counts_two_4_bit_weights_per_byte():
     config = small(d_model=64, cores_per_replica=1)
     eight, four = (
@@ -290,6 +293,7 @@ def test_what_cannot_guess_has_no_plan():
         plan.decode_plan(config, slice_named("cpu-1"), guesses=config.seq)
 
 
+@pytest.mark.slow
 def test_a_plan_for_generation_is_of_the_config_that_generates():
     """With LoRA, a tied head that each step reads, and the dtype of CPUs."""
     config = small(cores_per_replica=1)
@@ -305,6 +309,7 @@ def test_a_plan_for_generation_is_of_the_config_that_generates():
     assert tied.read_bytes == tied.state_bytes
 
 
+@pytest.mark.slow
 def test_a_search_ranks_the_plans_that_fit():
     """Search on 4 devices with all settings fixed except mp and dp: two compilations."""
     config = small(cores_per_replica=2, tpu_size=4, gradient_accumulation_steps=1)

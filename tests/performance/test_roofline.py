@@ -415,6 +415,7 @@ def test_the_estimate_of_dp_bytes_with_zero():
         assert result.dp_bytes == pytest.approx(width * part * 31 / 32, rel=1e-6)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 @pytest.mark.parametrize("attention", ["xla", "blocks", "splash_interpreted"])
@@ -525,6 +526,7 @@ def run_script(monkeypatch, capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_scaling_plot_has_every_line(monkeypatch, capsys, tmp_path):
     tables, picture = tmp_path / "scaling.json", tmp_path / "scaling.svg"
     words = ("--topology", "v3-8", "--scaling", "--json")

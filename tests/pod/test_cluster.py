@@ -468,6 +468,7 @@ def test_hosts_with_different_losses_are_shut_down(machines):
     assert cluster.ended
 
 
+@pytest.mark.slow
 def test_number_of_unread_steps_is_limited(cluster):
     from mesh_transformer.pod.cluster import MOST_UNREAD
 

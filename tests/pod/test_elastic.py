@@ -46,6 +46,7 @@ def test_mp_is_reduced_only_where_one_replica_has_too_few_devices():
     assert meshes == ["mesh 1x8", "mesh 1x4", "mesh 1x4", "mesh 1x2"]
 
 
+@pytest.mark.slow
 def test_any_number_of_remaining_hosts_allows_a_mesh_with_the_same_microbatch():
     rng = random.Random(0)
     for _ in range(200):

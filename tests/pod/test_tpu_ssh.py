@@ -230,6 +230,7 @@ def test_host_that_starts_late_is_awaited(tmp_path, key):
         hosts.close()
 
 
+@pytest.mark.slow
 def test_silent_host_has_a_time_limit(host, hosts, monkeypatch):
     """As if its disk hangs, the host stays connected, but neither answers nor ends the command."""
     hosts.run("true", seconds=SECONDS)
@@ -397,6 +398,7 @@ def test_failed_ray_start_is_retried_once(stubbed, hosts):
     assert left_running(stubbed)[:-1] == [False] * 3
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("argument", ["-m", "start"], ids=["installation", "ray start"])
 def test_next_start_ends_a_start_that_was_cut_off(stubbed, hosts, argument):
     (stubbed.home / f"hang{argument}").touch()

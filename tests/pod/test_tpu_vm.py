@@ -508,6 +508,7 @@ def test_unanswered_request_leaves_no_tpu(api, make, capsys, code):
     assert api.calls.count("DeleteNode") == 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "INTERNAL"])
 def test_unanswered_read_is_retried(api, make, code):
     with make() as tpu:
@@ -642,7 +643,7 @@ def wait_for_call(api, name):
     wait_until(lambda: name in api.calls, f"the call {name}")
 
 
-@pytest.mark.quick(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "moment", "status"),
     [
@@ -724,6 +725,7 @@ def test_tpu_is_deleted_even_if_stderr_is_closed(api, tmp_path):
     assert not api.nodes
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_second_signal_during_the_deletion_prints_the_command(api, tmp_path, number, status):
     api.gone_after = 10**9

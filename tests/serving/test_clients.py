@@ -59,6 +59,7 @@ def texts_of(response: Any, body: dict[str, Any]) -> dict[int, str]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS)
 def test_requests_of_a_client_are_answered(live, client):
     for request in CLIENTS[client]:

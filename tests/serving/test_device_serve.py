@@ -201,6 +201,7 @@ run_script(serve.main)
 """
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_server_whose_network_hangs(tmp_path):
     values = {"layers": 1, "d_model": 8, "n_heads": 1, "n_vocab": 50400, "seq": 64}
     config = write_config(tmp_path / "config.json", values)

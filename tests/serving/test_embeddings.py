@@ -95,6 +95,7 @@ def test_error_names_the_wrong_field(live, wrong):
     assert error["message"].isprintable()
 
 
+@pytest.mark.slow
 def test_a_request_may_have_2048_texts(serve):
     """More than the server has room for: the engine gets them a few at a time."""
     small = serve(pooling="last", rows=2, queue=3)

@@ -128,6 +128,7 @@ def test_an_error_between_two_calls_of_the_network_stops_the_engine(
         engine.submit([Client([1], 2).request])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("steps", [1, 3, 4])
 def test_every_request_gets_its_own_answer(network, start, steps):
     engine = start(network, steps=steps)
@@ -423,6 +424,7 @@ def test_programs_that_cannot_be_compiled_are_tried_twice(network, start, again,
     assert capsys.readouterr().err.endswith(" \r")  # the bar has been removed
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("pe", ["rotary", "fixed"])
 def test_warm_up_compiles_every_later_call(pe):
     network = FakeNetwork(range(100), n_vocab=100, window=1000, seq=1000, pe=pe)

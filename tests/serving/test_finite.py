@@ -82,6 +82,7 @@ def test_every_answer_is_an_error_that_names_the_weights(value):
         live.close()
 
 
+@pytest.mark.slow
 def test_the_first_request_finds_such_weights_without_a_warm_up():
     live = serve(("layers", "layer/q", "w"), (0, 3, 5), np.nan, warm=False)
     try:
@@ -96,6 +97,7 @@ def test_the_first_request_finds_such_weights_without_a_warm_up():
         live.close()
 
 
+@pytest.mark.slow
 def test_only_requests_that_overflow_get_an_error():
     live = serve(("embed", "embedding", "w"), TOKEN, 3e38, warm=True)
     try:

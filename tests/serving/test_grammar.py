@@ -69,6 +69,7 @@ def tokens_in(bits: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("number", range(len(SCHEMAS)))
 def test_every_choice_of_allowed_tokens_fits_the_schema(grammars, number):
     made, words, n_vocab = grammars
@@ -138,6 +139,7 @@ def test_other_formats_are_refused(live, form):
     assert "expected an object whose type is text, json_object, or json_schema" in error["message"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [{}, {"stream": True}, {"fixed_shapes": True}])
 def test_answers_fit_the_schema_and_neighbours_are_as_without(serve, options):
     live = serve(fixed_shapes=options.pop("fixed_shapes", False), speculate=2)
@@ -180,6 +182,7 @@ def test_answers_fit_the_schema_and_neighbours_are_as_without(serve, options):
                 assert choice["text"] == live.text(prompt, body["seed"], 40)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_end_token_that_is_ordinary_ends_no_answer_in_a_format(serve, stream):
     tokens = load_tokenizer()([*'{}":, an1'])["input_ids"]
@@ -222,6 +225,7 @@ class Person(BaseModel):
     ok: bool
 
 
+@pytest.mark.slow
 def test_a_chat_answers_in_json(serve, tmp_path):
     (tmp_path / "template").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     live = serve(template=str(tmp_path / "template"))
@@ -235,6 +239,7 @@ def test_a_chat_answers_in_json(serve, tmp_path):
     assert isinstance(choice.message.parsed, Person)
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_cut_ends_with_length_and_one_that_cannot_go_on_with_an_error(serve):
     live = serve()
     body = {"prompt": "Say: ", "seed": 1, "max_tokens": 5}

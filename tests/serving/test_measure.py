@@ -20,6 +20,7 @@ def measure(live, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_requests_arrive_at_random_times_and_the_latencies_are_drawn(live, tmp_path):
     picture = tmp_path / "latency.png"
     words = ["--seconds", "2", "--rates", "5", "20", "--picture", str(picture)]
@@ -36,6 +37,7 @@ def test_requests_arrive_at_random_times_and_the_latencies_are_drawn(live, tmp_p
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_refused_requests_are_counted(serve):
     live = serve(queue=1, rows=1)
     live.network.seconds = 0.05
@@ -62,6 +64,7 @@ def test_wrong_answers_are_counted_and_end_with_status_1(serve, monkeypatch):
     assert "\n0 answers differ from those given one at a time\n" not in ended.stdout
 
 
+@pytest.mark.slow
 def test_clients_that_leave_and_errors_of_the_server_are_counted(serve, monkeypatch):
     live = serve(rows=3)
     call, prompts = live.network.call, []

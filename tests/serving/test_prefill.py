@@ -32,7 +32,7 @@ def networks(request):
     return Networks(config, devices, adapters)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_features_change_no_bit_in_fixed_shapes(networks, seed):
     features, different, _ = compare(networks, seed)
@@ -46,7 +46,7 @@ def test_a_draft_changes_no_bit_in_fixed_shapes(networks, guesser):
     assert not different, features
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("networks", [(1, False, 0)], indirect=True, scope="module")
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_all_guesses_of_the_model_as_its_own_draft_are_right(networks, temp):

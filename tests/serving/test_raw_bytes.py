@@ -219,6 +219,7 @@ def some_requests() -> list[bytes]:
     ]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("seed", range(10))
 def test_no_bytes_cause_a_traceback(live, errors, monkeypatch, seed):
     monkeypatch.setattr(server, "UNREAD_SECONDS", 0.05)

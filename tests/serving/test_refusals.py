@@ -43,6 +43,7 @@ def check_message(error: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.quick(77)
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: ascii(wrong)[:60])
 @pytest.mark.parametrize("stream", [False, True])
 def test_error_names_the_wrong_field(live, wrong, stream):
@@ -249,6 +250,7 @@ def test_a_long_head_is_refused_and_the_client_can_read_the_error(live):
             assert all_received(connection).startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"{}\n\n"])
 def test_what_is_no_http_is_refused(live, sent):
     with connected(live) as connection:
@@ -592,6 +594,7 @@ def test_permanent_network_failure_makes_the_server_unavailable(serve):
     assert live.http.get("/health").status_code == 503
 
 
+@pytest.mark.slow
 def test_fixed_position_embeddings_limit_the_length(serve):
     live = serve(network={"pe": "fixed"})
     assert live.ask(prompt=[1] * 60, max_tokens=5)["choices"]

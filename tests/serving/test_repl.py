@@ -61,6 +61,7 @@ def text_of(network: CausalTransformer, prompt: str, settings: Settings) -> str:
     return Letters().decode(generated[0].tolist()).partition("\0")[0]
 
 
+@pytest.mark.slow
 def test_answers_match_generate(network, repl, capsys):
     repl("hello", "/seed 7", "/temp 1.5", "hello", "", "never read")
     out, err = capsys.readouterr()
@@ -71,6 +72,7 @@ def test_answers_match_generate(network, repl, capsys):
     assert err.count("[9 tokens, ") == 2
 
 
+@pytest.mark.slow
 def test_long_prompt_is_cut_from_the_left_with_a_message(network, repl, capsys):
     repl("x" * 20 + "y" * 32)
     out, err = capsys.readouterr()

@@ -46,6 +46,7 @@ def children(made: Grammars) -> list[str]:
     return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", LARGE_SCHEMAS)
 def test_a_schema_that_takes_too_long_or_too_much_memory_is_refused_and_not_kept(grammars, name):
     with pytest.raises(InputError, match=r"takes more than 2 s or 128 MiB|too large"):
@@ -188,6 +189,7 @@ def held_schemas(monkeypatch) -> Iterator[tuple[threading.Event, threading.Event
     go_on.set()
 
 
+@pytest.mark.slow
 def test_new_schemas_delay_no_other_request(serve, tmp_path, held_schemas):
     (tmp_path / "template").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     live = serve(template=str(tmp_path / "template"))

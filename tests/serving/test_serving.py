@@ -58,6 +58,7 @@ def test_several_prompts_with_several_answers_each(live):
     assert live.ask(prompt=tokens, n=2, max_tokens=9, seed=5)["choices"] == answer["choices"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 3])
 def test_streamed_pieces_are_whole_characters_and_add_up_to_the_answer(live, echo, logprobs):
@@ -95,6 +96,7 @@ def test_usage_is_reported_at_the_end_of_a_stream(live):
     assert events[-1]["usage"] == live.ask(**body)["usage"]
 
 
+@pytest.mark.slow
 def test_stop_sequences_end_the_text_before_them(live):
     rng = random.Random(0)
     prompt, length = [1], 40

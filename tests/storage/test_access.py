@@ -46,6 +46,7 @@ def closed_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_bucket_is_asked_for_once(gcs):
     for path in ("gs://bucket/run", "gs://bucket/run/step_1", "gs://bucket"):
         access.check_bucket(path)
@@ -70,6 +71,7 @@ def test_a_missing_bucket_is_reported(gcs):
         access.check_bucket("gs:///run")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
 def test_a_refused_request_does_not_mean_that_a_bucket_is_missing(gcs, status):
     """The request has no credentials, so most buckets refuse it."""
@@ -116,6 +118,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [name if name == "model" else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS],

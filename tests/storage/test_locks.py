@@ -169,6 +169,7 @@ def test_the_process_of_another_machine_is_not_taken_for_ended(clock, folder, mo
     assert clock.now >= locks.LEASE_SECONDS
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("seed", range(20))
 def test_two_writers_never_both_hold_the_lock(clock, folder, seed):
     """In random order, they lock, renew and release, or stop for longer than the lease."""

@@ -52,7 +52,7 @@ def torch_losses(network, batches) -> list[float]:
     return losses
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_match_torchs_over_some_steps(tmp_path, family):
     network = torch_model(family, vocab=VOCAB)

@@ -164,6 +164,7 @@ def test_a_best_step_that_cannot_be_saved_is_not_recorded(scored, tmp_path, how)
     assert best == {10: 10, 25: 10, 30: 30, 50: 30, 61: 30, 75: 30, 80: 30}
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("stop", [10, 30, 35, 60, 61])
 def test_a_resumed_run_knows_the_best_step(scored, tmp_path, stop):
     whole = scored(LOSSES)
@@ -268,6 +269,7 @@ def train(values: dict[str, Any], folder: Path | str, **options: Any) -> None:
     loop.train(network, folder, **options)
 
 
+@pytest.mark.slow
 def test_the_best_step_of_a_run_can_be_loaded(tmp_path):
     alone = {"tpu_size": 1, "cores_per_replica": 1, "layers": 1}
     keys = {"val_every": 2, "val_batches": 4, "ckpt_every": 3, "keep_n": 1, "total_steps": 14}

@@ -93,7 +93,7 @@ def test_training_ends_with_the_data(capsys):
         mesh_transformer.fit(network_with(), (row for row in windows(1)))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_loss_that_is_not_finite_names_its_sequences(tmp_path, capsys, skip):
     network = network_with(lr=1e30, end_lr=1e30, warmup_steps=0, skip_nonfinite=skip, ckpt_every=1)
@@ -143,6 +143,7 @@ def test_a_stopped_run_resumes_with_the_same_bits(tmp_path, kind):
     assert [json.loads(line)["step"] for line in lines] == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.slow
 def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -152,6 +153,7 @@ def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("\ntrained to step 5\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_unsaved_run_with_its_rows(capsys):
     network = network_with(total_steps=10_000)
     rows = mesh_transformer.fit(
@@ -164,6 +166,7 @@ def test_ctrl_c_ends_an_unsaved_run_with_its_rows(capsys):
     assert capsys.readouterr().out.endswith(f"\nSIGINT: stopped at step {network.step}\n")
 
 
+@pytest.mark.slow
 def test_hooks_see_every_row_and_validation_is_the_mean_loss():
     network, held_out, seen = network_with(), windows(11, seed=3), []
     rows = mesh_transformer.fit(network, windows(), steps=4, val=held_out, hooks=[seen.append])
@@ -174,6 +177,7 @@ def test_hooks_see_every_row_and_validation_is_the_mean_loss():
     np.testing.assert_allclose(rows[-1]["val/loss_val"], np.mean(losses), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_targets_below_0_do_not_count():
     row = windows(1)[0]
     target = np.where(np.arange(SMALL["seq"]) < 9, -1, row[1:])

@@ -922,7 +922,7 @@ def test_a_checkpoint_without_a_position_in_the_data_says_so(base, tmp_path, cap
     np.testing.assert_array_equal(np.stack(seen)[: len(first)], first)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
@@ -949,6 +949,7 @@ def test_resuming_on_another_mesh_gives_the_same_records_and_losses(base, tmp_pa
     assert_same_rows(rows_of(tmp_path / "model")[:20], rows_of(folder / "model")[:20])
 
 
+@pytest.mark.slow
 def test_a_diverged_run_stops_and_can_be_resumed(base, tmp_path):
     folder, values = base
     shutil.copytree(folder / "half", tmp_path / "model")
@@ -967,6 +968,7 @@ def moments(network: CausalTransformer) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(network.state["opt_state"])]
 
 
+@pytest.mark.slow
 def test_fine_tuning_starts_at_step_0_with_or_without_the_moments(base, tmp_path):
     folder, values = base
     config = Config(**values)
@@ -995,6 +997,7 @@ def test_fine_tuning_starts_at_step_0_with_or_without_the_moments(base, tmp_path
     assert first["train/loss"] < rows_of(folder / "half")[0]["train/loss"]
 
 
+@pytest.mark.slow
 def test_load_gives_the_same_model_with_and_without_a_config(base):
     folder, values = base
     model = {key: values[key] for key in ("layers", "d_model", "n_heads", "n_vocab", "seq")}

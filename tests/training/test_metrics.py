@@ -265,6 +265,7 @@ def rows_sent_to_wandb(folder, run_id):
     return rows
 
 
+@pytest.mark.slow
 def test_offline_wandb_needs_no_network_and_resumes_the_same_run(wandb_folder, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     # Any attempt to contact a server fails immediately.
@@ -295,7 +296,7 @@ def children(pid):
     return pids
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["all of it", "its service"])
 def test_wandb_is_restarted_if_it_dies_and_loses_no_later_rows(wandb_folder, monkeypatch, victim):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -363,6 +364,7 @@ def test_remaining_rows_are_sent_to_wandb_after_the_run_has_ended(tmp_path):
     assert sent.read_text().splitlines() == [*map(str, range(1, 31)), "finished"]
 
 
+@pytest.mark.slow
 def test_an_unreachable_wandb_is_reported_once_and_delays_nothing(
     wandb_folder, monkeypatch, capsys
 ):
@@ -481,6 +483,7 @@ class _Refusing(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b'{"errors": [{"message": "user is not logged in"}]}')
 
 
+@pytest.mark.slow
 def test_a_refused_key_is_reported_before_the_log_is_opened(wandb_folder, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", KEY)

@@ -63,6 +63,7 @@ def without_offload(case: Any) -> tuple[Any, Any]:
     return train(config_of(case, "none"))
 
 
+@pytest.mark.slow
 @every_case
 @offloads
 def test_training_is_that_without_offload(case, kind):
@@ -73,6 +74,7 @@ def test_training_is_that_without_offload(case, kind):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.slow
 @every_case
 @offloads
 def test_the_place_of_the_arrays_changes_no_bit(case, kind, monkeypatch):
@@ -100,6 +102,7 @@ def test_trained_matrices_and_their_moments_are_in_host_memory(kind, keys):
     assert {*vectors, places["step"], places["opt_state"]["count"]} == {"device"}
 
 
+@pytest.mark.slow
 @offloads
 def test_a_skipped_step_changes_nothing(kind):
     config = config_of(CASES[1], kind).replace(skip_nonfinite=True)

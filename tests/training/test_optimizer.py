@@ -54,6 +54,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return optax.apply_updates(params, updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.01, 10.0], ids=["unclipped", "clipped"])
 def test_the_optimizer_matches_an_optax_chain(scale):
     config, rng = config_with(), np.random.default_rng(0)

@@ -22,7 +22,7 @@ def network_at_step_0(variant: str, **changes) -> CausalTransformer:
     return network
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("variant", ["f32/mp4_ga1", "f32/t5_mp4"])
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_evaluation_matches_the_original(variant, partitioning):
@@ -48,6 +48,7 @@ def test_evaluation_matches_the_original(variant, partitioning):
         np.testing.assert_allclose(scored.top_logprob, top, atol=2e-5, rtol=0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_ten_training_steps_match_the_original(monkeypatch, partitioning):
     # Compile as users do.  This replaces all compiler options, which is correct because on CPUs the

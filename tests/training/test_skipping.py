@@ -45,7 +45,7 @@ def values(network: CausalTransformer) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(kept)]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "mp", "changes"), MESHES)
 def test_an_update_that_is_not_finite_changes_only_the_step(dp, mp, changes):
     trained = network(dp, mp, changes)
@@ -78,6 +78,7 @@ def expected_skips(norms: list[float], factor: float) -> list[bool]:
     return skips
 
 
+@pytest.mark.slow
 def test_spikes_are_those_that_numpy_finds():
     rng = np.random.default_rng(0)
     norms = (rng.lognormal(size=400) * np.linspace(1, 9, 400)).astype(np.float32)
@@ -90,7 +91,7 @@ def test_spikes_are_those_that_numpy_finds():
     np.testing.assert_array_equal(window, spikes.with_norm(window, np.float32("nan"), 7))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "mp", "changes"), MESHES)
 def test_a_spike_changes_only_the_step_and_the_window(dp, mp, changes):
     factor = 1.02  # so low that ordinary steps exceed it
@@ -154,6 +155,7 @@ def test_skipped_updates_are_counted_also_by_a_resumed_run(tmp_path, config, cap
     assert actual == expected
 
 
+@pytest.mark.slow
 def test_too_many_skipped_updates_in_a_row_stop_the_run_and_name_the_records(tmp_path, config):
     bad = {4, 6, 8, 9, 10}
     loader = TFRecordNewInputs(config.train_set, (2, 4), config.seq)

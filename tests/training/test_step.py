@@ -161,6 +161,7 @@ def check_agreement(config: Config, expected: Run, dp: int, mp: int) -> None:
     assert max(differences.values()) < 1e-5, differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_one_microbatch_are_not_summed(dtype):
     """They have the compute dtype, and the values of the loop over microbatches."""
@@ -180,7 +181,7 @@ def test_gradients_of_one_microbatch_are_not_summed(dtype):
         np.testing.assert_allclose(measured[key], expected[key], rtol=tolerance)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("block", "partitioning", "dp", "mp", "zero"),
     [(block, *mesh) for block, mesh in CASES],
@@ -192,6 +193,7 @@ def test_every_mesh_trains_like_one_device(block, partitioning, dp, mp, zero):
     check_agreement(on_mesh(config, partitioning, mp, zero), expected, dp, mp)
 
 
+@pytest.mark.slow
 def test_only_shard_map_makes_the_whole_step_manual_over_mp():
     manual = {}
     for partitioning in ("shard_map", "jit"):
@@ -210,7 +212,7 @@ def test_only_shard_map_makes_the_whole_step_manual_over_mp():
     }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "partitioning"),
     [
@@ -228,7 +230,7 @@ def test_every_norm_trains_on_2x4_like_on_one_device(norm, partitioning):
     check_agreement(on_mesh(config, partitioning, 4, 0), one_device(config), 2, 4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 @pytest.mark.parametrize("pe", ["fixed", "t5"])
 def test_every_position_encoding_trains_on_2x4_like_on_one_device(pe, partitioning):
@@ -236,7 +238,7 @@ def test_every_position_encoding_trains_on_2x4_like_on_one_device(pe, partitioni
     check_agreement(on_mesh(config, partitioning, 4, 0), one_device(config), 2, 4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS)
 def test_shards_with_equal_norms_train_like_one_norm(block):
     """Each shard's norm has a part of the gradient; the parts of all shards sum to the whole."""
@@ -307,7 +309,7 @@ def test_each_shard_uses_its_own_norm():
         )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -325,7 +327,7 @@ def test_options_train_on_2x4_like_on_one_device(changes):
     check_agreement(on_mesh(config, "shard_map", 4, 0), expected, 2, 4)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("partitioning", "zero", "changes"),
     [
@@ -363,6 +365,7 @@ def test_bf16_losses_agree_between_meshes(block, partitioning, dp, mp, zero):
     np.testing.assert_allclose(actual.losses, one_device(config).losses, atol=2e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_bf16_losses_are_close_to_f32_losses():
     config = small_config(lr=1e-3)
     rounded = one_device(config.replace(dtype="bfloat16"))
@@ -370,7 +373,7 @@ def test_bf16_losses_are_close_to_f32_losses():
     np.testing.assert_allclose(rounded.losses, one_device(config).losses, atol=2e-2, rtol=0)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_bf16_state_takes_half_the_memory_and_trains_like_f32(zero):
     plain = small_config(lr=1e-3)
@@ -385,6 +388,7 @@ def test_a_bf16_state_takes_half_the_memory_and_trains_like_f32(zero):
     np.testing.assert_allclose(actual.losses, one_device(plain).losses, atol=2e-2, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_fresh_state_is_bit_identical_on_every_mesh():
     config = small_config(layers=1)
     layout = step.StateLayout(on_mesh(config, "shard_map", 4, 1), mesh_of(2, 4))
@@ -409,7 +413,7 @@ def mean_of(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *trees)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("partitioning", "zero"),
     [
@@ -450,6 +454,7 @@ def test_micro_norms_are_the_norms_of_the_replicas_gradients(partitioning, zero)
         np.testing.assert_allclose(float(metrics[name]), value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_gradients_without_a_mesh_match_a_mesh_of_one_device():
     config = small_config(layers=1)
     params, batch = fresh_state(config)["params"], random_batch(config, 2, 2)
@@ -462,6 +467,7 @@ def test_gradients_without_a_mesh_match_a_mesh_of_one_device():
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_evaluation_on_2x4_matches_one_device(partitioning):
     config = small_config()

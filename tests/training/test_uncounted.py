@@ -51,7 +51,7 @@ def batch_of(network: CausalTransformer, seed: int, counted: list[int]) -> dict[
     return batch | {"loss_mask": mask}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_update_without_a_counted_target_changes_only_the_step(way):
     network = network_of(way)
@@ -85,6 +85,7 @@ def test_an_update_without_a_counted_target_adds_no_norm_to_the_window():
     assert norms[2] == np.float32(metrics["grad_norm"])
 
 
+@pytest.mark.slow
 def test_a_host_of_a_pod_reports_such_a_step():
     runner = NetworkRunner(0)
     runner.network = network_of("shard_map")
@@ -106,6 +107,7 @@ def items(network: CausalTransformer, bad: set[int], steps: int) -> list[dict[st
     return result
 
 
+@pytest.mark.slow
 def test_fit_counts_and_reports_such_steps(capsys):
     network = network_of("one device")
     network = CausalTransformer(network.config.replace(total_steps=6))
@@ -118,6 +120,7 @@ def test_fit_counts_and_reports_such_steps(capsys):
     assert printed.count("its update is skipped") == 2
 
 
+@pytest.mark.slow
 def test_many_such_steps_in_a_row_stop_the_run():
     network = network_of("one device")
     network = CausalTransformer(network.config.replace(total_steps=9, max_skipped=3))
@@ -125,6 +128,7 @@ def test_many_such_steps_in_a_row_stop_the_run():
         mesh_transformer.fit(network, iter(items(network, {2, 3, 4, 5}, 9)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("item", "message"),
     [

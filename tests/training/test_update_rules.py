@@ -89,6 +89,7 @@ def optax_rule(config: Config, params: dict[str, Any]) -> Any:
     return optax.partition({"muon": optax.chain(muon, optax.scale(-1)), "adam": adam}, labels)
 
 
+@pytest.mark.slow
 @every_optimizer
 @pytest.mark.parametrize("block", [pytest.param("gptj", marks=pytest.mark.slow), "geglu"])
 def test_updates_match_optax_on_separate_matrices(name, block):
@@ -121,6 +122,7 @@ def test_updates_match_optax_on_separate_matrices(name, block):
             np.testing.assert_allclose(actual, expected[leaf], rtol=3e-7, atol=atol, err_msg=leaf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "block", "zero"),
     [
@@ -153,6 +155,7 @@ def test_sharded_updates_match_one_device(name, block, zero):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-4 * RATE)
 
 
+@pytest.mark.slow
 @every_optimizer
 def test_padding_stays_zero_and_changes_nothing(name):
     """Arrays may be larger than declared, padded with zeros at the ends of their axes."""
@@ -188,6 +191,7 @@ def test_padding_stays_zero_and_changes_nothing(name):
             assert (np.asarray(wide[leaf] != 0) <= np.asarray(expected != 0)).all(), leaf
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", [(128, 128), (64, 256), (256, 64)])
 def test_muon_makes_updates_nearly_orthogonal(shape):
     """The singular vectors stay, and each singular value follows the Newton-Schulz polynomial."""
@@ -229,6 +233,7 @@ def test_moments_have_the_axes_and_layouts_of_their_parameters():
     assert set(muon["nu"]["layers"]["layer"]) == {"b", "fused_in_b"}
 
 
+@pytest.mark.quick(1)
 @every_optimizer
 def test_moments_are_stored_in_bf16_if_configured(name):
     config = config_with(name, bf16_optimizer=True)
@@ -291,7 +296,7 @@ def alone(name: str, *, init: bool = True) -> CausalTransformer:
     return CausalTransformer(config_with(name, layers=1), devices=jax.devices()[:1], init=init)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_states_are_saved_and_restored_on_any_mesh(tmp_path, name):
     network = alone(name)
@@ -313,6 +318,7 @@ def test_states_are_saved_and_restored_on_any_mesh(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, host["opt_state"], network.state["opt_state"])
 
 
+@pytest.mark.slow
 def test_another_optimizer_needs_a_fresh_start(tmp_path):
     network = alone("sgd")
     network.save(str(tmp_path))
@@ -332,6 +338,7 @@ def test_another_optimizer_needs_a_fresh_start(tmp_path):
         alone("plain sgd", init=False).restore(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_originals_format_stores_only_adams_state(tmp_path):
     network = alone("lion")
     network.save(str(tmp_path / "native"))
