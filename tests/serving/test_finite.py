@@ -98,7 +98,7 @@ def test_the_first_request_finds_such_weights_without_a_warm_up():
 
 
 def greedy(name: str) -> dict[str, int]:
-    """Return what makes a request greedy: a random answer may contain `TOKEN`, and then overflow."""
+    """Return what makes a request greedy: random answers may contain `TOKEN` and overflow."""
     if name in ("embeddings", "base64"):
         return {}
     return {"temp": 0} if name == "complete" else {"temperature": 0}
