@@ -226,11 +226,11 @@ NOW = {
     "mesh_transformer.util.shard_axis": (
         "use jax.shard_map with jax.sharding.PartitionSpec, which splits the arrays"
     ),
-    "mesh_transformer.util.to_bf16": "mesh_transformer.util.to_bf16",
+    "mesh_transformer.util.to_bf16": "mesh_transformer.model.casts.to_bf16",
     "mesh_transformer.util.to_f16": (
         "run scripts/convert_checkpoint.py with --dtype f16, or use jax.tree.map"
     ),
-    "mesh_transformer.util.to_f32": "mesh_transformer.util.to_f32",
+    "mesh_transformer.util.to_f32": "mesh_transformer.model.casts.to_f32",
     "mesh_transformer.util.unshard_axis": (
         "use mesh_transformer.mesh.parallel.Parallel.gather(x, axis=0)"
     ),

@@ -26,9 +26,10 @@ from mesh_transformer.data.same_tokenizer import check_encoding
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
+from mesh_transformer.model.casts import to_f32
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import AnyPath, check_absent, is_uri, local_path, step_number
-from mesh_transformer.util import InputError, to_f32
+from mesh_transformer.util import InputError
 
 GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # vocabulary sizes; GPT-J's is GPT-2's, padded
 

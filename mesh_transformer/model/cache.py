@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.util import to_int8
+from mesh_transformer.model.casts import to_int8
 
 # Dimension numbers for scattering new_BHK into cache_BHSK.  The indices, index_BHI, are a
 # (row, slot) pair for each batch row and head.

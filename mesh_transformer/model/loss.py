@@ -13,6 +13,7 @@ from jax import Array
 
 from mesh_transformer.config import Model
 from mesh_transformer.mesh.parallel import Parallel
+from mesh_transformer.model.casts import to_f32
 from mesh_transformer.model.dropout import Dropout
 from mesh_transformer.model.transformer import (
     Params,
@@ -21,7 +22,6 @@ from mesh_transformer.model.transformer import (
     segment_runs,
     transforms,
 )
-from mesh_transformer.util import to_f32
 
 
 class Losses(NamedTuple):

@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from mesh_transformer.mesh.declaration import Declaration, count_input_axes, map_declared
-from mesh_transformer.util import InputError, to_int8
+from mesh_transformer.model.casts import to_int8
+from mesh_transformer.util import InputError
 
 GROUP = 64  # most inputs of a matrix in 4 bits that share a scale
 SMALLEST_GROUP = 16  # with fewer inputs per scale, 4 bits would save little memory

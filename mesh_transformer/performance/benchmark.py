@@ -26,10 +26,11 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import flops
+from mesh_transformer.model.casts import packed_bytes
 from mesh_transformer.performance import device_trace
 from mesh_transformer.performance.hlo import planned_memory
 from mesh_transformer.training import step as steps
-from mesh_transformer.util import InputError, packed_bytes
+from mesh_transformer.util import InputError
 
 PROFILED_STEPS, SHOWN_OPERATIONS = 3, 10
 # A CPU's peak FLOP/s is measured between steps by multiplying square matrices of these sizes; the

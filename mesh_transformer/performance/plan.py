@@ -28,6 +28,7 @@ from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.mesh.host_memory import is_in_host
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import flops, transformer
+from mesh_transformer.model.casts import packed_bytes
 from mesh_transformer.model.paged import slots_together
 from mesh_transformer.performance.hlo import Program, planned_memory
 from mesh_transformer.performance.roofline import (
@@ -39,7 +40,7 @@ from mesh_transformer.performance.roofline import (
 )
 from mesh_transformer.performance.topology import Slice
 from mesh_transformer.training import step
-from mesh_transformer.util import InputError, packed_bytes
+from mesh_transformer.util import InputError
 
 # Compiler options that make compilation fast.  They do not change the collectives.  They change the
 # peak memory by at most 8 percent, with ZeRO 3 by 12, and the memory traffic by at most a factor of

@@ -9,8 +9,8 @@ from jax import Array
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import Declaration, Moment, map_declared, select
+from mesh_transformer.model.casts import to_bf16, to_f32
 from mesh_transformer.training.update_rules import RULES, Rule
-from mesh_transformer.util import to_bf16, to_f32
 
 OptState = dict[str, Any]  # `count` and the moments of the config's rule; see `update_rules.Rule`
 

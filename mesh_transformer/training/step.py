@@ -28,13 +28,14 @@ from mesh_transformer.mesh.program import Layout, compiler_options
 from mesh_transformer.mesh.virtual import on_every_device
 from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import attention_backend
+from mesh_transformer.model.casts import to_bf16, to_f32
 from mesh_transformer.model.dropout import sequence_keys
 from mesh_transformer.model.loss import loss_weights, losses, train_loss
 from mesh_transformer.model.transformer import Params
 from mesh_transformer.training import offload, spikes
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.training.schedule import learning_rate
-from mesh_transformer.util import InputError, to_bf16, to_f32
+from mesh_transformer.util import InputError
 
 State = dict[str, Any]  # the state of a training run; `init_state` describes its entries
 Batch = dict[str, Array]

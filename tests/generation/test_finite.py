@@ -18,11 +18,12 @@ from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.mesh.placement import AllRows, Rows
 from mesh_transformer.model import matrices, transformer
+from mesh_transformer.model.casts import to_int8
 from mesh_transformer.pod.cluster import TPUCluster
 from mesh_transformer.pod.hosts import Host
 from mesh_transformer.pod.runner import FORWARDED, NetworkRunner
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError, NonFiniteError, to_int8
+from mesh_transformer.util import InputError, NonFiniteError
 from tests.conftest import SMALL, random_batch
 
 TOKEN = 9  # the token whose embedding `with_bad_token` damages

@@ -17,7 +17,8 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.weights import WeightLayout
 from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.model import matrices, transformer
-from mesh_transformer.util import InputError, packed_bytes
+from mesh_transformer.model.casts import packed_bytes
+from mesh_transformer.util import InputError
 from tests.conftest import AS_USERS_COMPILE
 from tests.generation.test_decode import PLACES, by_token, network_of, on_devices, random_prompts
 from tests.model.test_transformer import small_config

@@ -23,6 +23,7 @@ from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import attention as attention_module
 from mesh_transformer.model import flops, transformer
+from mesh_transformer.model.casts import to_bf16
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.performance import hlo, scaling, search
 from mesh_transformer.performance.hlo import Program
@@ -36,7 +37,7 @@ from mesh_transformer.performance.roofline import (
 from mesh_transformer.performance.scaling import estimate_step
 from mesh_transformer.performance.topology import topology
 from mesh_transformer.training.step import init_state
-from mesh_transformer.util import InputError, to_bf16
+from mesh_transformer.util import InputError
 from scripts import plot_scaling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
