@@ -16,18 +16,7 @@ sequence begin the next epoch.
 """
 
 import argparse
-import collections
-import contextlib
 import dataclasses
-import fcntl
-import json
-import os
-import random
-import shutil
-from collections.abc import Iterator
-from itertools import chain
-from pathlib import Path
-from typing import Any
 
 from mesh_transformer.cli.arguments import (
     Parser,
@@ -36,31 +25,12 @@ from mesh_transformer.cli.arguments import (
     input_help,
     positive,
 )
-from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
-from mesh_transformer.data.documents import TEXT_COLUMN, cleaner
 from mesh_transformer.data.file_types import FILE_TYPES
-from mesh_transformer.data.inputs import InputSet, find_set, find_sets, format_counts, left_out
-from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
-from mesh_transformer.data.same_tokenizer import encoding
+from mesh_transformer.data.inputs import InputSet, find_set, find_sets, left_out
+from mesh_transformer.data.text_set import TextOptions, make_set
 from mesh_transformer.data.tfrecords import check_set_name
-from mesh_transformer.data.tokenizer import fingerprint, load_tokenizer
-from mesh_transformer.storage.access import check_bucket, is_uri
-from mesh_transformer.storage.files import is_file, open_file, upload
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError
-
-UPLOADED = "uploaded"  # folder, in the work folder, of the files that are uploaded to a bucket
-# The options that determine the result, together with the tokenizer and the text files.
-SETTINGS = (
-    "text_column",
-    "seq",
-    "normalize_with_ftfy",
-    "normalize_with_wikitext_detokenize",
-    "min_unique_tokens",
-    "n_repack_epochs",
-    "seed",
-    "preserve_data_order",
-    "sequences_per_file",
-)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -120,197 +90,6 @@ def add_cleaning(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@contextlib.contextmanager
-def work_folder(folder: Path, new: bool) -> Iterator[None]:
-    """Create a temporary folder in which to build a record set, and lock it against other runs.
-
-    The folder is removed when the `with` block completes, or if the block raises InputError before
-    any progress was saved.  In all other cases the folder remains, so that a later run can resume.
-
-    Args:
-      new: whether to discard the progress of an earlier run in the same folder.
-
-    Raises:
-      InputError: if another run has locked the folder.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"{folder}: another run uses this folder; wait until that run ends"
-            ) from error
-        if new or not (folder / PROGRESS).exists():
-            for path in folder.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path)
-                elif path.name != "lock":
-                    path.unlink()
-        try:
-            yield
-        except InputError:
-            if not (folder / PROGRESS).exists():
-                shutil.rmtree(folder)
-            raise
-        # Delete the progress first: if the clean-up is interrupted, the next run starts over.
-        (folder / PROGRESS).unlink(missing_ok=True)
-        shutil.rmtree(folder)
-
-
-def make(options: argparse.Namespace, inputs: InputSet, tokenizer, base: Path, work: Path) -> str:
-    """Build a record set in the folder `work`, then move or upload it to the output folder.
-
-    Args:
-      inputs: the text files.
-      base: the local path of the finished record set, without a file extension.  If the output
-        folder is in a bucket, this path is inside `work`, and the files are uploaded from there.
-      work: a folder for temporary files, from `work_folder`.
-
-    Returns:
-      A one-line summary to print.
-
-    Raises:
-      InputError: if the input is unusable, or if there is not enough text for a single sequence.
-    """
-    settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
-    tokenizer_entry = {"name": options.tokenizer or "gpt2", "sha256": fingerprint(tokenizer)}
-    tokenizer_entry["encoding"] = encoding(tokenizer)
-    if not options.new:
-        manifest = {"tokenizer": tokenizer_entry, "options": settings, "dataset": inputs.origin}
-        check_same_settings(options, manifest)
-    generator = random.Random(options.seed)
-    files = list(inputs.files)
-    if not options.preserve_data_order:
-        generator.shuffle(files)
-    tokenizing = Tokenizing(
-        work,
-        files,
-        tokenizer,
-        settings | {"tokenizer": tokenizer_entry["sha256"]},
-        cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize),
-        options.skip_bad,
-        options.text_column,
-    )
-    corpus = tokenizing.run()
-    skipped = skipped_counts(tokenizing.progress.sources)
-    packed = sequences(corpus, packing_options(options), tokenizer, generator)
-    first = next(packed, None)
-    if first is None:
-        (work / PROGRESS).unlink()  # otherwise the next run would resume and fail here again
-        raise no_sequence_error(options, inputs, corpus, skipped)
-    parts = write_parts(work, chain([first], packed), options.sequences_per_file)
-    manifest = {
-        "tokens_per_sequence": options.seq + 1,
-        "documents": len(corpus.sizes),
-        "tokens": len(corpus.tokens),
-        "skipped": skipped,
-        "tokenizer": tokenizer_entry,
-        "options": settings,
-        **({"dataset": inputs.origin} if inputs.origin else {}),
-        "sources": [manifest_entry(source) for source in tokenizing.progress.sources],
-    }
-    base.parent.mkdir(parents=True, exist_ok=True)
-    index = publish(base, parts, manifest)
-    names = index.read_text(encoding="utf-8").splitlines()
-    paths = [str(base.with_name(name)) for name in (names[0], index.name)]
-    if is_uri(options.output_dir):
-        upload(str(work / UPLOADED), options.output_dir, replace=True)
-        local = [os.path.relpath(path, work / UPLOADED) for path in paths]
-        paths = [os.path.join(options.output_dir, path) for path in local]
-    others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-    count = sum(written for _, written in parts)
-    skipped_text = f"; skipped: {format_counts(skipped)}" if skipped else ""
-    contents = f"{count} sequences of {options.seq + 1} tokens"
-    return f"{paths[0]}{others}: {contents}; listed in {paths[1]}{skipped_text}"
-
-
-def check_same_settings(options: argparse.Namespace, manifest: dict[str, Any]) -> None:
-    """Raise InputError if the record set already exists, but was created with other settings.
-
-    Args:
-      manifest: the entries "tokenizer", "options" and "dataset" of the new record set's manifest.
-    """
-    path = f"{os.path.join(options.output_dir, options.name)}.manifest.json"
-    if not is_file(path):
-        return
-    try:
-        with open_file(path) as file:
-            old = json.loads(file.read())
-        # Version 1.0 had no --text-column.
-        before = {"text_column": TEXT_COLUMN} | old["options"]
-        differences = [
-            f"--{key.replace('_', '-')} {before.get(key)!r}"
-            for key, value in manifest["options"].items()
-            if before.get(key) != value
-        ]
-        if old["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
-            differences.append(f"--tokenizer {old['tokenizer']['name']}")
-        datasets = [
-            [entry[key] for key in ("name", "subset", "split") if entry[key]]
-            for entry in (old.get("dataset"), manifest["dataset"])
-            if entry
-        ]
-        if len(datasets) == 2 and datasets[0] != datasets[1]:
-            differences.append(f"the dataset {' '.join(datasets[0])}")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return  # damaged, or of an earlier version, which the new set replaces
-    if differences:
-        raise InputError(
-            f"{path}: this record set already exists, but was created with "
-            f"{', '.join(differences)}; give "
-            "another name or the same options, or replace it with --new"
-        )
-
-
-def packing_options(options: argparse.Namespace) -> PackingOptions:
-    return PackingOptions(
-        options.seq + 1,
-        options.n_repack_epochs,
-        not options.preserve_data_order,
-        options.min_unique_tokens,
-        options.verbose,
-    )
-
-
-def no_sequence_error(
-    options: argparse.Namespace, inputs: InputSet, corpus: Corpus, skipped: dict[str, int]
-) -> InputError:
-    """Return the error to raise if the text does not yield a single sequence."""
-    where = inputs.files[0] if len(inputs.files) == 1 else options.input_path
-    skipped_text = f" (skipped: {format_counts(skipped)})" if skipped else ""
-    if not len(corpus.sizes):
-        return InputError(f"{where}: all its files are empty{skipped_text}; add text to them")
-    found = f"{where}: found {len(corpus.tokens)} tokens{skipped_text}"
-    if len(corpus.tokens) <= options.seq:
-        return InputError(
-            f"{found}, but one sequence needs {options.seq + 1}; add text, or lower --seq"
-        )
-    return InputError(
-        f"{found}, but no sequence of {options.seq + 1} tokens has at least "
-        f"{options.min_unique_tokens} distinct ones; add text, or lower --seq or "
-        "--min-unique-tokens"
-    )
-
-
-def skipped_counts(sources: list[Source]) -> dict[str, int]:
-    """Return the number of skipped items in all source files together, by reason."""
-    counts: collections.Counter[str] = collections.Counter()
-    for source in sources:
-        counts.update(source.skipped)
-    return dict(sorted(counts.items()))
-
-
-def manifest_entry(source: Source) -> dict[str, Any]:
-    """Return the manifest entry of a source file.
-
-    The modification time is left out, because copying the file changes it.
-    """
-    values = dataclasses.asdict(source)
-    del values["changed"]
-    return values
-
-
 def input_sets(options: argparse.Namespace) -> dict[str, InputSet]:
     """Return the input files of each record set to create, by the name of the set.
 
@@ -340,26 +119,8 @@ def main(arguments: list[str] | None = None) -> None:
     sets = input_sets(options)
     for name in sets:
         check_set_name(name)
+    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(TextOptions)}
     for name, inputs in sets.items():
-        make_set(argparse.Namespace(**vars(options) | {"name": name}), inputs, tokenizer)
+        print(make_set(TextOptions(**chosen), name, inputs, tokenizer))
     if line := left_out(options.input_path, FILE_TYPES):
         print(line)
-
-
-def make_set(options: argparse.Namespace, inputs: InputSet, tokenizer) -> None:
-    """Create the record set `options.name`, or resume an interrupted run, and print a summary."""
-    name, output = options.name, options.output_dir
-    check_bucket(output)
-    work = Path("." if is_uri(output) else output) / f"{name}.partial"
-    base = work / UPLOADED / name if is_uri(output) else Path(output) / name
-    try:
-        with work_folder(work, options.new):
-            summary = make(options, inputs, tokenizer, base, work)
-    except OSError as error:
-        path = Path(error.filename or work)
-        action = "written" if path.is_relative_to(work.parent) else "read"
-        raise InputError(
-            f"{path} cannot be {action} ({error.strerror or error}); check the disk "
-            "and its permissions"
-        ) from error
-    print(summary)
