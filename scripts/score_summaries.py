@@ -17,14 +17,9 @@ import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer import extras
-from mesh_transformer.cli.arguments import (
-    add_host_arguments,
-    model_arguments,
-    model_parser,
-    positive,
-)
+from mesh_transformer.cli.arguments import model_arguments, model_parser, positive
 from mesh_transformer.cli.completion_records import no_pairs_error, read_pairs
-from mesh_transformer.cli.machines import running_model
+from mesh_transformer.cli.machines import add_host_arguments, running_model
 from mesh_transformer.data.completions import Pair
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files

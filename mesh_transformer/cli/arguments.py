@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from mesh_transformer.config import Config
 from mesh_transformer.data.documents import TEXT_COLUMN
 from mesh_transformer.data.file_types import format_types
-from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.source import Source
-
-# Flags that replace a config key of the same name.
-TPU_KEYS = ("tpu_zone", "tpu_generation", "tpu_runtime_version")
 
 
 class RunOptions(TypedDict):
@@ -333,119 +329,3 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", help="tokenizer folder, hub name, gpt2 or bytes (default gpt2)"
     )
     add_input_arguments(parser)
-
-
-def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add the flags that choose the hosts to run the model on, and the timeouts of these hosts.
-
-    Args:
-      required: whether the user must give --tpu or --local-hosts.  If False and neither flag is
-        given, the model runs in the command's own process.
-    """
-    hosts = parser.add_mutually_exclusive_group(required=required)
-    hosts.add_argument(
-        "--tpu", metavar="NAME", help="TPU to create, which is deleted when the script ends"
-    )
-    hosts.add_argument(
-        "--local-hosts", type=int, metavar="N", help="number of local processes to use as hosts"
-    )
-    parser.add_argument(
-        "--heartbeat",
-        type=positive,
-        default=10,
-        help="declare a host dead after this many silent seconds (default 10)",
-    )
-    parser.add_argument(
-        "--patience",
-        type=positive,
-        default=3600,
-        help="maximum seconds per call to the hosts, compilation included (default 3600)",
-    )
-    add_tpu_arguments(parser)
-
-
-def add_tpu_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that describe the TPU created by `--tpu`, and the SSH login to its hosts."""
-    group = parser.add_argument_group(
-        "with --tpu", "the TPU to create; a flag with a config key overrides the key"
-    )
-    group.add_argument(
-        "--tpu-zone",
-        "--tpu-region",
-        metavar="ZONE",
-        help="zone, such as europe-west4-a (config key tpu_zone)",
-    )
-    group.add_argument(
-        "--tpu-generation",
-        help="v2, v3, v4, v5e, v5p or v6e (config key tpu_generation; default v3)",
-    )
-    group.add_argument(
-        "--tpu-runtime-version",
-        metavar="VERSION",
-        help="image of the hosts (config key tpu_runtime_version; default: the generation's)",
-    )
-    group.add_argument(
-        "--preemptible",
-        action="store_true",
-        help="use a cheaper TPU that may be preempted, and is then created again (config key "
-        "tpu_tier chooses the tier)",
-    )
-    group.add_argument(
-        "--queued", action="store_true", help="wait in Google's queue for up to a day"
-    )
-    group.add_argument(
-        "--max-hours",
-        type=float,
-        metavar="H",
-        help="stop, save and delete the TPU after H hours; 15 minutes later its hosts delete it "
-        "even if this driver is gone (default: no limit)",
-    )
-    group.add_argument(
-        "--ssh-user", metavar="NAME", help="user name on the hosts (default: your local one)"
-    )
-    group.add_argument(
-        "--ssh-key", metavar="FILE", help=f"private key (default: {SshOptions.key_file})"
-    )
-    group.add_argument(
-        "--ssh-port", type=int, metavar="PORT", help="SSH port of the hosts (default 22)"
-    )
-
-
-def refuse_tpu_arguments(args: argparse.Namespace) -> None:
-    """Raise InputError if a flag of `add_tpu_arguments` is given, as all of them require `--tpu`.
-
-    Call this only if `--tpu` is not given.
-    """
-    for name in (
-        *TPU_KEYS,
-        "preemptible",
-        "queued",
-        "max_hours",
-        "ssh_user",
-        "ssh_key",
-        "ssh_port",
-    ):
-        value = getattr(args, name)
-        if value is not None and value is not False:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"{flag} requires --tpu; give --tpu NAME, or remove {flag}")
-
-
-def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, SshOptions]:
-    """Return the spec of the TPU to create, and the options of the SSH login to its hosts.
-
-    Args:
-      args: the values of `--tpu` and of the flags added by `add_tpu_arguments`.
-      config: determines the properties of the TPU that no flag sets, such as its zone.
-    """
-    changes = {key: getattr(args, key) for key in TPU_KEYS if getattr(args, key) is not None}
-    ssh_flags = {"user": args.ssh_user, "key_file": args.ssh_key, "port": args.ssh_port}
-    ssh: dict[str, Any] = {name: value for name, value in ssh_flags.items() if value is not None}
-    spec = TpuSpec.of(
-        config.replace(**changes),
-        args.tpu,
-        queued=args.queued,
-        preemptible=args.preemptible,
-        max_hours=args.max_hours,
-    )
-    return spec, SshOptions(**ssh)

@@ -8,8 +8,8 @@ import os
 import re
 from typing import Any
 
-from mesh_transformer.cli.arguments import add_host_arguments, model_arguments, model_parser
-from mesh_transformer.cli.machines import running_model
+from mesh_transformer.cli.arguments import model_arguments, model_parser
+from mesh_transformer.cli.machines import add_host_arguments, running_model
 from mesh_transformer.evaluation.harness import DEFAULT_TASKS, Harness, write
 from mesh_transformer.util import InputError
 

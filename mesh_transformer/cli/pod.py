@@ -6,14 +6,8 @@ Recovers from failed hosts, and resumes stopped runs.
 import argparse
 from typing import Any
 
-from mesh_transformer.cli.arguments import (
-    TRAIN_MODES,
-    add_host_arguments,
-    positive,
-    run_arguments,
-    run_parser,
-)
-from mesh_transformer.cli.machines import elastic_machines_of, machines_of
+from mesh_transformer.cli.arguments import TRAIN_MODES, positive, run_arguments, run_parser
+from mesh_transformer.cli.machines import add_host_arguments, elastic_machines_of, machines_of
 from mesh_transformer.pod.launch import build_model, new_copies
 from mesh_transformer.training.goodput import Ledger, process_seconds
 from mesh_transformer.util import InputError

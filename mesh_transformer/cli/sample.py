@@ -3,8 +3,8 @@
 import argparse
 import sys
 
-from mesh_transformer.cli.arguments import add_host_arguments, model_arguments, model_parser
-from mesh_transformer.cli.machines import running_model
+from mesh_transformer.cli.arguments import model_arguments, model_parser
+from mesh_transformer.cli.machines import add_host_arguments, running_model
 
 
 def parse_args() -> argparse.Namespace:

@@ -5,14 +5,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mesh_transformer.cli.arguments import (
-    add_host_arguments,
-    model_arguments,
-    model_parser,
-    natural,
-    positive,
-)
-from mesh_transformer.cli.machines import running_model
+from mesh_transformer.cli.arguments import model_arguments, model_parser, natural, positive
+from mesh_transformer.cli.machines import add_host_arguments, running_model
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, exit_now
 

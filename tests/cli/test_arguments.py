@@ -8,15 +8,13 @@ import jax
 import pytest
 
 from mesh_transformer.cli.arguments import (
-    add_tpu_arguments,
     model_arguments,
     model_parser,
     positive,
-    refuse_tpu_arguments,
     run_arguments,
     run_parser,
-    tpu_arguments,
 )
+from mesh_transformer.cli.machines import add_tpu_arguments, refuse_tpu_arguments, tpu_arguments
 from mesh_transformer.config import Config
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError

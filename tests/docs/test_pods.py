@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.cli import pod
-from mesh_transformer.cli.arguments import run_arguments, tpu_arguments
+from mesh_transformer.cli.arguments import run_arguments
+from mesh_transformer.cli.machines import tpu_arguments
 from tests.long.interruptions import last_step, training
 from tests.support.pages import ROOT, blocks, reader, runnable
 from tests.support.waiting import SECONDS, wait_until
