@@ -16,8 +16,8 @@ from mesh_transformer.calls import ROWS, Call, Result
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import check_batch, check_tokens
 from mesh_transformer.generation.batch import BadWeights, Batch
-from mesh_transformer.generation.blocks import Pool
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.pool import Pool
 from mesh_transformer.generation.prompts import check_pooled
 
 
@@ -85,7 +85,7 @@ class Network:
 
         Args:
           rows: number of rows, a multiple of the number of `own_replicas`.
-          pool: the size of each replica's pool of blocks (see `Blocks`); None for none.
+          pool: the size of each replica's pool of blocks (see `Pool`); None for none.
           guesses: number of tokens that a decode step may guess (see `Batch.decode`).
         """
         return Batch(

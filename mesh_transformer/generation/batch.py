@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.calls import ROW_KEYS, ROW_NUMBERS, ROWS, Call
 from mesh_transformer.config import Config
-from mesh_transformer.generation.blocks import Chunks, Pool
 from mesh_transformer.generation.decode import Chosen
+from mesh_transformer.generation.pool import Chunks, Pool
 from mesh_transformer.generation.prompts import (
     check_adapters,
     check_biases,

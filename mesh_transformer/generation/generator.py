@@ -27,9 +27,9 @@ from mesh_transformer.generation.batch import (
     Run,
     filled,
 )
-from mesh_transformer.generation.blocks import most_slots
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
+from mesh_transformer.generation.pool import most_slots
 from mesh_transformer.generation.prompts import check_adapters, check_prompts
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.speculation import check_guesses, within_window

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
-from mesh_transformer.generation.blocks import Pool, most_slots, pool_of
+from mesh_transformer.generation.pool import Pool, most_slots, pool_of
 from mesh_transformer.generation.speculation import check_guesses, draft_config, within_window
 from mesh_transformer.generation.weights import DRAFT, WeightLayout, Weights, weight_layout
 from mesh_transformer.mesh.accelerators import GIB, Hardware

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.generation.blocks import of_adapter
 from mesh_transformer.generation.finite import NO_TOKEN
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.network import Network
+from mesh_transformer.serving.blocks import of_adapter
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.prefill import (
     ALTERNATIVES,

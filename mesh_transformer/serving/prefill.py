@@ -1,7 +1,7 @@
 """Putting prompts into the rows of a batch: short ones together, long ones in chunks.
 
 The keys and values of all rows are in the batch's pool of blocks.  A prompt that begins with the
-same tokens as an earlier one uses the blocks of that one (see `generation.blocks`).
+same tokens as an earlier one uses the blocks of that one (see `serving.blocks`).
 """
 
 import dataclasses
@@ -13,19 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.generation.blocks import (
-    BLOCK,
-    Blocks,
-    Chunks,
-    NoBlockError,
-    Pool,
-    Row,
-    most_slots,
-    of_adapter,
-    pool_of,
-)
+from mesh_transformer.generation.pool import BLOCK, Chunks, Pool, most_slots, pool_of
 from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
+from mesh_transformer.serving.blocks import Blocks, NoBlockError, Row, of_adapter
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.util import bucket
 

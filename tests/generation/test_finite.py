@@ -11,8 +11,8 @@ import pytest
 
 import mesh_transformer
 from mesh_transformer.generation import finite
-from mesh_transformer.generation.blocks import BLOCK, Chunks, Pool
 from mesh_transformer.generation.finite import NO_TOKEN
+from mesh_transformer.generation.pool import BLOCK, Chunks, Pool
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.parallel import Auto

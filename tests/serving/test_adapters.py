@@ -7,9 +7,10 @@ from mesh_transformer.checkpoint import native_state
 from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.cli import serve as command
 from mesh_transformer.config import Config
-from mesh_transformer.generation.blocks import Blocks, Pool, of_adapter
+from mesh_transformer.generation.pool import Pool
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import transformer
+from mesh_transformer.serving.blocks import Blocks, of_adapter
 from mesh_transformer.util import InputError
 
 pytest_plugins = ["tests.support.live_fixtures"]

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from mesh_transformer.generation.batch import MOST_STEPS
-from mesh_transformer.generation.blocks import Blocks, Chunks, NoBlockError, Pool
 from mesh_transformer.generation.generator import SMALLEST_CACHE
+from mesh_transformer.generation.pool import Chunks, Pool
 from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.serving.blocks import Blocks, NoBlockError
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.generation.test_decode import (
     EVERYWHERE,
