@@ -21,6 +21,7 @@ from mesh_transformer.checkpoint.adapters import Base, merged_leaves
 from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Format, Source, check_format, other_format
 from mesh_transformer.checkpoint.state_tree import check_same_model
+from mesh_transformer.checkpoint.step_folders import step_number
 from mesh_transformer.config import Config
 from mesh_transformer.data.same_tokenizer import check_encoding
 from mesh_transformer.data.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
 from mesh_transformer.model.casts import to_f32
 from mesh_transformer.storage import files
-from mesh_transformer.storage.access import AnyPath, check_absent, is_uri, local_path, step_number
+from mesh_transformer.storage.access import AnyPath, check_absent, is_uri, local_path
 from mesh_transformer.util import InputError
 
 GPT2_ROWS, GPTJ_ROWS = 50257, 50400  # vocabulary sizes; GPT-J's is GPT-2's, padded

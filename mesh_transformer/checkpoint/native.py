@@ -39,6 +39,7 @@ from mesh_transformer.checkpoint.orbax_handlers import (
     HostArrayHandler,
     StateHandler,
     StateSave,
+    silence_failure_messages,
 )
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.state_tree import (
@@ -52,6 +53,7 @@ from mesh_transformer.checkpoint.step_folders import (
     committed_steps,
     is_committed,
     is_unfinished,
+    no_checkpoint_error,
     write_best,
 )
 from mesh_transformer.mesh.host_memory import is_in_host
@@ -65,9 +67,7 @@ from mesh_transformer.storage.access import (
     free_space,
     is_failure,
     local_path,
-    no_checkpoint_error,
     reason,
-    silence_failure_messages,
     unwritable_error,
 )
 from mesh_transformer.storage.locks import BucketLock, LocalLock, lock_folder

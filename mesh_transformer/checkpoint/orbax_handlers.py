@@ -1,8 +1,14 @@
-"""Orbax handlers, one to save host arrays layer by layer, one to coordinate several processes."""
+"""Orbax handlers, one to save host arrays layer by layer, one to coordinate several processes.
+
+Also a function that suppresses the messages of Orbax's threads about failures.
+"""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,3 +138,37 @@ class StateSave(ocp.args.PyTreeSave):
 @dataclasses.dataclass
 class StateRestore(ocp.args.PyTreeRestore):
     pass
+
+
+# The beginnings of the messages of tensorstore and Orbax about operations that end after their save
+# or restore has failed.
+_LATE = ("Event loop is closed", "Encountered error while reading array index")
+
+
+def silence_failure_messages(is_new: Callable[[logging.LogRecord], bool]) -> None:
+    """Suppress the messages that Orbax and asyncio print when a save or restore fails.
+
+    The messages are not needed, because the failure is also raised as an InputError of one line.
+    Without this function, Orbax's threads would log each error with a traceback, asyncio would log
+    all errors after the first, and `sys.unraisablehook` would print errors of operations that end
+    later.
+
+    The messages are suppressed until the process ends, because some of them appear only when the
+    failed save is garbage-collected.
+
+    Args:
+      is_new: a filter for the log records of absl and asyncio.  Records for which the filter
+        returns False are dropped.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_new)
+    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
+    previous = sys.unraisablehook
+    if getattr(previous, "__name__", "") == "_without_late_failures":
+        return
+
+    def _without_late_failures(unraisable: Any) -> None:
+        if not str(unraisable.exc_value).startswith(_LATE):
+            previous(unraisable)
+
+    sys.unraisablehook = _without_late_failures

@@ -25,14 +25,13 @@ from mesh_transformer.checkpoint.state_tree import (
     leaves,
     map_leaves,
 )
-from mesh_transformer.checkpoint.step_folders import damage_error
+from mesh_transformer.checkpoint.step_folders import damage_error, step_number
 from mesh_transformer.storage.access import (
     causes,
     convert_failures,
     is_failure,
     reason,
     replace_errors,
-    step_number,
     storage_failed,
 )
 from mesh_transformer.util import InputError

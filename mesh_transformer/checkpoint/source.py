@@ -17,11 +17,11 @@ from mesh_transformer.checkpoint import (
 )
 from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, saved_base
 from mesh_transformer.checkpoint.saved_step import SavedStep
-from mesh_transformer.checkpoint.step_folders import committed_steps
+from mesh_transformer.checkpoint.step_folders import committed_steps, step_number
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import TOKENIZER_FILES
 from mesh_transformer.storage import files
-from mesh_transformer.storage.access import AnyPath, check_bucket, local_path, step_number
+from mesh_transformer.storage.access import AnyPath, check_bucket, local_path
 from mesh_transformer.util import InputError
 
 # A checkpoint's format.  "peft" is that of the package peft, and only for LoRA adapters.

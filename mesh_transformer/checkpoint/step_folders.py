@@ -10,6 +10,7 @@ If the run keeps its best step, a file `best` names that step, and is replaced w
 
 import json
 import os
+import re
 from typing import Any
 
 from etils import epath
@@ -20,13 +21,23 @@ from mesh_transformer.storage.access import (
     MARK_FILE,
     convert_storage_errors,
     entries,
+    is_uri,
     local_path,
-    step_number,
 )
 from mesh_transformer.util import DamagedError, InputError
 
 TEMPORARY = ".orbax-checkpoint-tmp"
 BEST = "best"  # the name of the file that names the best step
+_STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
+
+
+def step_number(path: str) -> int | None:
+    """Return N if the last component of `path` is `step_N`, otherwise None.
+
+    All checkpoint formats name their step folders `step_N`.
+    """
+    match = _STEP_NAME.fullmatch(os.path.basename(path))
+    return None if match is None else int(match[1])
 
 
 def is_committed(path: epath.Path) -> bool:
@@ -104,3 +115,30 @@ def damage_error(step: epath.Path, problem: str) -> DamagedError:
     return DamagedError(
         f"checkpoint {step}{problem}; copy the step again{advice}", os.fspath(step), previous
     )
+
+
+def no_checkpoint_error(folder: epath.Path) -> InputError:
+    """Return the error to raise if a folder has no finished checkpoint or does not exist."""
+    problem = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
+    if folder.is_file():
+        problem = "is a file"
+    models = [] if is_uri(os.fspath(folder)) else _model_folders(os.fspath(folder))
+    found = f" such as {models[0]}" if models else ""
+    return InputError(
+        f"checkpoint folder {folder} {problem}; expected a model folder{found}, a step_<N> inside "
+        "one, or a Hugging Face folder"
+    )
+
+
+def _model_folders(folder: str) -> list[str]:
+    """Return the model folders in `folder`, or those next to `folder` if there are none in it.
+
+    A model folder contains at least one checkpoint folder named `step_<N>`.
+    """
+    for place in (folder, os.path.dirname(folder)):
+        inside = sorted(os.scandir(place), key=lambda e: e.name) if os.path.isdir(place) else []
+        paths = [entry.path for entry in inside if os.path.isdir(entry.path)]  # also for loops
+        models = [path for path in paths if any(map(_STEP_NAME.fullmatch, os.listdir(path)))]
+        if models:
+            return models
+    return []

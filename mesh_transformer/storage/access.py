@@ -11,12 +11,10 @@ import os
 import re
 import shutil
 import ssl
-import sys
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +29,6 @@ KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable that TensorFlow 
 AnyPath = str | os.PathLike[str]  # a local path, or a URI such as gs://bucket/model
 COMMIT_FILE = "commit_success.txt"  # Orbax writes it last; it makes a step folder a complete step
 MARK_FILE = "_CHECKPOINT_METADATA"  # Orbax writes it first, `delete_step` deletes it last
-_STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 
 # Names of exception classes, because their packages are imported only where they are used.
 _STORAGE_ERRORS = {
@@ -49,10 +46,6 @@ _UNANSWERED = re.compile(
     "ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|PERMISSION_DENIED|RESOURCE_EXHAUSTED"
     "|UNAUTHENTICATED|UNAVAILABLE|UNKNOWN"
 )
-
-# The beginnings of the messages of tensorstore and Orbax about operations that end after their save
-# or restore has failed.
-_LATE = ("Event loop is closed", "Encountered error while reading array index")
 
 # By default, tensorstore waits for an answer for as long as the operating system keeps the
 # connection, about half an hour.  With these variables, which it reads at its first request, a
@@ -176,15 +169,6 @@ def _bucket_exists(name: str) -> bool:
         if not isinstance(error.reason, ssl.SSLError):
             raise
     return True  # the clients report untrusted certificates themselves
-
-
-def step_number(path: str) -> int | None:
-    """Return N if the last component of `path` is `step_N`, otherwise None.
-
-    All checkpoint formats name their step folders `step_N`.
-    """
-    match = _STEP_NAME.fullmatch(os.path.basename(path))
-    return None if match is None else int(match[1])
 
 
 def check_absent(path: str) -> None:
@@ -375,33 +359,6 @@ def unwritable_error(folder: AnyPath, error: Exception) -> InputError:
     )
 
 
-def no_checkpoint_error(folder: epath.Path) -> InputError:
-    """Return the error to raise if a folder has no finished checkpoint or does not exist."""
-    problem = "holds no finished checkpoint" if folder.is_dir() else "does not exist"
-    if folder.is_file():
-        problem = "is a file"
-    models = [] if is_uri(os.fspath(folder)) else _model_folders(os.fspath(folder))
-    found = f" such as {models[0]}" if models else ""
-    return InputError(
-        f"checkpoint folder {folder} {problem}; expected a model folder{found}, a step_<N> inside "
-        "one, or a Hugging Face folder"
-    )
-
-
-def _model_folders(folder: str) -> list[str]:
-    """Return the model folders in `folder`, or those next to `folder` if there are none in it.
-
-    A model folder contains at least one checkpoint folder named `step_<N>`.
-    """
-    for place in (folder, os.path.dirname(folder)):
-        inside = sorted(os.scandir(place), key=lambda e: e.name) if os.path.isdir(place) else []
-        paths = [entry.path for entry in inside if os.path.isdir(entry.path)]  # also for loops
-        models = [path for path in paths if any(map(_STEP_NAME.fullmatch, os.listdir(path)))]
-        if models:
-            return models
-    return []
-
-
 def entries(folder: epath.Path) -> list[epath.Path]:
     """Return the entries of a folder; an empty list if there is no such folder.
 
@@ -441,32 +398,3 @@ def free_space(folder: str) -> str:
         return f", {shutil.disk_usage(folder).free:,} bytes free"
     except OSError:  # a bucket, or a folder that no longer exists
         return ""
-
-
-def silence_failure_messages(is_new: Callable[[logging.LogRecord], bool]) -> None:
-    """Suppress the messages that Orbax and asyncio print when a save or restore fails.
-
-    The messages are not needed, because the failure is also raised as an InputError of one line.
-    Without this function, Orbax's threads would log each error with a traceback, asyncio would log
-    all errors after the first, and `sys.unraisablehook` would print errors of operations that end
-    later.
-
-    The messages are suppressed until the process ends, because some of them appear only when the
-    failed save is garbage-collected.
-
-    Args:
-      is_new: a filter for the log records of absl and asyncio.  Records for which the filter
-        returns False are dropped.
-    """
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(is_new)
-    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
-    previous = sys.unraisablehook
-    if getattr(previous, "__name__", "") == "_without_late_failures":
-        return
-
-    def _without_late_failures(unraisable: Any) -> None:
-        if not str(unraisable.exc_value).startswith(_LATE):
-            previous(unraisable)
-
-    sys.unraisablehook = _without_late_failures
