@@ -7,13 +7,13 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
+import importlib.util
 import json
 import os
 import platform
 import shlex
 import sys
-import tempfile
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from mesh_transformer.cli.arguments import (
 )
 from mesh_transformer.config import CONFIGS, Config
 from mesh_transformer.families import PRESETS
-from mesh_transformer.performance import ablation, checkpoint_timing, loader_timing, report
 from mesh_transformer.util import InputError
 
 # Environment variables that affect the measurements; they are included in the reported command.
@@ -72,6 +71,10 @@ MODELS: dict[str, Any] = {  # for each preset, a file in configs/ or config keys
     "20B": "20B.json",
     "40B": "40B.json",
 }
+# For each mode that a script in scripts/measure carries out: the script, which defines `result` and
+# `COLUMNS`, those of its table.
+SCRIPTS = {"checkpoint": "checkpoints", "loader": "loader", "ablate": "ablation"}
+SHOWN_OPERATIONS = 10
 # Default model for each value of --hardware; GPT-J for values that are not listed.
 MODEL_OF = {"cpu": "tiny", "v2": "2.8B", "v3": "6.9B"}
 
@@ -205,39 +208,27 @@ def config_of(args: argparse.Namespace) -> Config:
 
 def mode_of(args: argparse.Namespace) -> str:
     """Return "decode", "checkpoint", "loader" or "ablate" if that flag is given, else "train"."""
-    modes = [mode for mode in ("decode", "checkpoint", "loader", "ablate") if getattr(args, mode)]
+    modes = [mode for mode in ("decode", *SCRIPTS) if getattr(args, mode)]
     return (modes or ["train"])[0]
 
 
-@contextlib.contextmanager
-def work_folder(parent: Path | None) -> Iterator[Path]:
-    """Create a temporary folder, and delete it when the `with` block ends.
+@functools.cache
+def script(name: str, flag: str) -> Any:
+    """Return the module `scripts/measure/<name>.py`, which carries out a flag.
 
-    Args:
-      parent: where to create the folder; None for the system's temporary folder.
+    Raises:
+      InputError: if there is no such file, because the library was installed without its sources.
     """
-    if parent is not None and not parent.is_dir():
-        raise InputError(f"--folder {parent} is not a folder; create it first")
-    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=parent) as folder:
-        yield Path(folder)
-
-
-@contextlib.contextmanager
-def one_core() -> Iterator[None]:
-    """Restrict this process to one CPU core inside the `with` block.
-
-    Threads that are started inside the block stay on that core even after the block has ended.
-    """
-    if not hasattr(os, "sched_setaffinity"):
+    path = Path(__file__).parents[2] / "scripts" / "measure" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"measure_{name}", path)
+    if spec is None or spec.loader is None or not path.exists():
         raise InputError(
-            "--loader must pin this process to one CPU core; run it on Linux, which allows this"
+            f"--{flag} runs scripts/measure/{name}.py, which the installed package lacks; install "
+            "a checkout of the repository with pip install -e ."
         )
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -249,12 +240,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--profile records only train steps; remove --profile or --{mode}")
     if args.every_host and mode in ("checkpoint", "loader"):
         raise InputError(f"--{mode} measures a single host; remove --every-host")
+    if mode in ("checkpoint", "loader") and args.folder and not args.folder.is_dir():
+        raise InputError(f"--folder {args.folder} is not a folder; create it first")
+    own = script(SCRIPTS[mode], mode) if mode in SCRIPTS else None
+    operations = script("operations", "profile") if args.profile is not None else None
 
     import jax
 
     from mesh_transformer.mesh.device_order import first_devices
     from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
-    from mesh_transformer.model import flops
     from mesh_transformer.performance import benchmark
     from mesh_transformer.training.step import StateLayout
 
@@ -278,30 +272,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     mesh = make_mesh(config, first_devices(count))
     layout = StateLayout(config, mesh)
     limits = benchmark.limits(args.hardware, mesh, config.dtype)
-    peak = None if limits is None else limits.flops
-    if args.decode:
-        bandwidth = None if limits is None else limits.bandwidth
+    if own is not None:
+        result = own.result(layout, args, limits and limits.flops)
+    elif args.decode:
         default = min(128, max(config.window // 4, 1))
-        result: Any = benchmark.measure_decoding(
-            layout, bandwidth, prompt=args.prompt or default, tokens=args.tokens or default
-        )
-    elif args.checkpoint:
-        with work_folder(args.folder) as folder:
-            result = checkpoint_timing.measure(layout, folder, args.rounds)
-    elif args.loader:
-        with work_folder(args.folder) as folder, one_core():
-            result = loader_timing.measure(folder, args.records, config.seq, args.rounds)
-        most = peak and peak / flops.palm_flops_per_token(config)
-        result |= {"most_tokens_per_second_of_a_step": most}
-    elif args.ablate:
-        result = ablation.measure(layout, args.rounds)
+        prompt, tokens = args.prompt or default, args.tokens or default
+        bandwidth = limits and limits.bandwidth
+        decoding = benchmark.measure_decoding(layout, bandwidth, prompt=prompt, tokens=tokens)
+        result = dataclasses.asdict(decoding)
     else:
-        result = benchmark.measure_training(
+        training = benchmark.measure_training(
             layout, limits, count=args.steps, warmup=args.warmup, profile=args.profile
         )
-    figures = result if isinstance(result, dict) else dataclasses.asdict(result)
+        longest = operations and operations.operations(args.profile)[:SHOWN_OPERATIONS]
+        profile = longest and [dataclasses.asdict(operation) for operation in longest]
+        result = dataclasses.asdict(training) | {"profile": profile}
     limits_dict = limits and dataclasses.asdict(limits)
-    return run_info(args, config, devices[0]) | {"limits": limits_dict, **figures}
+    return run_info(args, config, devices[0]) | {"limits": limits_dict, **result}
 
 
 def run_info(args: argparse.Namespace, config: Config, device: Any) -> dict[str, Any]:
@@ -347,6 +334,23 @@ def processor() -> str:
     return f"{platform.machine()} CPU, {cores} cores"
 
 
+def table(args: argparse.Namespace, result: dict[str, Any]) -> str:
+    """Format a result as readable text, or with --markdown as rows for docs/benchmarks.md."""
+    from mesh_transformer.performance import report
+
+    mode = mode_of(args)
+    if mode in SCRIPTS:
+        columns = script(SCRIPTS[mode], mode).COLUMNS
+    else:
+        columns = report.DECODING if mode == "decode" else report.TRAINING
+    if args.markdown:
+        return report.row(result, columns)
+    lines = [report.lines(result, columns)]
+    if result.get("profile"):
+        lines += script("operations", "profile").lines(result["profile"])
+    return "\n".join(lines)
+
+
 def main() -> None:
     args = parse_args()
     os.environ.setdefault(
@@ -355,7 +359,5 @@ def main() -> None:
     result = measure(args)
     if args.json:
         print(json.dumps(result))
-    elif args.markdown:
-        print(report.row(result))
     else:
-        print(report.lines(result))
+        print(table(args, result))

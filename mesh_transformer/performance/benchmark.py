@@ -27,12 +27,11 @@ from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import flops
 from mesh_transformer.model.casts import packed_bytes
-from mesh_transformer.performance import device_trace
 from mesh_transformer.performance.hlo import planned_memory
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
-PROFILED_STEPS, SHOWN_OPERATIONS = 3, 10
+PROFILED_STEPS = 3
 # A CPU's peak FLOP/s is measured between steps by multiplying square matrices of these sizes; the
 # fastest size counts.  `PEAK_SECONDS` per size are enough to measure a sustained speed.
 PEAK_SIZES, PEAK_SECONDS = (512, 1024, 2048), 0.3
@@ -135,7 +134,6 @@ class Training:
     peak_bytes: int
     peak_bytes_source: str
     temporary_bytes: int  # according to the compiler
-    profile: list[device_trace.Operation] | None
 
 
 def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.ndarray]:
@@ -229,7 +227,9 @@ def measure_training(
         timed_seconds = run.seconds[1 + warmup :]
         if profile is not None:
             bar.set_description("profiling")
-            with device_trace.record(profile):
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # events of Python calls would slow the program down
+            with jax.profiler.trace(profile, profiler_options=options):
                 for _ in range(PROFILED_STEPS):
                     run.step()
     peak = None if limit is None else limit.flops
@@ -249,7 +249,6 @@ def measure_training(
         peak_bytes=peak_bytes,
         peak_bytes_source=source,
         temporary_bytes=run.compiled.memory_analysis().temp_size_in_bytes,
-        profile=None if profile is None else device_trace.operations(profile)[:SHOWN_OPERATIONS],
     )
 
 

@@ -2,9 +2,10 @@
 
 import argparse
 
+import ablation
+
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
-from mesh_transformer.performance import ablation
 from mesh_transformer.training.step import StateLayout
 from mesh_transformer.util import run_script
 

@@ -20,8 +20,8 @@ from mesh_transformer.__main__ import main
 atexit.register(lambda: print(*(p for p in {SLOW} if p in sys.modules), file=sys.stderr))
 main()
 """
-# Commands whose flags need no package of `SLOW`; the others have choices that depend on JAX.
-QUICK = [name for name in COMMANDS if name not in ("convert", "bench")]
+# Commands whose flags need no package of `SLOW`; the other one has choices that depend on JAX.
+QUICK = [name for name in COMMANDS if name != "convert"]
 
 
 def imported(*words: object, cwd: Path = ROOT) -> set[str]:

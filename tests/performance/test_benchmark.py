@@ -15,9 +15,10 @@ from mesh_transformer.cli import benchmark as script
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import flops
-from mesh_transformer.performance import ablation, benchmark, device_trace, loader_timing, report
+from mesh_transformer.performance import benchmark, report
 from mesh_transformer.util import InputError, StoppedError, run_script
 from scripts import plot_ablation
+from scripts.measure import ablation, loader, operations
 from tests.conftest import SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,7 +92,7 @@ def test_flags_override_config_keys(config_file):
 
 def test_the_time_of_an_operation_excludes_operations_inside_it():
     events = [("inner", 12.0, 15.0), ("outer", 10.0, 20.0), ("next", 20.0, 21.0), ("a", 16.0, 18.0)]
-    times = dict(device_trace._self_times(events))
+    times = dict(operations._self_times(events))
     assert times == {"inner": 3.0, "a": 2.0, "outer": 5.0, "next": 1.0}
 
 
@@ -109,11 +110,22 @@ def test_every_operation_of_a_trace_is_counted_once():
         plane("/host:CPU", "a thread"),
         plane("/host:metadata", "a line"),
     ]
-    lines_of_trace = list(device_trace._lines(SimpleNamespace(planes=planes)))
+    lines_of_trace = list(operations._lines(SimpleNamespace(planes=planes)))
     assert [len(line) for line in lines_of_trace] == [2, 2, 1]  # a host also has other events
     assert lines_of_trace[2] == [("/host:CPU", 1.0, 3.0)]
     with pytest.raises(InputError, match="contains no"):
-        device_trace.operations(str(ROOT / "configs"))
+        operations.operations(str(ROOT / "configs"))
+
+
+@pytest.mark.parametrize("words", ["--ablate", "--checkpoint", "--loader", "--profile trace"])
+def test_without_its_script_a_flag_is_refused_before_it_measures(monkeypatch, words, tmp_path):
+    """As in a package that was installed without its sources."""
+    script.script.cache_clear()
+    monkeypatch.setattr(script, "__file__", str(tmp_path / "mesh_transformer" / "cli" / "a.py"))
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *words.split()])
+    flag, name = words.split()[0], r"scripts/measure/(ablation|checkpoints|loader|operations)\.py"
+    with pytest.raises(InputError, match=rf"{flag} runs {name}.* install a checkout"):
+        script.main()
 
 
 def run_benchmark(monkeypatch, capsys, *words: str) -> dict:
@@ -131,11 +143,15 @@ ABOUT = {
 
 def check_row(result: dict) -> None:
     """Check that the docs have the mode's table header, and that the row has all its columns."""
-    header = report.header(result["mode"])
+    mode = result["mode"]
+    columns = {"train": report.TRAINING, "decode": report.DECODING}.get(mode)
+    if columns is None:
+        columns = script.script(script.SCRIPTS[mode], mode).COLUMNS
+    header = report.header(result, columns)
     assert header in (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    columns = header.splitlines()[0].count(" | ")
-    assert {line.count(" | ") for line in report.row(result).splitlines()} == {columns}
-    assert result["date"] in report.lines(result)
+    count = header.splitlines()[0].count(" | ")
+    assert {line.count(" | ") for line in report.row(result, columns).splitlines()} == {count}
+    assert result["date"] in report.lines(result, columns)
 
 
 @pytest.mark.slow
@@ -198,14 +214,14 @@ def test_the_checkpoint_mode_compares_with_a_plain_file(monkeypatch, capsys, tmp
 
 @pytest.mark.slow
 def test_the_loader_mode_compares_with_tf_data_and_a_train_step(tmp_path, config_file):
-    result = loader_timing.measure(tmp_path, 1000, 8, 1)
+    result = loader.measure(tmp_path, 1000, 8, 1)
     assert result["tokens_per_second"] == 8 * result["records_per_second"]
     assert min(result.values()) > 0
     args = script.parse_args(["--config", config_file, "--loader"])
     about = script.run_info(args, script.config_of(args), SimpleNamespace(platform="cpu"))
     check_row(about | result | {"limits": None, "most_tokens_per_second_of_a_step": None})
     with pytest.raises(InputError, match="a multiple of 10"):
-        loader_timing.measure(tmp_path, 15, 8, 1)
+        loader.measure(tmp_path, 15, 8, 1)
 
 
 @pytest.mark.slow
@@ -215,7 +231,7 @@ def test_the_ablation_mode_compares_programs_with_equal_losses(monkeypatch, caps
 
     mesh: Any = SimpleNamespace(size=4)
     all_variants = ablation.variants(Layout(Config(**TINY), mesh))
-    monkeypatch.setattr(ablation, "variants", two_variants)
+    monkeypatch.setattr(script.script("ablation", "ablate"), "variants", two_variants)
     words = f"--config {config_file} --dp 2 --mp 2 --ablate --rounds 3"
     result = run_benchmark(monkeypatch, capsys, *words.split())
     library, naive = result["variants"]

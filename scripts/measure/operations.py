@@ -1,5 +1,6 @@
-"""Device operations in a profiler trace, and the time that each of them took."""
+"""Print the device operations in a profiler trace that took longest: `bench --profile`."""
 
+import argparse
 import os
 import re
 from collections import defaultdict
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax
 
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, run_script
 
 _HOST = "/host:CPU"
 # A trace has planes (devices), and a plane has lines (timelines of events).  The keys are prefixes
@@ -33,13 +34,6 @@ class Operation:
     seconds: float
     share: float
     runs: int
-
-
-def record(folder: str) -> Any:
-    """Return a context manager that records a profiler trace of the devices in a folder."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # events of Python calls would slow the program down
-    return jax.profiler.trace(folder, profiler_options=options)
 
 
 def operations(folder: str) -> list[Operation]:
@@ -105,3 +99,28 @@ def _self_times(events: Iterable[Event]) -> Iterator[tuple[str, float]]:
         open_events.append([name, end, end - start])
     for name, _, own in open_events:
         yield name, own
+
+
+def lines(longest: list[dict[str, Any]]) -> list[str]:
+    """Format operations, given as dicts of their attributes, as lines of readable text."""
+    return [
+        f"the {len(longest)} longest operations, all devices together:",
+        *(
+            f"  {operation['share']:6.1%} {operation['seconds'] * 1e3:10.2f} ms "
+            f"{operation['runs']:7} x {operation['name']}"
+            for operation in longest
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="folder with the trace")
+    parser.add_argument("--count", type=int, default=10, help="operations to print (default 10)")
+    args = parser.parse_args()
+    longest = operations(args.folder)[: args.count]
+    print("\n".join(lines([vars(operation) for operation in longest])))
+
+
+if __name__ == "__main__":
+    run_script(main)

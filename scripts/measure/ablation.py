@@ -1,14 +1,16 @@
-"""Ablation of the train step: timings with one optimisation off at a time, and with all off.
+"""Time the train step with one optimisation off at a time, and with all off: `bench --ablate`.
 
 Some optimisations have no config key.  This module switches them off by patching the library, so
-that the library itself needs no code for ablations.
+that the library itself needs no code for ablations.  The flags are those of `bench`.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import functools
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,19 +22,36 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
+from mesh_transformer.cli import benchmark as command
 from mesh_transformer.mesh import program
 from mesh_transformer.mesh.parallel import Manual
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import transformer
 from mesh_transformer.performance import benchmark, hlo
 from mesh_transformer.performance.hlo import planned_memory
+from mesh_transformer.performance.report import Column
 from mesh_transformer.training import step as steps
-from mesh_transformer.util import StoppedError
+from mesh_transformer.util import StoppedError, run_script
 
 COMPARED_STEPS = 2  # number of steps whose losses are compared; the second loss follows an update
 # Relative tolerance when losses are compared.  Variants add the same numbers in different orders,
 # so their rounding errors differ.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+COLUMNS: list[Column] = [  # of the table with one row per variant
+    ("train step", lambda v: v["name"]),
+    ("ms", lambda v: f"{v['step_seconds'] * 1e3:.1f}"),
+    (
+        "relative time (lowest to highest)",
+        lambda v: f"{v['ratio']:.2f} ({min(v['ratios']):.2f} to {max(v['ratios']):.2f})",
+    ),
+    ("temporaries (MiB)", lambda v: f"{v['temporary_bytes'] / 2**20:.1f}"),
+    ("total memory (MiB)", lambda v: f"{v['memory_bytes'] / 2**20:.1f}"),
+    (
+        "all-reduces, MB",
+        lambda v: f"{v['all_reduces']}, {v['all_reduced_bytes'] / 1e6:.1f}",
+    ),
+    ("compile (s)", lambda v: f"{v['compile_seconds']:.1f}"),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,3 +284,13 @@ def _summary(compiled: Compiled, seconds: list[float], library: list[float]) -> 
         "losses": compiled.losses,
         **compiled.figures,
     }
+
+
+def result(layout: steps.StateLayout, args: argparse.Namespace, _: float | None) -> dict[str, Any]:
+    """Return the results that `bench --ablate` reports."""
+    return measure(layout, args.rounds)
+
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "--ablate")
+    run_script(command.main)

@@ -1,9 +1,15 @@
-"""Timings of saving and restoring a training state, compared with a plain file of equal size."""
+"""Time saving and restoring a training state, and a plain file of its size: `bench --checkpoint`.
 
+The flags are those of `bench`.
+"""
+
+import argparse
 import dataclasses
 import os
 import shutil
 import statistics
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +17,31 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from mesh_transformer.cli import benchmark as command
+from mesh_transformer.mesh.accelerators import GIB
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.performance import benchmark
+from mesh_transformer.performance.report import Column
 from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import run_script
 
 CHUNK_BYTES = 64 << 20  # bytes per read or write call on the plain file
+COLUMNS: list[Column] = [
+    ("state", lambda f: f"{f['state_bytes'] / GIB:.2f} GiB"),
+    (
+        "save, training blocked (s)",
+        lambda f: f"{f['save_seconds']:.2f}, {f['blocked_seconds']:.2f}",
+    ),
+    (
+        "GB/s; save over write + fsync",
+        lambda f: f"{f['save_bytes_per_second'] / 1e9:.2f}; {f['save_ratio']:.2f}",
+    ),
+    ("restore (s)", lambda f: f"{f['restore_seconds']:.2f}"),
+    (
+        "GB/s; restore over read",
+        lambda f: f"{f['restore_bytes_per_second'] / 1e9:.2f}; {f['restore_ratio']:.2f}",
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,3 +171,14 @@ def _read(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
+
+
+def result(layout: Layout, args: argparse.Namespace, _: float | None) -> dict[str, Any]:
+    """Return the results that `bench --checkpoint` reports."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=args.folder) as folder:
+        return dataclasses.asdict(measure(layout, Path(folder), args.rounds))
+
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "--checkpoint")
+    run_script(command.main)

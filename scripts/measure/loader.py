@@ -1,4 +1,4 @@
-"""Timings of the data loader: its throughput compared with tf.data, and its time to resume.
+"""Time the loader, compared with tf.data, and how it resumes: `bench --loader`.
 
 A set of small records is written.  The loader and a plain tf.data pipeline then read the records
 alternately.
@@ -6,13 +6,18 @@ alternately.
 To time resuming, loaders are created that resume alternately from two saved positions.  The first
 position is near the start of the first epoch.  The second is the same position in the second epoch,
 after all records have been read once.  A loader that reads all earlier records again takes longer
-from the second position.
+from the second position.  The flags are those of `bench`.
 """
 
+import argparse
+import contextlib
 import functools
+import os
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -21,10 +26,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer.cli import benchmark as command
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tfrecords import write_records
+from mesh_transformer.mesh.program import Layout
+from mesh_transformer.model import flops
+from mesh_transformer.performance.report import Column
 from mesh_transformer.storage.access import tensorflow
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, run_script
 
 FILES = 10
 MAX_DISTINCT_RECORDS = 10_000  # maximum number of records to generate; every file repeats them
@@ -32,6 +41,19 @@ BATCH = 8
 MOST_BATCHES = 2000  # maximum number of batches to read when the loader is compared with tf.data
 EARLY_RECORDS = 10  # the loader resumes after this many records of an epoch
 SHUFFLE_BUFFER = 1000  # resuming is timed without shuffling, and with this shuffle_buffer
+COLUMNS: list[Column] = [
+    ("records/s", lambda f: f"{f['records_per_second']:,.0f}"),
+    ("tokens/s", lambda f: f"{f['tokens_per_second']:,.0f}"),
+    ("times as fast as tf.data", lambda f: f"{f['times_as_fast_as_tf_data']:.2f}"),
+    (
+        "training tokens/s at peak FLOP/s",
+        lambda f: f"{f['most_tokens_per_second_of_a_step'] or float('nan'):,.0f}",
+    ),
+    (
+        "resume after all records, near the first (ms)",
+        lambda f: f"{f['resume_seconds'] * 1e3:.1f}, {f['resume_seconds_at_first'] * 1e3:.1f}",
+    ),
+]
 
 
 def write_index(folder: Path, records: int, seq: int) -> str:
@@ -178,3 +200,39 @@ def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]
         result[f"{prefix}resume_seconds_at_first"] = early_seconds
         result[f"{prefix}resume_ratio"] = ratio
     return result
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Restrict this process to one CPU core inside the `with` block.
+
+    Threads that are started inside the block stay on that core even after the block has ended.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise InputError(
+            "--loader must pin this process to one CPU core; run it on Linux, which allows this"
+        )
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def result(layout: Layout, args: argparse.Namespace, peak: float | None) -> dict[str, Any]:
+    """Return the results that `bench --loader` reports.
+
+    Args:
+      peak: peak FLOP/s of all devices together; None if unknown.
+    """
+    config = layout.config
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=args.folder) as folder, one_core():
+        measured = measure(Path(folder), args.records, config.seq, args.rounds)
+    most = peak and peak / flops.palm_flops_per_token(config)
+    return measured | {"most_tokens_per_second_of_a_step": most}
+
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "--loader")
+    run_script(command.main)
