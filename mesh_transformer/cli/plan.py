@@ -139,8 +139,9 @@ def main() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
     from mesh_transformer.config import Config
-    from mesh_transformer.performance import scaling
+    from mesh_transformer.performance.analytic import sequences_per_step
     from mesh_transformer.performance.plan import decode_plan, priced_plan
+    from mesh_transformer.performance.scaling import scaling_of
     from mesh_transformer.performance.search import search
     from mesh_transformer.performance.topology import slice_named, topology
 
@@ -152,8 +153,8 @@ def main() -> None:
         generation = topology(args.topology).generation
         # --mp must not change the number of sequences per step.
         others = {key: value for key, value in changes.items() if key != "cores_per_replica"}
-        sequences = scaling.sequences_per_step(config.replace(**others))
-        estimates = scaling.scaling_of(config.replace(**changes), generation, sequences)
+        sequences = sequences_per_step(config.replace(**others))
+        estimates = scaling_of(config.replace(**changes), generation, sequences)
         print(json.dumps(dataclasses.asdict(estimates)) if args.json else estimates.table())
         return
     print(f"compiling for {args.topology} ...", file=sys.stderr, flush=True)

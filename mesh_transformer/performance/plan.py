@@ -22,7 +22,7 @@ from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.pool import Pool, most_slots, pool_of
 from mesh_transformer.generation.speculation import check_guesses, draft_config, within_window
 from mesh_transformer.generation.weights import DRAFT, WeightLayout, Weights, weight_layout
-from mesh_transformer.mesh.accelerators import GIB, Hardware
+from mesh_transformer.mesh.accelerators import GIB
 from mesh_transformer.mesh.device_order import Distances
 from mesh_transformer.mesh.devices import abstract, named
 from mesh_transformer.mesh.host_memory import is_in_host
@@ -231,8 +231,19 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
     tokens = math.prod(batch["obs"].shape)
     traffic = speed = None
     if memory.text is not None:
-        moved = _bytes_with_hosts(state)
-        traffic, speed = _traffic_and_speed(memory.text, layout, hardware, tokens, moved)
+        traffic = traffic_of(memory.text, layout)
+        speed = estimate(
+            config,
+            hardware,
+            devices=mesh.size,
+            tokens=tokens,
+            peak_bytes=memory.peak,
+            hbm_traffic_bytes=Program(memory.text).moved(),
+            link_bytes=traffic.on_links,
+            slice_bytes=traffic.between_slices,
+            host_bytes=_bytes_with_hosts(state),
+            attention=layout.attention,
+        )
     per_token = flops.palm_flops_per_token(config)
     return Plan(
         topology=topology.name,
@@ -273,33 +284,6 @@ def priced_plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
     rows = config.per_replica_batch * config.virtual_replicas(result.dp)
     plain = config.replace(virtual_mesh=None, per_replica_batch=rows)
     return dataclasses.replace(result, plain=plan(plain, topology, fast=fast))
-
-
-def _traffic_and_speed(
-    text: str,
-    layout: step.StateLayout,
-    hardware: Hardware,
-    tokens: int,
-    host_bytes: tuple[int, int],
-) -> tuple[Traffic, Estimate]:
-    """Return the collectives in the HLO text of a training step, and the step's estimated speed.
-
-    Args:
-      tokens: tokens per step of all devices together.
-      host_bytes: bytes per step from the hosts to one device, and from it to the hosts.
-    """
-    traffic = traffic_of(text, layout)
-    return traffic, estimate(
-        layout.config,
-        hardware,
-        devices=layout.mesh.size,
-        tokens=tokens,
-        hbm_traffic_bytes=Program(text).moved(),
-        link_bytes=traffic.on_links,
-        slice_bytes=traffic.between_slices,
-        host_bytes=host_bytes,
-        attention=layout.attention,
-    )
 
 
 def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:

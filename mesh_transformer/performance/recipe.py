@@ -23,7 +23,7 @@ from mesh_transformer.data.record_set import SetSize
 from mesh_transformer.families import SIZES, Size
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.model import flops
-from mesh_transformer.performance.scaling import attention_on, estimate_step, memory_bytes
+from mesh_transformer.performance.analytic import attention_on, estimate_step, memory_bytes
 from mesh_transformer.performance.topology import LocalDevices, Slice
 from mesh_transformer.util import InputError
 
@@ -254,7 +254,7 @@ def _most_tokens(config: Config, request: _Request) -> float:
         return math.inf
     rows = max(1, LEAST_TOKENS // config.seq)
     setting = config.replace(tpu_size=1, cores_per_replica=1, per_replica_batch=rows, remat="none")
-    seconds = CPU_SLOWDOWN * estimate_step(setting, device.hardware, 1).seconds
+    seconds = CPU_SLOWDOWN * estimate_step(setting, device.hardware, 1).step_seconds[1]
     return 60 * request.minutes * rows * config.seq / seconds
 
 

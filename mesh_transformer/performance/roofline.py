@@ -1,4 +1,4 @@
-"""Roofline estimate of a training step's speed, from hardware data sheets and the step's HLO."""
+"""Estimate of a training step's speed from hardware data sheets, and the collectives in its HLO."""
 
 import collections
 import dataclasses
@@ -26,9 +26,12 @@ FORMULA = (
 class Estimate:
     """Bounds on a training step's time and speed, computed by `FORMULA` without running the step.
 
-    Bytes, FLOP/s and seconds are per device; tokens per second are for all devices together.
+    The bytes are counted in the compiled step (`performance.plan`), or on paper
+    (`performance.analytic`).  Bytes, FLOP/s and seconds are per device; tokens per second are for
+    all devices together.
 
     Attributes:
+      peak_bytes: peak memory.
       hbm_traffic_bytes: bytes that the step reads from and writes to memory (see `hlo.Program`).
       link_bytes: bytes that the step sends, counted once per link that they cross on a ring.
       link_seconds: the times for sending `link_bytes` with all links of the device busy, and with
@@ -49,6 +52,7 @@ class Estimate:
     hardware: str
     peak_flops: float
     source: str
+    peak_bytes: int
     compute_seconds: float
     hbm_traffic_bytes: int
     hbm_seconds: float
@@ -158,6 +162,7 @@ def estimate(
     *,
     devices: int,
     tokens: int,
+    peak_bytes: int,
     hbm_traffic_bytes: int,
     link_bytes: int,
     slice_bytes: int = 0,
@@ -168,8 +173,8 @@ def estimate(
 
     Args:
       tokens: tokens per step of all devices together.
-      hbm_traffic_bytes, link_bytes, slice_bytes, host_bytes: bytes per device in one step; see
-        `Estimate`.
+      peak_bytes, hbm_traffic_bytes, link_bytes, slice_bytes, host_bytes: bytes per device in one
+        step; see `Estimate`.
       attention: attention backend, as `attention_backend` returns it.
     """
     peak = hardware.peak * devices
@@ -191,6 +196,7 @@ def estimate(
         hardware=hardware.name,
         peak_flops=hardware.peak,
         source=hardware.source,
+        peak_bytes=peak_bytes,
         compute_seconds=compute,
         hbm_traffic_bytes=hbm_traffic_bytes,
         hbm_seconds=memory,

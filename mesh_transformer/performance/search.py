@@ -8,8 +8,9 @@ from tqdm import tqdm
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import GIB, Hardware
+from mesh_transformer.performance.analytic import estimate_step, sequences_per_step
 from mesh_transformer.performance.plan import Plan, plan
-from mesh_transformer.performance.scaling import StepEstimate, estimate_step, sequences_per_step
+from mesh_transformer.performance.roofline import Estimate
 from mesh_transformer.performance.topology import Slice
 from mesh_transformer.util import InputError
 
@@ -174,7 +175,7 @@ def search(
         )
     hardware = topology.hardware(config.dtype)
     possible = [_that_may_fit(setting, hardware, topology, fixed or {}) for setting in settings]
-    ranked = sorted(itertools.chain(*possible), key=lambda pair: pair[0].seconds)
+    ranked = sorted(itertools.chain(*possible), key=lambda pair: pair[0].step_seconds[1])
     promising = [setting for _, setting in ranked]
     outcomes = _compile(promising, topology, limit)
     outcomes.fitting.sort(key=_speed, reverse=True)
@@ -195,7 +196,7 @@ def search(
 
 def _that_may_fit(
     config: Config, hardware: Hardware, topology: Slice, fixed: dict[str, Any]
-) -> list[tuple[StepEstimate, Config]]:
+) -> list[tuple[Estimate, Config]]:
     """Return a setting if its memory may suffice, and its variant with sharded activations.
 
     If `fixed` contains the key `shard_activations`, all settings have its value.  Otherwise the
@@ -209,14 +210,14 @@ def _that_may_fit(
     variants = [config if is_fixed else config.replace(shard_activations=False)]
     estimates = [estimate_step(variants[0], hardware, topology.devices)]
     mp = config.cores_per_replica
-    may_exceed = estimates[0].memory_bytes * (1 + PAPER_ERROR) > topology.hbm
+    may_exceed = estimates[0].peak_bytes * (1 + PAPER_ERROR) > topology.hbm
     if may_exceed and mp > 1 and not config.seq % mp and not is_fixed:
         variants.append(config.replace(shard_activations=True))
         estimates.append(estimate_step(variants[1], hardware, topology.devices))
     return [
         pair
         for pair in zip(estimates, variants, strict=True)
-        if pair[0].memory_bytes * (1 - PAPER_ERROR) <= topology.hbm
+        if pair[0].peak_bytes * (1 - PAPER_ERROR) <= topology.hbm
     ]
 
 

@@ -17,8 +17,8 @@ from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.performance import recipe as library
+from mesh_transformer.performance.analytic import sequences_per_step
 from mesh_transformer.performance.recipe import SIZES, Device, device_of, recipe
-from mesh_transformer.performance.scaling import sequences_per_step
 from mesh_transformer.performance.topology import slice_named
 from mesh_transformer.util import InputError
 from tests.support.small_run import SEQ, write_set

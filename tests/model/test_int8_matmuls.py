@@ -123,7 +123,8 @@ def test_evaluation_and_generation_are_not_rounded():
 
 def test_estimates_count_8_bit_matmuls_at_their_speed():
     config = Config(**(SMALL | {"remat": "none", "seq": 64, "loss_chunk": 64}))
-    options: Any = {"devices": 1, "tokens": 1000, "hbm_traffic_bytes": 0, "link_bytes": 0}
+    options: Any = {"devices": 1, "tokens": 1000, "peak_bytes": 0}
+    options |= {"hbm_traffic_bytes": 0, "link_bytes": 0}
     seconds = functools.partial(estimate, hardware=accelerators.hardware("v5e"), **options)
     layers = 3 * 2 * config.layers * 12 * config.d_model**2
     for names, share in (([], 0), (["forward"], 1 / 3), (ALL, 1)):

@@ -25,7 +25,8 @@ from mesh_transformer.model import attention as attention_module
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.casts import to_bf16
 from mesh_transformer.model.loss import train_loss
-from mesh_transformer.performance import hlo, scaling, search
+from mesh_transformer.performance import analytic, hlo, scaling, search
+from mesh_transformer.performance.analytic import estimate_step
 from mesh_transformer.performance.hlo import Program
 from mesh_transformer.performance.roofline import (
     bytes_on_links,
@@ -34,7 +35,6 @@ from mesh_transformer.performance.roofline import (
     link_seconds,
     traffic_of,
 )
-from mesh_transformer.performance.scaling import estimate_step
 from mesh_transformer.performance.topology import topology
 from mesh_transformer.training.step import init_state
 from mesh_transformer.util import InputError
@@ -98,7 +98,7 @@ ENTRY %main (p: f32[32,128]) -> f32[32,128] {
     assert {exchange.axis for exchange in traffic.exchanges} == {"dp", "slices"}
     between = "all-reduce" + hlo.BETWEEN_SLICES
     assert bytes_sent(between, 800, 4) == 2 * 600  # each slice sends and gets three quarters twice
-    options = {"devices": 8, "tokens": 1, "hbm_traffic_bytes": 0, "link_bytes": 0}
+    options = {"devices": 8, "tokens": 1, "peak_bytes": 0, "hbm_traffic_bytes": 0, "link_bytes": 0}
     for name, seconds in (("v5e", 2), ("v4", None)):  # 3.125 GB/s, and unknown
         result = estimate(config, accelerators.hardware(name), **options, slice_bytes=6_250_000_000)
         assert result.slice_seconds == seconds
@@ -114,6 +114,7 @@ def test_the_step_time_is_between_its_longest_part_and_the_sum():
         hardware,
         devices=8,
         tokens=tokens,
+        peak_bytes=3,
         hbm_traffic_bytes=819 * 10**8,  # 0.1 s
         link_bytes=20 * 10**9,  # 0.1 s over four links, 0.2 s over two
     )
@@ -128,6 +129,7 @@ def test_the_step_time_is_between_its_longest_part_and_the_sum():
         hardware,
         devices=8,
         tokens=tokens,
+        peak_bytes=3,
         hbm_traffic_bytes=0,
         link_bytes=0,
         attention="splash",
@@ -139,7 +141,7 @@ def test_the_step_time_is_between_its_longest_part_and_the_sum():
     assert "per device): bound by compute" in text
     second = {"hbm_traffic_bytes": 819 * 10**9, "link_bytes": 10**11, "slice_bytes": 3125 * 10**6}
     for bound, key in zip(("memory", "links", "network"), second, strict=True):
-        options = {"hbm_traffic_bytes": 0, "link_bytes": 0} | {key: second[key]}
+        options = {"peak_bytes": 3, "hbm_traffic_bytes": 0, "link_bytes": 0} | {key: second[key]}
         assert estimate(config, hardware, devices=8, tokens=tokens, **options).bound == bound
     assert "cloud.google.com" in text
 
@@ -384,9 +386,13 @@ def test_only_sums_over_mp_are_those_of_activations(dp, mp, groups, expected):
 def test_the_estimate_for_gpt_j_on_a_v3_8():
     """58 all-reduces of 2048 x 4096 bf16 over 8 devices send 1.70 GB; there are none over dp."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(gradient_accumulation_steps=1)
-    result = estimate_step(config, accelerators.hardware("v3"), 8)
-    assert (result.dp, result.mp, result.dp_bytes) == (1, 8, 0)
-    assert result.mp_bytes == 58 * 2 * 7 * 2048 * 4096 * 2 // 8
+    v3, sent = accelerators.hardware("v3"), 58 * 2 * 7 * 2048 * 4096 * 2 // 8
+    result = estimate_step(config, v3, 8)
+    assert (analytic.mp_bytes(config, 2048, 8), analytic.dp_bytes(config, 1)) == (sent, 0)
+    assert result.link_bytes == sent
+    assert result.peak_bytes == analytic.memory_bytes(config, 8, analytic.attention_on(config, v3))
+    parts = result.compute_seconds, result.hbm_seconds, link_seconds(sent, v3)[1]
+    assert result.step_seconds[1] == pytest.approx(sum(parts), rel=1e-12)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adafactor", "lion", "muon", "sgd"])
@@ -397,10 +403,10 @@ def test_the_estimate_counts_the_moments_of_the_optimizer(optimizer):
         sum(leaf.size for leaf in jax.tree.leaves(state[key])) for key in ("params", "opt_state")
     )
     # The optimizer's state has a count, too.
-    assert scaling.moments_per_parameter(config) == pytest.approx((moments - 1) / params)
+    assert analytic.moments_per_parameter(config) == pytest.approx((moments - 1) / params)
     expected = {"adam": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}[optimizer]
     # Muon has two moments of the embedding and the head, a fifteenth of the parameters.
-    assert 0 <= scaling.moments_per_parameter(config) - expected < 0.07
+    assert 0 <= analytic.moments_per_parameter(config) - expected < 0.07
 
 
 def test_the_estimate_of_dp_bytes_with_zero():
@@ -412,8 +418,8 @@ def test_the_estimate_of_dp_bytes_with_zero():
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
     part = flops.n_params(config) // 8
     for zero, width in ((0, 8), (1, 6), (3, 16 * 8)):
-        result = estimate_step(config.replace(zero=zero), accelerators.hardware("v3"), 256)
-        assert result.dp_bytes == pytest.approx(width * part * 31 / 32, rel=1e-6)
+        sent = analytic.dp_bytes(config.replace(zero=zero), 32)
+        assert sent == pytest.approx(width * part * 31 / 32, rel=1e-6)
 
 
 @pytest.mark.quick(2)
@@ -449,32 +455,30 @@ def test_the_estimate_of_saved_activations_matches_the_saved_arrays(attention, r
         for leaf in saved
         if leaf.shape[:2] in ((config.layers, batch), (config.layers, batch * config.seq))
     )
-    per_token = scaling.saved_activation_bytes(config, attention)
+    per_token = analytic.saved_activation_bytes(config, attention)
     assert kept == config.layers * batch * config.seq * per_token
 
 
 def test_estimates_assume_the_attention_backend_of_the_hardware(monkeypatch):
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
     names = {
-        name: scaling.attention_on(config, accelerators.hardware(name)) for name in ("v3", "v4")
+        name: analytic.attention_on(config, accelerators.hardware(name)) for name in ("v3", "v4")
     }
     assert names == {"v3": "xla", "v4": "splash"}
     # cuDNN's kernels are used only where the check of their results succeeds.
-    assert scaling.attention_on(config, accelerators.hardware("h200")) == "xla"
+    assert analytic.attention_on(config, accelerators.hardware("h200")) == "xla"
     monkeypatch.setattr(attention_module, "_cudnn_disagrees", lambda head_size: None)
-    assert scaling.attention_on(config, accelerators.hardware("h200")) == "cudnn"
+    assert analytic.attention_on(config, accelerators.hardware("h200")) == "cudnn"
     for pe in ("t5", "rotary"):
         explicit = config.replace(pe=pe, attention="splash")
-        assert scaling.attention_on(explicit, accelerators.hardware("v3")) == "xla"
+        assert analytic.attention_on(explicit, accelerators.hardware("v3")) == "xla"
     without_remat = config.replace(remat="none")
-    v3, v4 = (
-        scaling.estimate_step(without_remat, accelerators.hardware(name), 8) for name in names
-    )
+    v3, v4 = (estimate_step(without_remat, accelerators.hardware(name), 8) for name in names)
     # Per head, for two heads: the saved scores are replaced by a second copy of the output and a
     # sum.  One layer's scores more are in memory for a short time.
     scores = 2 * 2048 * 4
     saving = 28 * (scores - 2 * (256 * 2 + 4)) + scores
-    assert v3.memory_bytes - v4.memory_bytes == 2048 * saving
+    assert v3.peak_bytes - v4.peak_bytes == 2048 * saving
 
 
 def test_all_search_candidates_have_the_same_sequences_per_step():

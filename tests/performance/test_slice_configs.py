@@ -9,7 +9,7 @@ import pytest
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import GENERATIONS, GIB, Hardware, hardware
 from mesh_transformer.performance import search
-from mesh_transformer.performance.scaling import estimate_step, sequences_per_step
+from mesh_transformer.performance.analytic import estimate_step, sequences_per_step
 from mesh_transformer.performance.topology import Topology, topology
 from tests.performance.test_plan import needs_libtpu, run_python
 
@@ -60,7 +60,7 @@ def test_a_config_fits_on_paper(name):
     """Up to the error that the estimate has; the compiler decides."""
     kind, devices, limit = devices_of(name)
     estimate = estimate_step(Config.load(name), kind, devices)
-    assert estimate.memory_bytes <= (1 + search.PAPER_ERROR) * limit
+    assert estimate.peak_bytes <= (1 + search.PAPER_ERROR) * limit
 
 
 COMPILED = """
@@ -88,4 +88,4 @@ def test_the_compiler_fits_the_configs_of_small_slices():
         estimate = estimate_step(config, slice_.hardware(config.dtype), slice_.devices)
         assert fits, name
         # Reduced optimisation changes the peak by at most 8 percent.
-        assert estimate.memory_bytes == pytest.approx(peak, rel=0.08), name
+        assert estimate.peak_bytes == pytest.approx(peak, rel=0.08), name
