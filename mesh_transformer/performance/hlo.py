@@ -304,6 +304,7 @@ class Operation:
       whole: total size in bytes of all the result's arrays, in any memory.
       operands: names of the operations whose results this operation reads.
       called: name of the computation that this operation calls; None if it calls none.
+      body: name of the computation that a `while` loop repeats; None for all other operations.
       root: whether this is the ROOT operation, which gives the result of its computation.
       line: the line of HLO text.
     """
@@ -314,6 +315,7 @@ class Operation:
     whole: int
     operands: tuple[str, ...]
     called: str | None
+    body: str | None
     root: bool
     line: str
 
@@ -356,30 +358,33 @@ def _operation(line: str) -> Operation | None:
         return None
     root, name, result, kind, rest = match.groups()
     called = re.search(r"(?:calls|to_apply)=%([^\s,)]+)", rest)
+    body = re.search(r"body=%([^\s,]+)", rest) if kind == "while" else None
     if kind == "fusion" and "output_to_operand_aliasing" in rest and "calls=%copy_fusion" in rest:
         kind, called = "copy", None  # TPU7x's compiler puts each copy in place into a fusion
     operands = tuple(re.findall(r"%([^\s,()]+)", rest.partition(")")[0]))
     in_device_memory, total = _sizes(result)
     return Operation(
-        name, kind, in_device_memory, total, operands, called and called[1], root is not None, line
+        name=name,
+        kind=kind,
+        bytes=in_device_memory,
+        whole=total,
+        operands=operands,
+        called=called and called[1],
+        body=body and body[1],
+        root=root is not None,
+        line=line,
     )
 
 
-def _original(operations: dict[str, Operation], operation: Operation) -> Operation:
-    """Return the operation that created the data in the result of `operation`.
-
-    Bitcasts, reshapes and copies do not create data, so the search continues with their operand.
-
-    Args:
-      operations: the operations of the same computation, by name.
-    """
-    while operation.kind in RENAMES and operation.operands[0] in operations:
-        operation = operations[operation.operands[0]]
-    return operation
+Operations = dict[str, Operation]  # those of one computation, by name
 
 
 class Program:
     """Memory traffic of a compiled program, estimated from its HLO text.
+
+    An operation reads its operands and writes its results.  Of an array of which it only reads or
+    updates a slice, the slice counts; for a fusion, `_Fusion` finds these slices.  Loops count as
+    often as they repeat.
 
     The compiler splits some collectives into several operations, which overlap with other work.
     The memory traffic of such a collective is counted as if it were one operation.
@@ -389,25 +394,19 @@ class Program:
     """
 
     def __init__(self, text: str):
-        self._text = text
         self._lines = computations(text)
-        parsed = {name: map(_operation, lines) for name, lines in self._lines.items()}
-        self._operations = {
-            name: {operation.name: operation for operation in operations if operation is not None}
-            for name, operations in parsed.items()
+        self._computations: dict[str, Operations] = {
+            name: {operation.name: operation for operation in map(_operation, lines) if operation}
+            for name, lines in self._lines.items()
         }
+        runs = _loop(self._lines, "ENTRY", 1).runs()
+        self._by_split_collectives = sum(
+            2 * times * collective.bytes for collective, times in runs if collective.chain
+        )
 
     def moved(self) -> int:
         """Return the bytes that one run of the program reads and writes in one device's memory."""
-        return self._moved_in("ENTRY") + self._bytes_moved_by_split_collectives()
-
-    def _bytes_moved_by_split_collectives(self) -> int:
-        """Return the bytes that split collectives read and write in one run of the program.
-
-        A split collective is one that the compiler has split into several operations.
-        """
-        runs = parse(self._text).runs()
-        return sum(2 * times * collective.bytes for collective, times in runs if collective.chain)
+        return self._moved_in("ENTRY") + self._by_split_collectives
 
     def bytes_moved_per_iteration(self, unknown_trips: int = 1) -> int:
         """Return the bytes that one iteration of the program's main loop reads and writes.
@@ -419,12 +418,9 @@ class Program:
         Args:
           unknown_trips: number of iterations of inner loops, where the HLO text does not give it.
         """
-        bodies = [
-            self._moved_in(body[1], unknown_trips)
-            for operation in self._operations["ENTRY"].values()
-            if operation.kind == "while" and (body := re.search(r"body=%([^\s,]+)", operation.line))
-        ]
-        return max(bodies, default=0) + self._bytes_moved_by_split_collectives()
+        operations = self._computations["ENTRY"].values()
+        bodies = [self._moved_in(loop.body, unknown_trips) for loop in operations if loop.body]
+        return max(bodies, default=0) + self._by_split_collectives
 
     def _moved_in(self, name: str, unknown_trips: int = 1) -> int:
         """Return the bytes that the computation `name` reads and writes, including its loops.
@@ -432,117 +428,128 @@ class Program:
         Collectives that the compiler has split into several operations are left out.
         """
         total = 0
-        for operation in self._operations[name].values():
-            body = (
-                re.search(r"body=%([^\s,]+)", operation.line) if operation.kind == "while" else None
-            )
-            if body:
+        operations = self._computations[name]
+        for operation in operations.values():
+            if operation.body:
                 trips = trip_count(self._lines, operation.line) or unknown_trips
-                total += trips * self._moved_in(body[1], unknown_trips)
+                total += trips * self._moved_in(operation.body, unknown_trips)
             elif operation.kind == "call" and operation.called:
                 total += self._moved_in(operation.called, unknown_trips)
             elif operation.kind not in FREE and not operation.kind.endswith("-done"):
-                total += self._moved_by(name, operation)
+                operands = [operations[name] for name in operation.operands if name in operations]
+                total += self._moved_by(operation, operands)
         return total
 
-    def _moved_by(self, name: str, operation: Operation) -> int:
-        """Return the bytes that an operation of the computation `name` reads and writes."""
-        siblings = self._operations[name]
-        operands = [siblings[operand] for operand in operation.operands if operand in siblings]
-        if operation.kind in SLICES:
-            return 2 * operation.bytes
-        if operation.kind in UPDATES:
-            return (2 + self._reads_target(operation)) * operands[UPDATES[operation.kind]].bytes
-        if operation.kind in ("copy-start", "slice-start"):
-            return self._moved_by_start(operation, operands)
-        operand_bytes = sum(operand.bytes for operand in operands)
-        written = operation.bytes - (operand_bytes if operation.names_operands else 0)
-        if operation.called is None or operation.kind not in ("fusion", "async-start"):
-            return operand_bytes + written
-        read = sum(
-            min(operand.bytes, self._bytes_read(operation.called, index))
-            for index, operand in enumerate(operands)
-        )
-        return read + min(written, self._bytes_written(operation.called))
-
-    @staticmethod
-    def _moved_by_start(operation: Operation, operands: list[Operation]) -> int:
-        """Return the bytes that a copy-start or slice-start operation reads and writes.
+    def _moved_by(self, operation: Operation, operands: list[Operation]) -> int:
+        """Return the bytes that an operation reads and writes.
 
         Args:
           operands: the operations whose results it reads.
         """
-        sizes = _sizes(operation.line.partition(" = ")[2].lstrip("( "))
-        source = operands[0]
-        moved = sizes[1] - source.whole  # the result is a tuple of the target and the source
-        return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)
+        if operation.kind in SLICES:
+            return 2 * operation.bytes
+        if operation.kind in UPDATES:
+            reads_target = _reads_target(self._computations, operation)
+            return (2 + reads_target) * operands[UPDATES[operation.kind]].bytes
+        if operation.kind in ("copy-start", "slice-start"):
+            return _moved_by_start(operation, operands[0])
+        read = [operand.bytes for operand in operands]
+        written = operation.bytes - (sum(read) if operation.names_operands else 0)
+        if operation.kind in ("fusion", "async-start") and operation.called:
+            fusion = _Fusion(self._computations, operation.called)
+            read = [min(size, fusion.bytes_read(index)) for index, size in enumerate(read)]
+            written = min(written, fusion.bytes_written())
+        return sum(read) + written
 
-    def _bytes_read(self, name: str, index: int) -> int:
-        """Return the bytes that the fused computation `name` reads from its parameter `index`."""
-        fused = self._operations[name].values()
+
+class _Fusion:
+    """The computation of a fusion: what it reads of its parameters, and writes of its results.
+
+    Between its operations the data stays on the chip.
+    """
+
+    def __init__(self, computations: dict[str, Operations], name: str):
+        self._computations = computations
+        self._operations = computations[name]
+
+    def bytes_read(self, index: int) -> int:
+        """Return the bytes that the fusion reads from its parameter `index`."""
         marker = f" parameter({index})"
-        parameter = next(operation for operation in fused if marker in operation.line)
-        return self._bytes_used(name, parameter)
+        operations = self._operations.values()
+        return self._used(next(one for one in operations if marker in one.line))
 
-    def _bytes_used(self, name: str, value: Operation) -> int:
-        """Return how many bytes of an operation's result the fused computation `name` reads.
+    def bytes_written(self) -> int:
+        """Return the bytes that the fusion writes."""
+        root = next(operation for operation in self._operations.values() if operation.root)
+        if root.kind != "tuple":
+            return self._written(root)
+        return sum(self._written(self._operations[name]) for name in root.operands)
 
-        Args:
-          value: the operation, which belongs to the same computation.
-        """
+    def _used(self, value: Operation) -> int:
+        """Return how many bytes of an operation's result the other operations read."""
         total = 0
-        for user in self._operations[name].values():
+        for user in self._operations.values():
             if value.name not in user.operands or user.is_piece:
                 continue
+            is_first = user.operands[0] == value.name
             if user.kind in RENAMES and not user.root:
-                total += self._bytes_used(name, user)
-            elif user.kind in SLICES and user.operands[0] == value.name:
+                total += self._used(user)
+            elif user.kind in SLICES and is_first:
                 total += user.whole
-            elif user.kind in UPDATES and user.operands[0] == value.name:
-                update = self._operations[name][user.operands[UPDATES[user.kind]]]
-                total += update.whole if self._reads_target(user) else 0
+            elif user.kind in UPDATES and is_first:
+                if _reads_target(self._computations, user):
+                    total += self._update(user).whole
             elif user.kind == "fusion" and user.called:
-                total += self._bytes_read(user.called, user.operands.index(value.name))
+                inner = _Fusion(self._computations, user.called)
+                total += inner.bytes_read(user.operands.index(value.name))
             else:
                 return value.whole
         return min(total, value.whole)
 
-    def _bytes_written(self, name: str) -> int:
-        """Return the bytes that the fused computation `name` writes.
+    def _written(self, result: Operation) -> int:
+        """Return the bytes that are written for a result: of an array updated in place, the update.
 
-        If the computation updates an array in place, only the updated part of the array counts.
+        If the fusion itself creates the array, it also writes the whole array once.
         """
-        fused = self._operations[name]
-        root = next(operation for operation in fused.values() if operation.root)
-        results = [fused[operand] for operand in root.operands] if root.kind == "tuple" else [root]
-        return sum(self._bytes_of_result(fused, result) for result in results)
-
-    def _reads_target(self, operation: Operation) -> bool:
-        """Whether an in-place update reads the old values before it overwrites them.
-
-        For example, a scatter-add reads them.
-        """
-        if operation.kind != "scatter" or operation.called is None:
-            return False
-        combiner = self._operations[operation.called].values()
-        return next(line for line in combiner if line.root).kind != "parameter"
-
-    def _bytes_of_result(self, fused: dict[str, Operation], result: Operation) -> int:
-        """Return the bytes that a fused computation writes for one of its results.
-
-        Args:
-          fused: the operations of the computation, by name.
-          result: the operation that gives the result.
-        """
-        result = _original(fused, result)
+        result = self._origin(result)
         if result.is_piece:
             return 0
         if result.kind in UPDATES:
-            target = _original(fused, fused[result.operands[0]])
-            written = fused[result.operands[UPDATES[result.kind]]].whole
-            # If the fusion itself creates the array, it also writes the whole array once.
-            created = 0 if target.kind == "parameter" else self._bytes_of_result(fused, target)
-            return written + created
+            target = self._origin(self._operations[result.operands[0]])
+            created = 0 if target.kind == "parameter" else self._written(target)
+            return created + self._update(result).whole
         if result.kind == "fusion" and result.called:
-            return self._bytes_written(result.called)
+            return _Fusion(self._computations, result.called).bytes_written()
         return result.whole
+
+    def _update(self, operation: Operation) -> Operation:
+        """Return the operation that gives the new values of an update in place."""
+        return self._operations[operation.operands[UPDATES[operation.kind]]]
+
+    def _origin(self, operation: Operation) -> Operation:
+        """Return the operation that created a result's data, which `RENAMES` do not create."""
+        while operation.kind in RENAMES and operation.operands[0] in self._operations:
+            operation = self._operations[operation.operands[0]]
+        return operation
+
+
+def _reads_target(computations: dict[str, Operations], operation: Operation) -> bool:
+    """Whether an update in place reads the old values before it overwrites them.
+
+    For example, a scatter-add reads them.
+    """
+    if operation.kind != "scatter" or operation.called is None:
+        return False
+    combiner = computations[operation.called].values()
+    return next(one for one in combiner if one.root).kind != "parameter"
+
+
+def _moved_by_start(operation: Operation, source: Operation) -> int:
+    """Return the bytes that a copy-start or slice-start operation reads and writes.
+
+    Args:
+      source: the operation whose result it reads.
+    """
+    sizes = _sizes(operation.line.partition(" = ")[2].lstrip("( "))
+    moved = sizes[1] - source.whole  # the result is a tuple of the target and the source
+    return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)
