@@ -63,8 +63,7 @@ ROOMS = {
         "tqdm"
     ),
     "performance": (
-        "util storage families config mesh data model generation training transformer_shard | "
-        "jax matplotlib numpy tqdm"
+        "util families config mesh data model generation training | jax matplotlib numpy tqdm"
     ),
     "cli": (
         "util storage families config mesh data model generation evaluation training "

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -26,8 +25,8 @@ from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import flops
-from mesh_transformer.model.casts import packed_bytes
 from mesh_transformer.performance.hlo import planned_memory
+from mesh_transformer.performance.plan import abstract_rows, bytes_on_one_device, weights_read
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
@@ -374,15 +373,7 @@ def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
       generator: a generator whose weights are cached.
       positions: average number of filled cache positions per row.
     """
-    weights, config = generator.weights(None), generator.config
-    # A token needs only one row of the embedding table, unless it is the output head, too.
-    read = {part: weights[part] for part in weights if part != "embed" or config.tie_head}
-    leaves = jax.tree.leaves(read)
-    shards = (leaf.addressable_shards[0].data for leaf in leaves)
-    weight_bytes = sum(packed_bytes(shard.shape, shard.dtype) for shard in shards)
-    mp = generator.layout.mesh.shape["mp"]
-    heads = 2 * config.layers * config.n_heads / mp  # of keys and values
-    entry = jnp.dtype(config.dtype).itemsize
-    # In 8 bits, each head has a scale in f32.
-    head = config.d_head + 4 if config.int8_cache else config.d_head * entry
-    return weight_bytes, int(heads * head * positions * config.per_replica_batch)
+    layout, config = generator.layout, generator.config
+    rows = config.per_replica_batch * layout.mesh.shape["dp"]
+    cache = bytes_on_one_device(abstract_rows(layout, rows).caches)
+    return weights_read(config, generator.weights(None)), int(cache * positions / config.window)

@@ -490,7 +490,7 @@ def decode_plan(
     rows = config.per_replica_batch * mesh.shape["dp"]
     pool = None if cache_tokens is None else pool_of(cache_tokens, config.window + guesses)
     weights = _abstract_weights(layout)
-    state = _abstract_rows(layout, rows, pool, guesses, draft)
+    state = abstract_rows(layout, rows, pool, guesses, draft)
     models = [(1, config, weights, state.caches)]  # and how often a step reads each
     if draft is not None:
         weights = weights | {DRAFT: _abstract_weights(layout.of(draft))}
@@ -513,9 +513,7 @@ def decode_plan(
     for times, model, own, caches in models:
         own_bytes, own_cache = bytes_on_one_device(own), bytes_on_one_device(caches)
         weights_bytes, cache_bytes = weights_bytes + own_bytes, cache_bytes + own_cache
-        is_head = model.tie_head and not model.weight_bits
-        embedding = 0 if is_head else bytes_on_one_device(own["embed"])
-        read += times * (own_bytes + int(own_cache * used) - embedding)
+        read += times * (weights_read(model, own) + int(own_cache * used))
     draft_bytes = sum(bytes_on_one_device((own, caches)) for _, _, own, caches in models[1:])
     traffic = moved = likely = None
     if memory.text is not None:
@@ -551,6 +549,20 @@ def decode_plan(
     )
 
 
+def weights_read(config: Config, weights: Weights) -> int:
+    """Return the bytes of weights that each device reads in a decode step.
+
+    A step reads only one row per token of the embedding table, unless that is the output head, too.
+    The quantized head of a model with a tied head is a copy.
+
+    Args:
+      weights: the weights of `config`, which may be abstract.
+    """
+    is_head = config.tie_head and not config.weight_bits
+    read = {part: weights[part] for part in weights if part != "embed" or is_head}
+    return bytes_on_one_device(read)
+
+
 def _abstract_weights(layout: WeightLayout) -> Weights:
     """Return the shapes and shardings of the weights that generation reads."""
     params = jax.eval_shape(functools.partial(transformer.init, layout.config), jax.random.key(0))
@@ -558,12 +570,17 @@ def _abstract_weights(layout: WeightLayout) -> Weights:
     return abstract(shapes, named(layout.mesh, layout.specs))
 
 
-def _abstract_rows(
-    layout: WeightLayout, rows: int, pool: Pool | None, guesses: int, draft: Config | None
+def abstract_rows(
+    layout: WeightLayout,
+    rows: int,
+    pool: Pool | None = None,
+    guesses: int = 0,
+    draft: Config | None = None,
 ) -> decode.DecodeState:
     """Return the shapes and shardings of a decode batch for answers of any length.
 
     Args:
+      rows: batch rows of all replicas together.
       pool: the size of each replica's pool, or None.
       guesses, draft: as for `decode_plan`.
     """

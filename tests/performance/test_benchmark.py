@@ -9,13 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from mesh_transformer.cli import benchmark as script
 from mesh_transformer.config import Config
+from mesh_transformer.generation.generator import Generator
+from mesh_transformer.mesh.devices import make_mesh
+from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.mesh.program import Layout
-from mesh_transformer.model import flops
-from mesh_transformer.performance import benchmark, report
+from mesh_transformer.model import flops, transformer
+from mesh_transformer.performance import benchmark, plan, report
+from mesh_transformer.performance.topology import slice_named
 from mesh_transformer.util import InputError, StoppedError, run_script
 from scripts import plot_ablation
 from scripts.measure import ablation, loader, operations
@@ -197,6 +202,19 @@ def test_the_decode_mode_counts_the_bytes_read_per_token(monkeypatch, capsys, co
     assert result["limit_seconds"] == bytes_read / result["limits"]["bandwidth"]
     assert result["share_of_limit"] == result["limit_seconds"] / result["token_seconds"]
     check_row(result)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_head": True}, {"tie_head": True, "weight_bits": 8}])
+def test_benchmarks_and_plans_count_the_same_bytes_per_token(changes):
+    """A quantized head is a copy, so that the embedding is not read for it."""
+    config = Config(**TINY, per_replica_batch=3, int8_cache="weight_bits" in changes, **changes)
+    config = config.replace(cores_per_replica=1, tpu_size=1)
+    layout = Layout(config, make_mesh(config))
+    generator = Generator(layout, Rows(layout.mesh))
+    generator.cache_weights(transformer.init(config, jax.random.key(0)))
+    weights, cache = benchmark._read_per_token(generator, config.window)
+    planned = plan.decode_plan(config, slice_named("cpu-1"))
+    assert (weights + cache, cache) == (planned.read_bytes, planned.cache_bytes)
 
 
 @pytest.mark.slow
