@@ -37,6 +37,13 @@ class Call(Generic[Result]):
     returns_rows: ClassVar[bool] = False
 
 
+class StateCall(Call[Result]):
+    """A request to create, change or store a network's state.
+
+    If it fails on one host, it fails on all of them.
+    """
+
+
 def split(
     call: AnyCall, replicas: list[list[int]], size: int | None = None
 ) -> tuple[list[AnyCall], list[np.ndarray]]:

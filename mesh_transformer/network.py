@@ -6,19 +6,22 @@ processes that all make the same calls, `TPUCluster` on the hosts of a pod, and 
 on a pod whose hosts are all restarted when one of them fails.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mesh_transformer.calls import ROWS, Call, Result
+from mesh_transformer.calls import ROWS, Call, Result, StateCall
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import check_batch, check_tokens
-from mesh_transformer.generation.batch import BadWeights, Batch
+from mesh_transformer.generation.batch import BadWeights, Batch, Embed, Score
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.pool import Pool
 from mesh_transformer.generation.prompts import check_pooled
+from mesh_transformer.storage.access import AnyPath, local_path
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,26 +32,65 @@ class Eval(Call[dict[str, Any]]):
     returns_rows: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, eq=False)
-class Score(Call[Chosen]):
-    """See `Network.score`."""
+@dataclass(frozen=True)
+class AddAdapters(StateCall[None]):
+    """See `Network.add_adapters`."""
 
-    tokens: np.ndarray = field(metadata=ROWS)
-    alternatives: int
-    beginning: np.ndarray | None
-    adapter: int
-    returns_rows: ClassVar[bool] = True
+    paths: list[Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Embed(Call[np.ndarray]):
-    """See `Network.embed`."""
+@dataclass(frozen=True)
+class AddDraft(StateCall[None]):
+    """See `Network.add_draft`."""
 
-    tokens: np.ndarray = field(metadata=ROWS)
-    lengths: np.ndarray = field(metadata=ROWS)
-    pooling: str
-    adapter: int
-    returns_rows: ClassVar[bool] = True
+    path: Any
+
+
+@dataclass(frozen=True)
+class OnlyGenerate(StateCall[None]):
+    """See `Network.only_generate`."""
+
+
+@dataclass(frozen=True)
+class Init(StateCall[None]):
+    """See `TrainableNetwork.init`."""
+
+
+@dataclass(frozen=True)
+class Load(StateCall[None]):
+    """See `TrainableNetwork.load`."""
+
+    path: Any
+    fresh_opt: bool
+    only_params: bool
+
+
+@dataclass(frozen=True)
+class Restore(StateCall[tuple[int, dict[str, Any] | None]]):
+    """Return the step, and the result of `TrainableNetwork.restore`."""
+
+    folder: str
+    base: str | None
+
+
+@dataclass(frozen=True)
+class Claim(StateCall[None]):
+    """See `TrainableNetwork.claim`."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
+class Save(StateCall[None]):
+    """See `TrainableNetwork.save`."""
+
+    folder: str
+    aux: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wait(StateCall[None]):
+    """See `TrainableNetwork.wait`."""
 
 
 class Network:
@@ -168,6 +210,39 @@ class Network:
         sizes = check_pooled(texts, lengths, pooling)
         return self.run(Embed(texts, sizes, pooling, adapter))
 
+    def add_adapters(self, paths: Sequence[AnyPath]) -> None:
+        """Let each text choose one of these LoRA adapters, instead of those given before.
+
+        A text that is generated with the option `adapter` n uses number n of the adapters, counted
+        from 1, and with 0 none.  Call this before `only_generate`.
+
+        Args:
+          paths: checkpoints of adapters that were trained on this model.
+        """
+        self.run(AddAdapters(list(map(_absolute, paths))))
+
+    def add_draft(self, path: AnyPath) -> None:
+        """Let a smaller model guess tokens in batches that guess (see `batch`).
+
+        The guesses do not change which tokens are generated.
+
+        Args:
+          path: a checkpoint of a model with the same tokenizer, which is put on the same mesh.
+        """
+        self.run(AddDraft(_absolute(path)))
+
+    def only_generate(self) -> None:
+        """Free the state, but not the weights that `generate`, `batch`, `score` and `embed` use.
+
+        Other methods that need the state raise InputError until a state is created or loaded again.
+        """
+        self.run(OnlyGenerate())
+
+
+def _absolute(path: AnyPath) -> Any:
+    """Return the path as all hosts need it; a `Source` is returned unchanged."""
+    return local_path(path) if isinstance(path, str | PurePath) else path
+
 
 class TrainSet(Protocol):
     """A stream of training batches that can save and restore its position.
@@ -201,55 +276,117 @@ class TrainableNetwork(Network):
     """
 
     step: int
-    notice: str
+    notice: str = ""
     noise_batches: tuple[int, int]
     peak_flops: float | None
 
     def init(self) -> None:
-        """See `CausalTransformer.init`."""
+        """Initialise parameters and optimizer state from `config.seed`, and set the step to 0.
+
+        Raises:
+          InputError: if the config sets `lora_rank`, because LoRA adapters need an existing model.
+        """
+        self.run(Init())
+        self.step = 0
+
+    def load(self, path: AnyPath, *, fresh_opt: bool = False, only_params: bool = False) -> None:
+        """Load a checkpoint's parameters and set the step to 0.
+
+        The optimizer's state is loaded too if the checkpoint has one; otherwise a fresh one is
+        created.
+
+        Args:
+          path: a model folder (its newest checkpoint is loaded), one of its step_N folders, a
+            checkpoint of the original mesh-transformer-jax, or a Hugging Face folder.  If the
+            config sets `lora_rank` and the checkpoint has no adapters, the checkpoint becomes the
+            base model of new adapters.
+          fresh_opt: whether to create a fresh optimizer state even if the checkpoint has one.
+          only_params: if True, the optimizer's state is neither loaded nor created; the first
+            `train` creates it.
+
+        Raises:
+          InputError: if the checkpoint cannot be read or does not fit the config, or if its
+            optimizer's state is that of another optimizer.
+        """
+        self.run(Load(_absolute(path), fresh_opt, only_params))
+        self.step = 0
+
+    def restore(self, folder: AnyPath, base: AnyPath | None = None) -> dict[str, Any] | None:
+        """Resume from the newest checkpoint of a model folder.
+
+        If the memory of a pod's hosts holds a complete copy of a later step (see `keep`), that copy
+        is restored instead, and the returned dict has the entry {"unsaved": True}.
+
+        Args:
+          base: the new path of the base model, if the checkpoint holds LoRA adapters and their
+            base model has moved.
+
+        Returns:
+          The dict of the checkpoint: the entries that were passed to `save`, the run's config, and
+          a record of the LoRA base model; or None if the folder has no checkpoint.
+
+        Raises:
+          InputError: if the checkpoint does not fit the config or has another format, or if the
+            hosts of a pod do not share the folder.
+        """
+        where = None if base is None else local_path(base)
+        self.step, aux = self.run(Restore(local_path(folder), where))
+        return aux
+
+    def claim(self, folder: AnyPath) -> None:
+        """Lock a model folder against other writers until `close`.
+
+        `save` also locks the folder, if it is not locked yet.
+
+        Raises:
+          InputError: if another process has locked the folder, if the folder cannot be written, or
+            if the hosts do not share it.
+        """
+        self.run(Claim(local_path(folder)))
+
+    def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
+        """Start saving the state in the background, to `folder`/step_N, where N is `step`.
+
+        Call `wait` to be sure that the save has succeeded.  A single process that ends waits, too,
+        but a failure does not change its exit status.  Of several hosts, all save their parts, or
+        the save fails.  Nothing is saved if the last call of `save` or `restore` was for this
+        folder and step, and `init` or `load` did not follow.  If the config sets `lora_rank`, only
+        the path and checksums of the base model are saved.
+
+        Args:
+          aux: JSON values to save with the state; `restore` returns them in its dict.  For the
+            entry `best`, see `Checkpoints.save`.
+
+        Raises:
+          InputError: as `Checkpoints.save`, for example if another state has this step's number.
+        """
+        self.run(Save(local_path(folder), aux or {}))
+
+    def wait(self) -> None:
+        """Wait until the last save has finished; raise InputError if it failed."""
+        self.run(Wait())
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether the last save has failed in the background; `wait` raises the error."""
         raise NotImplementedError
 
+    def larger_mesh(self) -> str:
+        """Return why a restart would give the run a larger mesh; "" if it would not."""
+        return ""
+
+    def keep(self, aux: dict[str, Any]) -> str:
+        """Start copying the state to the memory of a pod's hosts; see `TPUCluster.keep`."""
+        return ""
+
     def open_train_set(self) -> TrainSet:
-        """See `CausalTransformer.open_train_set`."""
+        """Open `config.train_set`; return an iterator over batches that `train` accepts."""
         raise NotImplementedError
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
         """See `CausalTransformer.train`."""
         raise NotImplementedError
 
-    def claim(self, folder: str) -> None:
-        """See `CausalTransformer.claim`."""
-        raise NotImplementedError
-
-    @property
-    def save_failed(self) -> bool:
-        """See `CausalTransformer.save_failed`."""
-        raise NotImplementedError
-
-    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
-        """See `CausalTransformer.save`."""
-        raise NotImplementedError
-
-    def wait(self) -> None:
-        """See `CausalTransformer.wait`."""
-        raise NotImplementedError
-
-    def larger_mesh(self) -> str:
-        """See `TPUCluster.larger_mesh`."""
-        raise NotImplementedError
-
-    def keep(self, aux: dict[str, Any]) -> str:
-        """See `TPUCluster.keep`."""
-        raise NotImplementedError
-
-    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
-        """See `CausalTransformer.restore`."""
-        raise NotImplementedError
-
-    def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
-        """See `CausalTransformer.load`."""
-        raise NotImplementedError
-
     def close(self) -> None:
-        """See `CausalTransformer.close`."""
+        """Wait until the last save has finished, and unlock the model folder."""
         raise NotImplementedError

@@ -21,7 +21,6 @@ from mesh_transformer.checkpoint.state_tree import check_same_run
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import check_batch, check_tokens
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.generation.batch import BadWeights, NewBatch
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
 from mesh_transformer.generation.generator import Generator
 from mesh_transformer.generation.speculation import draft_config
@@ -31,8 +30,20 @@ from mesh_transformer.mesh.device_order import first_devices
 from mesh_transformer.mesh.devices import fit_to_devices, make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows, limit_in_flight, process_rows
 from mesh_transformer.mesh.program import check_not_traced
-from mesh_transformer.network import Embed, Eval, Score, TrainableNetwork
-from mesh_transformer.storage.access import AnyPath, local_path
+from mesh_transformer.network import (
+    AddAdapters,
+    AddDraft,
+    Claim,
+    Eval,
+    Init,
+    Load,
+    OnlyGenerate,
+    Restore,
+    Save,
+    TrainableNetwork,
+    Wait,
+)
+from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError, NonFiniteError, UncountedWarning
 
@@ -66,8 +77,6 @@ class CausalTransformer(TrainableNetwork):
         `mesh_transformer.training.step.init_state`); None before `init`, `load` or `restore`.
     """
 
-    notice = ""  # signals that reach this process are the caller's
-
     def __init__(
         self,
         config: Config | dict[str, Any] | str | os.PathLike[str],
@@ -91,7 +100,7 @@ class CausalTransformer(TrainableNetwork):
         # Of `train`, and of all other methods.
         self._rows = self._eval_rows = Rows(self.mesh, self.config.virtual_replicas(self.dp))
         self._checkpoints: Checkpoints | None = None
-        self._folder: str | None = None  # the folder of `_checkpoints`, as the caller passed it
+        self._folder: str | None = None  # of `_checkpoints`
         self.step = 0  # a copy on the host; reading the step in `state` would wait for the device
         self._replaced = True  # whether `init` or `load` came after the last `save` or `restore`
         self._unchecked = False  # whether loaded weights may be NaN
@@ -108,12 +117,16 @@ class CausalTransformer(TrainableNetwork):
                 raise AttributeError(line)
             return object.__getattribute__(self, name)  # raises the usual error
 
-    def init(self) -> None:
-        """Initialise parameters and optimizer state from `config.seed`, and set the step to 0.
+    def run(self, call: Call[Any]) -> Any:
+        """Run a call on the devices; its batch rows are those of this process."""
+        return self._dispatch(call)
 
-        Raises:
-          InputError: if the config sets `lora_rank`, because LoRA adapters need an existing model.
-        """
+    @functools.singledispatchmethod
+    def _dispatch(self, call: Call[Any]) -> Any:
+        return self._generator.run(self._own_params(), call)
+
+    @_dispatch.register
+    def _init(self, _: Init) -> None:
         if self.config.lora_rank:
             raise InputError(
                 f"config: lora_rank is {self.config.lora_rank}, but adapters are trained on an "
@@ -212,30 +225,10 @@ class CausalTransformer(TrainableNetwork):
         limit_in_flight(metrics["loss"])
         return metrics
 
-    def run(self, call: Call[Any]) -> Any:
-        """Run a call on the devices; its batch rows are those of this process."""
-        match call:
-            case Eval():
-                return self._evaluated(call.batch)
-            case Score():
-                own = self._own_params()
-                return self._generator.score(
-                    own, call.tokens, call.alternatives, call.beginning, call.adapter
-                )
-            case Embed():
-                own = self._own_params()
-                return self._generator.embed(
-                    own, call.tokens, call.lengths, call.pooling, call.adapter
-                )
-            case NewBatch():
-                return self._generator.new_batch(self._own_params(), call)
-            case BadWeights():
-                return self._generator.bad_weights(self._generator.weights(self._own_params()))
-        raise TypeError(f"a network does not run {type(call).__name__}")
-
-    def _evaluated(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        count, rows = len(batch["obs"]), self._eval_rows
-        placed = rows.place({key: rows.pad(x) for key, x in batch.items()}, P("dp"))
+    @_dispatch.register
+    def _evaluate(self, call: Eval) -> dict[str, Any]:
+        count, rows = len(call.batch["obs"]), self._eval_rows
+        placed = rows.place({key: rows.pad(x) for key, x in call.batch.items()}, P("dp"))
         outputs = self._eval(self._params(), placed)
         limit_in_flight(outputs["loss"])
         return {name: rows.fetch(x, count) for name, x in outputs.items()}
@@ -284,74 +277,39 @@ class CausalTransformer(TrainableNetwork):
             self._own_params(), ctx, ctx_length, gen_length, sampler_options or {}
         )
 
-    def add_adapters(self, paths: Sequence[AnyPath | Source]) -> None:
-        """Let each text choose one of these LoRA adapters, instead of those given before.
-
-        A text that is generated with the option `adapter` n uses number n of the adapters, counted
-        from 1, and with 0 none.  Call this before `only_generate`.
-
-        Args:
-          paths: checkpoints of adapters that were trained on this model.
-        """
+    @_dispatch.register
+    def _add_adapters(self, call: AddAdapters) -> None:
         params, layout = self._params(), self._layout
-        loaded = [loading.load_adapter(Source.of(path), layout, params) for path in paths]
+        loaded = [loading.load_adapter(Source.of(path), layout, params) for path in call.paths]
         self._generator = Generator(layout, self._eval_rows, loaded, self._generator.draft)
 
-    def add_draft(self, path: AnyPath | Source) -> None:
-        """Let a smaller model guess tokens in batches that guess (see `Network.batch`).
-
-        The guesses do not change which tokens are generated.
-
-        Args:
-          path: a checkpoint of a model with the same tokenizer, which is put on the same mesh.
-        """
-        source = Source.of(path)
+    @_dispatch.register
+    def _add_draft(self, call: AddDraft) -> None:
+        source = Source.of(call.path)
         config = draft_config(source.config, self.config, source.path)
         draft = CausalTransformer(config, devices=list(self.mesh.devices.flat), init=False)
         draft.load(source, only_params=True)
         draft.only_generate()
         self._generator = self._generator.with_draft(draft._generator)
 
-    def only_generate(self) -> None:
-        """Free the state, but not the weights that `generate`, `batch`, `score` and `embed` use.
-
-        Other methods that need the state raise InputError until a state is created or loaded again.
-        """
+    @_dispatch.register
+    def _only_generate(self, _: OnlyGenerate) -> None:
         self._generator.cache_weights(self._params())
         self.state = None
 
-    def claim(self, folder: AnyPath) -> None:
-        """Lock a model folder against other writers until `close`.
-
-        `save` also locks the folder, if it is not locked yet.
-
-        Raises:
-          InputError: if another process has locked the folder, or the folder cannot be written.
-        """
-        self._writer(folder).claim()
+    @_dispatch.register
+    def _claim(self, call: Claim) -> None:
+        self._writer(call.folder).claim()
 
     @property
     def save_failed(self) -> bool:
         """Whether the last save has failed in the background; `wait` raises the error."""
         return self._checkpoints is not None and self._checkpoints.save_failed
 
-    def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
-        """Start saving the state in the background, to `folder`/step_N, where N is `step`.
-
-        Call `wait` to be sure that the save has succeeded.  A single process that ends waits, too,
-        but a failure does not change its exit status.  Nothing is saved if the last call of `save`
-        or `restore` was for this folder and step, and `init` or `load` did not follow.  If the
-        config sets `lora_rank`, only the path and checksums of the base model are saved.
-
-        Args:
-          aux: JSON values to save with the state; `restore` returns them in its dict.  For the
-            entry `best`, see `Checkpoints.save`.
-
-        Raises:
-          InputError: as `Checkpoints.save`, for example if another state has this step's number.
-        """
-        aux = self.own_aux() | (aux or {})
-        self._writer(folder).save(self.step, self.saved_state(), aux, replaced=self._replaced)
+    @_dispatch.register
+    def _save(self, call: Save) -> None:
+        writer, aux = self._writer(call.folder), self.own_aux() | call.aux
+        writer.save(self.step, self.saved_state(), aux, replaced=self._replaced)
         self._replaced = False
 
     def saved_state(self) -> steps.State:
@@ -366,16 +324,8 @@ class CausalTransformer(TrainableNetwork):
         """Return what every save adds to `aux`: the config and a record of the LoRA base model."""
         return {"config": self.config.as_dict()} | adapters.aux_entries(self._base)
 
-    def larger_mesh(self) -> str:
-        """Return "": the devices of a process do not change; see `TPUCluster.larger_mesh`."""
-        return ""
-
-    def keep(self, aux: dict[str, Any]) -> str:
-        """Return "": only a pod's hosts copy the state to memory; see `TPUCluster.keep`."""
-        return ""
-
-    def wait(self) -> None:
-        """Wait until the last save has finished; raise InputError if it failed."""
+    @_dispatch.register
+    def _wait(self, _: Wait) -> None:
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
@@ -385,25 +335,13 @@ class CausalTransformer(TrainableNetwork):
             self._checkpoints.close()
             self._checkpoints = None
 
-    def restore(self, folder: AnyPath, base: AnyPath | None = None) -> dict[str, Any] | None:
-        """Resume from the newest checkpoint of a model folder.
-
-        Args:
-          base: the new path of the base model, if the checkpoint holds LoRA adapters and their
-            base model has moved.
-
-        Returns:
-          The checkpoint's `aux` dict (`own_aux`, and the entries that were passed to `save`), or
-          None if the folder has no checkpoint.
-
-        Raises:
-          InputError: if the checkpoint does not fit the config or has another format.
-        """
-        checkpoints = self._writer(folder)
+    @_dispatch.register
+    def _restore(self, call: Restore) -> tuple[int, dict[str, Any] | None]:
+        checkpoints = self._writer(call.folder)
         newest = checkpoints.newest()
         if newest is None:
-            check_vacant(folder)
-            return None
+            check_vacant(call.folder)
+            return self.step, None
         step = checkpoints.saved(newest)
         aux, where = step.aux, str(step)
         check_same_run(self.config, step.config, where)
@@ -415,8 +353,8 @@ class CausalTransformer(TrainableNetwork):
         # There are no saved norms if the key skip_spikes is new.
         only = [key for key in template if key != "norms" or key in saved]
         restored = self._layout.fresh_history() | checkpoints.restore(newest, template, only=only)
-        self.resume(newest, restored, aux, where, base)
-        return aux
+        self.resume(newest, restored, aux, where, call.base)
+        return newest, aux
 
     def resume(
         self,
@@ -424,7 +362,7 @@ class CausalTransformer(TrainableNetwork):
         state: steps.State,
         aux: dict[str, Any],
         where: str,
-        base: AnyPath | None = None,
+        base: str | None = None,
     ) -> None:
         """Continue from a state that `saved_state` returned; load the base model for LoRA adapters.
 
@@ -436,45 +374,25 @@ class CausalTransformer(TrainableNetwork):
         """
         frozen = {}
         if (recorded := adapters.saved_base(aux, where)) is not None:
-            places = [recorded.path, *([] if base is None else [local_path(base)])]
+            places = [recorded.path, *([] if base is None else [base])]
             frozen, self._base = loading.load_base(where, self._layout, places, recorded)
         self._drop_weights(adapters=True)
         self.state = self._layout.padded(state | {"frozen": frozen})
         self.step, self._replaced, self._unchecked = step, False, True
 
-    def load(
-        self, path: AnyPath | Source, *, fresh_opt: bool = False, only_params: bool = False
-    ) -> None:
-        """Load a checkpoint's parameters and set the step to 0.
-
-        The optimizer's state is loaded too if the checkpoint has one; otherwise a fresh one is
-        created.
-
-        Args:
-          path: a model folder (its newest checkpoint is loaded), one of its step_N folders, a
-            checkpoint of the original mesh-transformer-jax, or a Hugging Face folder.  If the
-            config sets `lora_rank` and the checkpoint has no adapters, the checkpoint becomes the
-            base model of new adapters.
-          fresh_opt: whether to create a fresh optimizer state even if the checkpoint has one.
-          only_params: if True, the optimizer's state is neither loaded nor created; the first
-            `train` creates it.
-
-        Raises:
-          InputError: if the checkpoint cannot be read or does not fit the config, or if its
-            optimizer's state is that of another optimizer.
-        """
+    @_dispatch.register
+    def _load(self, call: Load) -> None:
         self._drop_weights()
-        source, optimizer = Source.of(path), not (fresh_opt or only_params)
+        source, optimizer = Source.of(call.path), not (call.fresh_opt or call.only_params)
         loaded = loading.load(source, self._layout, optimizer=optimizer)
         state = self._layout.padded(loaded.state)
-        if "opt_state" not in state and not only_params:
+        if "opt_state" not in state and not call.only_params:
             state["opt_state"] = steps.compile_opt_state(self._layout)(state["params"])
         self._drop_weights(adapters=True)
         self.step, self._base, self._replaced, self._unchecked = 0, loaded.base, True, True
         self.state = state | self._layout.fresh_history()
 
-    def _writer(self, folder: AnyPath) -> Checkpoints:
-        folder = os.fspath(folder)
+    def _writer(self, folder: str) -> Checkpoints:
         if self._checkpoints is None or self._folder != folder:
             self.close()
             keep_n, keep_every = self.config.keep_n, self.config.keep_every

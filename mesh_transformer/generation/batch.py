@@ -1,4 +1,4 @@
-"""`Batch`: rows that generate text in parallel, wherever the network runs, and its calls."""
+"""`Batch`: rows that generate text in parallel, wherever the network runs; calls of generation."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +44,28 @@ class NewBatch(Call[Run]):
 @dataclass(frozen=True)
 class BadWeights(Call[str | None]):
     """Name the weights that are NaN or infinite; "" if there are none, and None for unknown."""
+
+
+@dataclass(frozen=True, eq=False)
+class Score(Call[Chosen]):
+    """See `Network.score`."""
+
+    tokens: np.ndarray = field(metadata=ROWS)
+    alternatives: int
+    beginning: np.ndarray | None
+    adapter: int
+    returns_rows: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, eq=False)
+class Embed(Call[np.ndarray]):
+    """See `Network.embed`."""
+
+    tokens: np.ndarray = field(metadata=ROWS)
+    lengths: np.ndarray = field(metadata=ROWS)
+    pooling: str
+    adapter: int
+    returns_rows: ClassVar[bool] = True
 
 
 class BatchCall(Call[Any]):

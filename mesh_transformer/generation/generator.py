@@ -21,10 +21,12 @@ from mesh_transformer.generation.batch import (
     BadWeights,
     Batch,
     Decode,
+    Embed,
     Insert,
     NewBatch,
     Reserve,
     Run,
+    Score,
     filled,
 )
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
@@ -81,8 +83,8 @@ class Generator:
         self._weights = programs.compile_weights(layout, self.layout, configs)
         # The parameters' arrays (None after `cache_weights`), and the weights computed from them.
         self._made: tuple[list[Array] | None, Weights] | None = None
-        self._score = functools.cache(functools.partial(programs.compile_score, self.layout))
-        self._embed = functools.cache(functools.partial(programs.compile_embed, self.layout))
+        self._scorer = functools.cache(functools.partial(programs.compile_score, self.layout))
+        self._embedder = functools.cache(functools.partial(programs.compile_embed, self.layout))
         self._before = programs.compile_before(self.layout)
         # The last beginning that `score` got, and its keys and values.
         self._begun: tuple[tuple[bytes, int], decode.Before] | None = None
@@ -160,29 +162,36 @@ class Generator:
         if self._made is not None and self._made[0] is not None:
             self._made = self._begun = None
 
-    def score(
-        self,
-        params: Any,
-        tokens: np.ndarray,
-        alternatives: int,
-        beginning: np.ndarray | None,
-        adapter: int = 0,
-    ) -> Chosen:
-        """Return the logprobs of the tokens in each row; see `Network.score`."""
+    def run(self, params: Any | None, call: Call[Any]) -> Any:
+        """Run a call; its batch rows are those of this process.
+
+        Args:
+          params: the model's parameters, or None to use the cached weights.
+        """
+        match call:
+            case Score():
+                return self._score(self.weights(params), call)
+            case Embed():
+                return self._embed(self.weights(params), call)
+            case NewBatch():
+                return self.new_batch(params, call)
+            case BadWeights():
+                return self.bad_weights(self.weights(params))
+        raise TypeError(f"a network does not run {type(call).__name__}")
+
+    def _score(self, weights: Weights, call: Score) -> Chosen:
+        tokens, alternatives = call.tokens, call.alternatives
         if tokens.shape[1] < 2:
             raise InputError(
                 f"score: tokens has shape {tokens.shape}, expected at least 2 tokens per row"
             )
         check_number("score: alternatives", alternatives, 0, self.config.n_vocab)
-        check_adapters(adapter, len(self.adapters))
-        placed, number = (
-            self.rows.place(self.rows.pad(tokens), P("dp")),
-            np.array([adapter], np.int32),
-        )
-        weights = self.weights(params)
-        text = None if beginning is None else self._text(weights, beginning, number)
+        check_adapters(call.adapter, len(self.adapters))
+        placed = self.rows.place(self.rows.pad(tokens), P("dp"))
+        number = np.array([call.adapter], np.int32)
+        text = None if call.beginning is None else self._text(weights, call.beginning, number)
         # The program needs the most likely token itself.
-        compute = self._score(max(alternatives, 1), text is not None)
+        compute = self._scorer(max(alternatives, 1), text is not None)
         scored = compute(weights, placed[:, :-1], placed[:, 1:], text, number)
         scored = jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
         with blaming(lambda: self.cause(weights)):
@@ -192,20 +201,11 @@ class Generator:
             top_logprob=scored.top_logprob[..., :alternatives],
         )
 
-    def embed(
-        self,
-        params: Any,
-        tokens: np.ndarray,
-        lengths: np.ndarray,
-        pooling: str,
-        adapter: int = 0,
-    ) -> np.ndarray:
-        """Return a vector for each row's text; see `Network.embed`."""
-        check_adapters(adapter, len(self.adapters))
-        rows = [self.rows.place(self.rows.pad(x), P("dp")) for x in (tokens, lengths)]
-        weights = self.weights(params)
-        vectors = self._embed(pooling)(weights, *rows, np.array([adapter], np.int32))
-        result = np.asarray(self.rows.fetch(vectors, len(tokens)))
+    def _embed(self, weights: Weights, call: Embed) -> np.ndarray:
+        check_adapters(call.adapter, len(self.adapters))
+        rows = [self.rows.place(self.rows.pad(x), P("dp")) for x in (call.tokens, call.lengths)]
+        vectors = self._embedder(call.pooling)(weights, *rows, np.array([call.adapter], np.int32))
+        result = np.asarray(self.rows.fetch(vectors, len(call.tokens)))
         with blaming(lambda: self.cause(weights)):
             check_finite((result,), "vectors")
         return result

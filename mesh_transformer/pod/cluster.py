@@ -27,21 +27,21 @@ from ray import exceptions
 from mesh_transformer.calls import Call, Result, joined, split
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.generation.batch import BadWeights, NewBatch, filled
+from mesh_transformer.generation.batch import BadWeights, NewBatch, Run, filled
 from mesh_transformer.generation.finite import blaming
 from mesh_transformer.generation.prompts import check_prompts
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.placement import replica_rows
-from mesh_transformer.network import TrainableNetwork
+from mesh_transformer.network import AddAdapters, Claim, Restore, Save, TrainableNetwork, Wait
 from mesh_transformer.pod.faults import PermanentError, RaisedError, last_line
 from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.ray_head import spill_disk_is_full
-from mesh_transformer.pod.runner import FORWARDED, check_versions
+from mesh_transformer.pod.runner import check_versions
 from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
-from mesh_transformer.storage.access import local_path
+from mesh_transformer.storage.access import is_uri
 from mesh_transformer.training.step import MEASURED
 from mesh_transformer.util import HostError, InputError, StoppedError
 
@@ -142,11 +142,6 @@ class TPUCluster(TrainableNetwork):
         (port,) = self._results([self._actors[0].free_port.remote(address)])
         return f"{address}:{port}"
 
-    def init(self) -> None:
-        """Initialise the weights and the optimizer state; the step becomes 0."""
-        self.call("init")
-        self.step = 0
-
     @property
     def adapters(self) -> int:
         """Number of LoRA adapters that each text may choose from."""
@@ -234,20 +229,57 @@ class TPUCluster(TrainableNetwork):
         seconds = {f"host_seconds/{rank}": host.seconds for rank, host in enumerate(measured)}
         return measured[0].numbers | seconds
 
-    def run(self, call: Call[Result]) -> Result:
+    def run(self, call: Call[Any]) -> Any:
         """Run a call on all hosts, each of which gets the rows of its replicas."""
-        result: Any = self._run(call)
-        if isinstance(call, NewBatch):
-            self._batches += 1
-            result = functools.partial(self._run_in_batch, self._batches, call.rows)
-        return result
+        return self._dispatch(call)
 
-    def _run(self, call: Call[Result], size: int | None = None) -> Result:
-        """Run a call on all hosts; `size` is the number of its batch's rows per replica."""
+    @functools.singledispatchmethod
+    def _dispatch(self, call: Call[Any]) -> Any:
+        return self._run(call)
+
+    @_dispatch.register
+    def _new_batch(self, call: NewBatch) -> Run:
+        self._run(call)
+        self._batches += 1
+        return functools.partial(self._run_in_batch, self._batches, call.rows)
+
+    @_dispatch.register
+    def _add_adapters(self, call: AddAdapters) -> None:
+        self._run(call)
+        self._adapters = len(call.paths)
+
+    @_dispatch.register
+    def _claim(self, call: Claim) -> None:
+        self._check_shared(call.folder)
+        self._run(call)
+
+    @_dispatch.register
+    def _save(self, call: Save | Wait) -> None:
+        self._save_failed = False
+        self._run(call, agree=self.patience)  # other hosts may be writing when one raises an error
+
+    @_dispatch.register
+    def _restore(self, call: Restore) -> tuple[int, dict[str, Any] | None]:
+        self._check_shared(call.folder)
+        copy = None if self.copies is None else self.copies.newer_than_saved(call.folder)
+        if copy is None:
+            return self._run(call)
+        self.call("restore_copy", *[(copy, call.base)] * len(self.hosts))
+        return copy.step, copy.aux | {"unsaved": True}
+
+    def _run(
+        self, call: Call[Result], size: int | None = None, agree: float = SECONDS_TO_AGREE
+    ) -> Result:
+        """Run a call on all hosts.
+
+        Args:
+          size: number of rows per replica in the call's batch, if it has one.
+          agree: see `_results`.
+        """
         calls, places = split(call, self.replicas, size)
         # One host knows why a result is not finite.  Of several, some may have finite rows.
         with blaming(lambda: self._run(BadWeights()) if len(self.hosts) > 1 else None):
-            results = self.call("run", *zip(calls))
+            results = self.call("run", *zip(calls), agree=agree)
         try:
             return joined(call, results, places)
         except HostError as error:
@@ -271,51 +303,6 @@ class TPUCluster(TrainableNetwork):
         batch = self.batch(-(-len(prompts) // self.dp) * self.dp)
         tokens = np.concatenate(list(stream_tokens(batch, prompts, gen_length, settings)), axis=1)
         return filled(tokens, self.config.end_tokens or (), gen_length)
-
-    def add_adapters(self, paths: Sequence[str]) -> None:
-        """Let each text choose a LoRA adapter; see `CausalTransformer.add_adapters`."""
-        self.call("add_adapters", *[([local_path(path) for path in paths],)] * len(self.hosts))
-        self._adapters = len(paths)
-
-    def add_draft(self, path: str) -> None:
-        """Let a smaller model guess tokens; see `CausalTransformer.add_draft`."""
-        self.call("add_draft", *[(local_path(path),)] * len(self.hosts))
-
-    def only_generate(self) -> None:
-        """Free all state but the weights for generation; see `CausalTransformer.only_generate`."""
-        self.call("only_generate")
-
-    def claim(self, folder: str) -> None:
-        """Lock a model folder against other writers; see `CausalTransformer.claim`.
-
-        Raises:
-          InputError: if the hosts do not share `folder`, or if the folder cannot be locked.
-        """
-        self._check_shared(folder)
-        self.call("claim", *[(local_path(folder),)] * len(self.hosts))
-
-    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
-        """Start saving the state to a checkpoint in a model folder; see `CausalTransformer.save`.
-
-        The checkpoint is committed only if every host has saved its part.
-        """
-        self._call_together("save", *[(local_path(folder), aux)] * len(self.hosts))
-
-    def wait(self) -> None:
-        """Wait until the last save has finished; raises InputError if the save has failed."""
-        self._call_together("wait")
-
-    def _call_together(self, method: str, *arguments: tuple[Any, ...]) -> None:
-        """Call a method that either succeeds on all hosts or fails on all of them.
-
-        If one host raises InputError, the other hosts get `patience` seconds to finish the call.
-        """
-        self._save_failed = False
-        self._results(self._submit(method, *arguments), agree=self.patience)
-
-    def larger_mesh(self) -> str:
-        """Return why a restart would give the run a larger mesh; "" if it would not."""
-        return ""
 
     def keep(self, aux: dict[str, Any]) -> str:
         """Start copying the state to the hosts' memory, where a later `restore` can find it.
@@ -343,34 +330,14 @@ class TPUCluster(TrainableNetwork):
         self._keeping = self._submit("keep", *[(number, self.copies.keepers)] * len(self.hosts))
         return problem
 
-    def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
-        """Resume from the newest checkpoint of a model folder; see `CausalTransformer.restore`.
-
-        If the hosts' memory holds a complete copy of a later step (see `keep`), that copy is
-        restored instead, and the returned dict has the entry {"unsaved": True}.
-
-        Raises:
-          InputError: if the hosts do not share `folder`, or if the checkpoint cannot be used.
-        """
-        self._check_shared(folder)
-        base_path = None if base is None else local_path(base)
-        copy = None if self.copies is None else self.copies.newer_than_saved(folder)
-        if copy is not None:
-            self.call("restore_copy", *[(copy, base_path)] * len(self.hosts))
-            self.step = copy.step
-            return copy.aux | {"unsaved": True}
-        results = self.call("restore", *[(local_path(folder), base_path)] * len(self.hosts))
-        self.step, aux = results[0]
-        return aux
-
     def _check_shared(self, folder: str) -> None:
         """Raise InputError if `folder` is a local folder that the hosts do not share.
 
         Without a shared folder, a save would wait forever for the files of the other hosts.
         """
-        if "://" in folder or len({host.address for host in self.hosts}) == 1:
+        if is_uri(folder) or len({host.address for host in self.hosts}) == 1:
             return
-        path = os.path.join(local_path(folder), f".{secrets.token_hex(8)}.shared")
+        path = os.path.join(folder, f".{secrets.token_hex(8)}.shared")
         self._results([self._actors[0].create_marker.remote(path)])
         seen = self._results([actor.marker_exists.remote(path) for actor in self._actors])
         self._results([self._actors[0].delete_marker.remote(path)])
@@ -380,14 +347,6 @@ class TPUCluster(TrainableNetwork):
                 f"{folder}: host {seen.index(False)} does not see a file of host 0 in this folder; "
                 "give a folder that all hosts share, such as gs://bucket/model"
             )
-
-    def load(self, path: str, *, fresh_opt: bool = False, only_params: bool = False) -> None:
-        """Load the parameters of a checkpoint; see `CausalTransformer.load`.
-
-        The step becomes 0.
-        """
-        self.call("load", *[(local_path(path), fresh_opt, only_params)] * len(self.hosts))
-        self.step = 0
 
     def close(self) -> None:
         """Wait for the last save, then shut down all hosts.
@@ -417,13 +376,16 @@ class TPUCluster(TrainableNetwork):
 
         return [(of(replicas),) for replicas in self.replicas]
 
-    def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    def call(
+        self, method: str, *arguments: tuple[Any, ...], agree: float = SECONDS_TO_AGREE
+    ) -> list[Any]:
         """Call a method of every host's `NetworkRunner`, and return one result per host.
 
         Args:
           arguments: one tuple of arguments per host; may be omitted if the method takes none.
+          agree: see `_results`.
         """
-        return self._results(self._submit(method, *arguments))
+        return self._results(self._submit(method, *arguments), agree)
 
     def _submit(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
         """Send a call to every host without waiting, and return Ray references to the results.
@@ -433,8 +395,6 @@ class TPUCluster(TrainableNetwork):
         if self.ended:
             raise HostError(f"the hosts have been shut down{self._why}; create a new cluster")
         per_host = arguments or [()] * len(self._actors)
-        if method in FORWARDED:
-            method, per_host = "forward", [(method, *own) for own in per_host]
         try:
             return [
                 getattr(actor, method).remote(*own)

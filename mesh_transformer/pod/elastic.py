@@ -11,6 +11,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.pod.cluster import TPUCluster
 from mesh_transformer.pod.fit import mesh_name
 from mesh_transformer.pod.hosts import Host
+from mesh_transformer.storage.access import AnyPath
 
 
 class Present(NamedTuple):
@@ -62,7 +63,7 @@ class ElasticCluster(TPUCluster):
         """Return why a restart would give the run a larger mesh; "" if it would not."""
         return self._machines.larger_mesh(len(self.hosts))
 
-    def save(self, folder: str, aux: dict[str, Any] | None = None) -> None:
+    def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
         """Start saving the state, with the run's own config; see `TPUCluster.save`."""
         super().save(folder, self._with_run_config(aux or {}))
 

@@ -24,19 +24,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesh_transformer.calls import Call, Result
+from mesh_transformer.calls import Call, StateCall
 from mesh_transformer.checkpoint.orbax_handlers import SAVE_SECONDS
 from mesh_transformer.config import Config
-from mesh_transformer.generation.batch import NewBatch, Run
+from mesh_transformer.generation.batch import Run
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import AllRows
 from mesh_transformer.mesh.program import bind_collectives, compile_together
-from mesh_transformer.network import TrainSet
+from mesh_transformer.network import Claim, Save, TrainSet, Wait
 from mesh_transformer.pod.lockstep import ADVICE, Lockstep
 from mesh_transformer.pod.meeting import Meeting, Place, check_free
 from mesh_transformer.pod.runner import bypass_proxy, versions
 from mesh_transformer.pod.shared_folder import create_marker
-from mesh_transformer.storage.access import AnyPath, is_uri, local_path
+from mesh_transformer.storage.access import is_uri
 from mesh_transformer.training import loop
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, exit_now
@@ -67,25 +67,13 @@ class EveryHost(CausalTransformer):
     def _call(self) -> contextlib.AbstractContextManager[None]:
         return self.lockstep.call(save_failed=super().save_failed)
 
-    def _together(self, call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        return self.lockstep.together(lambda: call(*args, **kwargs))
-
-    def init(self) -> None:
-        self._together(super().init)
-
-    def load(self, path: Any, *, fresh_opt: bool = False, only_params: bool = False) -> None:
-        self._together(super().load, path, fresh_opt=fresh_opt, only_params=only_params)
-
-    def restore(self, folder: AnyPath, base: AnyPath | None = None) -> dict[str, Any] | None:
-        return self._together(super().restore, folder, base)
-
     def open_train_set(self) -> TrainSet:  # type: ignore[override]
         """Open `config.train_set`, to read only the batch rows of this process.
 
         Raises:
           InputError: also if the processes do not all see the same record files.
         """
-        records = self._together(super().open_train_set)
+        records = self.lockstep.together(super().open_train_set)
         seen = self.lockstep.values(records.fingerprint())
         if index := _first_other(seen):
             raise InputError(
@@ -103,24 +91,24 @@ class EveryHost(CausalTransformer):
         self.lockstep.complete_call()
         return metrics
 
-    def run(self, call: Call[Result]) -> Result:
-        result: Any = self._run_in_step(super().run, call)
-        if isinstance(call, NewBatch):
-            result = functools.partial(self._run_in_step, result)
-        return result
+    def run(self, call: Call[Any]) -> Any:
+        """Run a call in all processes; each passes in the rows of all replicas."""
+        local = functools.partial(super().run, call)
+        if isinstance(call, Claim):
+            self._check_shared(call.folder)
+        if isinstance(call, Save | Wait):
+            try:
+                return self.lockstep.together(local, patience=SAVE_SECONDS)
+            finally:
+                self.lockstep.count_save()
+        if isinstance(call, StateCall):
+            return self.lockstep.together(local)
+        result = self._run_in_step(super().run, call)
+        return functools.partial(self._run_in_step, result) if callable(result) else result
 
     def _run_in_step(self, run: Run, call: Call[Any]) -> Any:
         with self._call():
             return run(call)
-
-    def claim(self, folder: AnyPath) -> None:
-        """Lock a model folder; see `CausalTransformer.claim`.
-
-        Raises:
-          InputError: also if the processes do not share the folder.
-        """
-        self._check_shared(local_path(folder))
-        self._together(super().claim, folder)
 
     def _check_shared(self, folder: str) -> None:
         """Raise InputError in all processes if `folder` is local and not shared by all of them."""
@@ -129,7 +117,7 @@ class EveryHost(CausalTransformer):
         name = self.lockstep.once(lambda: f".{secrets.token_hex(8)}.shared")
         path = os.path.join(folder, name)
         writes = self.lockstep.writes
-        self._together(lambda: create_marker(path, "process 0") if writes else None)
+        self.lockstep.together(lambda: create_marker(path, "process 0") if writes else None)
         seen = self.lockstep.values(_is_seen(path))
         if writes:
             os.remove(path)
@@ -144,18 +132,6 @@ class EveryHost(CausalTransformer):
     def save_failed(self) -> bool:
         """Whether all processes have learned that the last save has failed."""
         return self.lockstep.save_failed
-
-    def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
-        self._save_together(lambda: super(EveryHost, self).save(folder, aux))
-
-    def wait(self) -> None:
-        self._save_together(super().wait)
-
-    def _save_together(self, call: Callable[[], None]) -> None:
-        try:
-            self.lockstep.together(call, patience=SAVE_SECONDS)
-        finally:
-            self.lockstep.count_save()
 
     def close(self) -> None:
         if not self.lockstep.broken:  # else the last save will never be complete

@@ -119,12 +119,6 @@ def check_versions(hosts: Mapping[str, Mapping[str, str | None]]) -> None:
             raise InputError(f"{what} is {differing}; install the same version on all of them")
 
 
-# Methods of `CausalTransformer` that `NetworkRunner.forward` calls directly.  The batch rows
-# in their arguments and results are those of this process.
-FORWARDED = {"init", "generate", "add_adapters", "add_draft"}
-FORWARDED |= {"only_generate", "claim", "own_aux", "save", "wait"}
-
-
 class NetworkRunner:
     """Runs a `CausalTransformer` in one process of a mesh, on that process's own batch rows.
 
@@ -233,16 +227,6 @@ class NetworkRunner:
         return self.network
 
     @_one_line_errors
-    def forward(self, method: str, *arguments: Any) -> Any:
-        """Call a method of this process's `CausalTransformer`, and return the result.
-
-        Args:
-          method: name of the method, one of `FORWARDED`.
-          arguments: positional arguments of the method.
-        """
-        return getattr(self._started, method)(*arguments)
-
-    @_one_line_errors
     def open_train_set(
         self, train_set: str | dict[str, float], state: dict[str, Any] | None, batches: int
     ) -> dict[str, Any]:
@@ -341,14 +325,9 @@ class NetworkRunner:
         os.remove(path)
 
     @_one_line_errors
-    def restore(self, folder: str, base: str | None = None) -> tuple[int, dict[str, Any] | None]:
-        """Resume from the newest checkpoint of a model folder; see `CausalTransformer.restore`.
-
-        Returns:
-          The step, and the checkpoint's `aux` dict (None if the folder has no checkpoint).
-        """
-        aux = self._started.restore(folder, base)
-        return self._started.step, aux
+    def own_aux(self) -> dict[str, Any]:
+        """See `CausalTransformer.own_aux`."""
+        return self._started.own_aux()
 
     @_one_line_errors
     def keep(self, number: int, keepers: Sequence[Any]) -> None:
@@ -395,11 +374,6 @@ class NetworkRunner:
         read = functools.partial(receive, copy, self.rank)
         state = blocks.assemble(network.saved_template(), copy.keepers, read)
         network.resume(copy.step, state, copy.aux, where, base)
-
-    @_one_line_errors
-    def load(self, path: str, fresh_opt: bool, only_params: bool) -> None:
-        """Load the parameters of a checkpoint; see `CausalTransformer.load`."""
-        self._started.load(path, fresh_opt=fresh_opt, only_params=only_params)
 
     @_one_line_errors
     def close(self) -> None:

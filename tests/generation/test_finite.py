@@ -21,7 +21,7 @@ from mesh_transformer.model import matrices, transformer
 from mesh_transformer.model.casts import to_int8
 from mesh_transformer.pod.cluster import TPUCluster
 from mesh_transformer.pod.hosts import Host
-from mesh_transformer.pod.runner import FORWARDED, NetworkRunner
+from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, NonFiniteError
 from tests.conftest import SMALL, random_batch
@@ -68,10 +68,8 @@ class FakeCluster(TPUCluster):
         self.hosts, self.replicas = [Host("", "")] * hosts, [[0]] * hosts
         self._runner, self._adapters = runner, 0
 
-    def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    def call(self, method: str, *arguments: tuple[Any, ...], agree: float = 0.0) -> list[Any]:
         own = (arguments or [()])[0]
-        if method in FORWARDED:
-            method, own = "forward", (method, *own)
         return [getattr(self._runner, method)(*own)] * len(self.hosts)
 
 

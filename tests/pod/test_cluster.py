@@ -103,7 +103,7 @@ def test_hosts_reserve_equal_caches_for_idle_rows():
             self.config, self.dp, self.replicas = CONFIG.replace(seq=1024), 2, [[0], [1]]
             self.hosts, self._batches, self._adapters = [], 0, 0
 
-        def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        def call(self, method: str, *arguments: tuple[Any, ...], agree: float = 0.0) -> list[Any]:
             calls = [call for (call,) in arguments]
             if isinstance(calls[0], Insert):
                 return [Chosen(np.zeros(len(call.row_P), np.uint32)) for call in calls]

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer.generation.batch import NewBatch
-from mesh_transformer.network import Eval, Score
+from mesh_transformer.generation.batch import NewBatch, Score
+from mesh_transformer.network import Eval
 from mesh_transformer.pod import restarts
 from mesh_transformer.pod.restarts import ATTEMPTS, RestartingCluster
 from mesh_transformer.util import HostError, InputError

@@ -13,7 +13,7 @@ import numpy as np
 from jax._src import compiler
 
 from mesh_transformer.mesh.placement import replica_rows
-from mesh_transformer.pod.runner import FORWARDED, NetworkRunner
+from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.training.loop import IN_FLIGHT
 from tests.support.multihost import STEPS
 
@@ -69,7 +69,7 @@ def call(
     if name == "generate":
         options = {"seed": mine("seed"), "top_p": mine("top_p")}
         arguments = (mine("ctx"), mine("length"), argument, options)
-        return {"tokens": runner.forward("generate", *arguments)}
+        return {"tokens": network.generate(*arguments)}
     if name == "blocks":
         samples = [
             {key: mine(f"train_{key}_{step}", axis=1) for key in ("obs", "target")}
@@ -87,13 +87,11 @@ def call(
         folder, last = argument
         while (step := network.step) < last:
             call(runner, facts, batches, "train", step % STEPS)
-            runner.forward("save", folder, {"saved after": step + 1})
-        runner.forward("wait")
+            network.save(folder, {"saved after": step + 1})
+        network.wait()
         return {}
-    result = (
-        runner.forward(name, *argument) if name in FORWARDED else getattr(runner, name)(*argument)
-    )
-    return {"aux": np.asarray(json.dumps(result))} if name == "restore" else {}
+    result = getattr(network, name)(*argument)
+    return {"aux": np.asarray(json.dumps((network.step, result)))} if name == "restore" else {}
 
 
 def main() -> None:
