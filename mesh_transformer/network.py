@@ -6,6 +6,7 @@ processes that all make the same calls, `TPUCluster` on the hosts of a pod, and 
 on a pod whose hosts are all restarted when one of them fails.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -17,11 +18,14 @@ from numpy.typing import ArrayLike
 from mesh_transformer.calls import ROWS, Call, Result, StateCall
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import check_batch, check_tokens
-from mesh_transformer.generation.batch import BadWeights, Batch, Embed, Score
+from mesh_transformer.generation.batch import BadWeights, Batch, Embed, Score, filled
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.pool import Pool
-from mesh_transformer.generation.prompts import check_pooled
+from mesh_transformer.generation.prompts import check_pooled, check_prompts
+from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.storage.access import AnyPath, local_path
+from mesh_transformer.util import bucket
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +104,13 @@ class Network:
       config: the config, as a `Config`.
       dp: number of data-parallel replicas; each holds the same number of batch rows.
       batch_size: number of sequences per microbatch, summed over all replicas.
+      alone: whether no other process has to make the same calls.
     """
 
     config: Config
     dp: int
     batch_size: int
+    alone = True
 
     def run(self, call: Call[Result]) -> Result:
         """Run a call, and return its result."""
@@ -116,9 +122,9 @@ class Network:
         raise NotImplementedError
 
     @property
-    def own_replicas(self) -> int:
-        """Number of replicas whose batch rows the caller passes in and gets back."""
-        return self.dp
+    def own_replicas(self) -> Sequence[int]:
+        """Replicas whose batch rows the caller passes in and gets back."""
+        return range(self.dp)
 
     def batch(self, rows: int, pool: Pool | None = None, guesses: int = 0) -> Batch:
         """Return a `Batch` of idle rows, which generates with the current parameters.
@@ -134,11 +140,69 @@ class Network:
             self.run,
             self.config,
             rows,
-            self.own_replicas,
+            len(self.own_replicas),
             adapters=self.adapters,
             pool=pool,
             guesses=guesses,
         )
+
+    def generate(
+        self,
+        ctx: ArrayLike,
+        ctx_length: ArrayLike,
+        gen_length: int,
+        sampler_options: dict[str, Any] | None = None,
+    ) -> np.ndarray:
+        """Continue prompts; each answer depends only on its own prompt, settings and seed.
+
+        An answer ends at the first of the config's `end_tokens`, which fills the rest of its row.
+
+        Args:
+          ctx: token ids [B, T], one right-aligned prompt per row; only the last `config.window`
+            tokens of a prompt are used.  With several processes, T must be the same in all of them.
+          ctx_length: number of prompt tokens in each row, [B], from 1 to T.
+          gen_length: number of tokens to generate per row.  Each token attends to at most the last
+            `config.window` tokens of its row.
+          sampler_options: `top_p` (default 0.9), `temp` (default 1; 0 is greedy), `seed` (default:
+            random for each row; with several processes, 0), and, by default off, `top_k`, `min_p`,
+            `typical_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `logit_bias`
+            and `adapter` (see `add_adapters`).  Each value is one for all rows, or an array with
+            one per row.  One `seed` s for all rows gives row number n, from 0, the seed s + n.
+
+        Returns:
+          Token ids [B, gen_length], uint32.
+
+        Raises:
+          InputError: for an invalid argument or option.
+          NonFiniteError: if the model's logits are NaN or infinite.
+        """
+        prompts = check_prompts(ctx, ctx_length, gen_length)
+        options = sampler_options or {}
+        settings = sampler_settings(options, len(prompts))
+        size = bucket(-(-len(prompts) // len(self.own_replicas)), 1)
+        batch = self.batch(size * len(self.own_replicas))
+        longest = None
+        if not self.alone:
+            # All processes must compile for the same sizes.  The width of `ctx` is the same in all
+            # processes, but the length of the longest prompt may differ.
+            longest = np.shape(ctx)[1]
+            batch.reserve(longest + gen_length)
+            if np.ndim(options.get("seed", 0)) == 0:
+                # Processes that share a replica must agree on the seeds of its rows.  So rows are
+                # counted over all processes, and the first seed is 0, not a random number.
+                row = np.arange(len(prompts))
+                row = np.array(self.own_replicas)[row // size] * size + row % size
+                first = settings.seed_B[0] if "seed" in options else 0
+                settings = settings._replace(seed_B=(first + row).astype(np.uint32))
+        insert = functools.partial(batch.insert, longest=longest)
+        ends, parts = self.config.end_tokens or (), []
+        running = np.ones(len(prompts), bool)
+        for new in stream_tokens(batch, prompts, gen_length, settings, insert=insert):
+            parts.append(new)
+            running &= ~np.isin(new, ends).any(axis=1)
+            if self.alone and not running.any():  # else all processes make the same calls
+                break
+        return filled(np.concatenate(parts, axis=1), ends, gen_length)
 
     def bad_weights(self) -> str | None:
         """Name the weights that are NaN or infinite; "" if there are none."""

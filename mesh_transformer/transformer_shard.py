@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from numpy.typing import ArrayLike
 
 from mesh_transformer import old_names
 from mesh_transformer.calls import Call
@@ -99,6 +98,7 @@ class CausalTransformer(TrainableNetwork):
         self.peak_flops = None if hardware is None else hardware.peak * self.mesh.size
         # Of `train`, and of all other methods.
         self._rows = self._eval_rows = Rows(self.mesh, self.config.virtual_replicas(self.dp))
+        self.alone = self._rows.alone
         self._checkpoints: Checkpoints | None = None
         self._folder: str | None = None  # of `_checkpoints`
         self.step = 0  # a copy on the host; reading the step in `state` would wait for the device
@@ -147,9 +147,9 @@ class CausalTransformer(TrainableNetwork):
         return len(self._generator.adapters) if "_generator" in vars(self) else 0
 
     @property
-    def own_replicas(self) -> int:
-        """Number of `replicas`, whose batch rows this process passes in and gets back."""
-        return len(self._eval_rows.replicas)
+    def own_replicas(self) -> Sequence[int]:
+        """Replicas whose batch rows this process passes in and gets back."""
+        return self._eval_rows.replicas
 
     @functools.cached_property
     def _train(self) -> Any:
@@ -242,40 +242,6 @@ class CausalTransformer(TrainableNetwork):
         with blaming(lambda: self._generator.cause(self._params())):
             check_finite((np.where(finite, 0, np.nan),), "logits")
         return logits
-
-    def generate(
-        self,
-        ctx: ArrayLike,
-        ctx_length: ArrayLike,
-        gen_length: int,
-        sampler_options: dict[str, Any] | None = None,
-    ) -> np.ndarray:
-        """Continue prompts; each answer depends only on its own prompt, settings and seed.
-
-        An answer ends at the first of the config's `end_tokens`, which fills the rest of its row.
-
-        Args:
-          ctx: token ids [B, T], one right-aligned prompt per row; only the last `config.window`
-            tokens of a prompt are used.  With several processes, T must be the same in all of them.
-          ctx_length: number of prompt tokens in each row, [B], from 1 to T.
-          gen_length: number of tokens to generate per row.  Each token attends to at most the last
-            `config.window` tokens of its row.
-          sampler_options: `top_p` (default 0.9), `temp` (default 1; 0 is greedy), `seed` (default:
-            random for each row; with several processes, 0), and, by default off, `top_k`, `min_p`,
-            `typical_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `logit_bias`
-            and `adapter` (see `add_adapters`).  Each value is one for all rows, or an array with
-            one per row.  One `seed` s for all rows gives row number n, from 0, the seed s + n.
-
-        Returns:
-          Token ids [B, gen_length], uint32.
-
-        Raises:
-          InputError: for an invalid argument or option.
-          NonFiniteError: if the model's logits are NaN or infinite.
-        """
-        return self._generator.generate(
-            self._own_params(), ctx, ctx_length, gen_length, sampler_options or {}
-        )
 
     @_dispatch.register
     def _add_adapters(self, call: AddAdapters) -> None:

@@ -39,7 +39,7 @@ ROOMS = {
     ),
     "model": "util config mesh | haiku jax numpy",
     "generation": "util config mesh calls model | jax numpy",
-    "network": "storage config calls data generation | numpy",
+    "network": "util storage config calls data generation | numpy",
     "evaluation": "extras util storage config data generation network | lm_eval numpy tqdm",
     "training": (
         "extras util storage config mesh data model network evaluation | etils jax numpy "

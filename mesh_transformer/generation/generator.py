@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from numpy.typing import ArrayLike
 
 from mesh_transformer.calls import Call
 from mesh_transformer.generation import decode, programs
@@ -27,15 +26,13 @@ from mesh_transformer.generation.batch import (
     Reserve,
     Run,
     Score,
-    filled,
 )
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
 from mesh_transformer.generation.pool import most_slots
-from mesh_transformer.generation.prompts import check_adapters, check_prompts
-from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.generation.prompts import check_adapters
 from mesh_transformer.generation.speculation import check_guesses, within_window
-from mesh_transformer.generation.stream import MOST_STEPS, stream_tokens
+from mesh_transformer.generation.stream import MOST_STEPS
 from mesh_transformer.generation.weights import DRAFT, Weights, weight_layout
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.mesh.program import Layout
@@ -259,42 +256,6 @@ class Generator:
         create = functools.partial(self.new_batch, params)
         replicas = len(self.rows.replicas)
         return Batch(create, self.config, rows, replicas, adapters=len(self.adapters))
-
-    def generate(
-        self,
-        params: Any,
-        ctx: ArrayLike,
-        ctx_length: ArrayLike,
-        gen_length: int,
-        options: dict[str, Any],
-    ) -> np.ndarray:
-        """Generate answers to prompts; see `CausalTransformer.generate`."""
-        prompts = check_prompts(ctx, ctx_length, gen_length)
-        settings = sampler_settings(options, len(prompts))
-        replicas = len(self.rows.replicas)
-        batch = self.batch(params, replicas * bucket(-(-len(prompts) // replicas), 1))
-        longest = None
-        if not self.rows.alone:
-            # All processes must compile for the same sizes.  The width of `ctx` is the same in all
-            # processes, but the length of the longest prompt may differ.
-            longest = np.shape(ctx)[1]
-            batch.reserve(longest + gen_length)
-            if np.ndim(options.get("seed", 0)) == 0:
-                # Processes that share a replica must agree on the seeds of its rows.  So rows are
-                # counted over all processes, and the first seed is 0, not a random number.
-                row, most = np.arange(len(prompts)), batch.rows // replicas
-                row = np.array(self.rows.replicas)[row // most] * most + row % most
-                first = settings.seed_B[0] if "seed" in options else 0
-                settings = settings._replace(seed_B=(first + row).astype(np.uint32))
-        insert = functools.partial(batch.insert, longest=longest)
-        ends, parts = self.config.end_tokens or (), []
-        running = np.ones(len(prompts), bool)
-        for new in stream_tokens(batch, prompts, gen_length, settings, insert=insert):
-            parts.append(new)
-            running &= ~np.isin(new, ends).any(axis=1)
-            if not running.any() and self.rows.alone:  # else all processes make the same calls
-                break
-        return filled(np.concatenate(parts, axis=1), ends, gen_length)
 
 
 def _identical(one: Sequence[Array | None] | None, other: list[Array]) -> bool:

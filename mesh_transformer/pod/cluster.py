@@ -21,17 +21,13 @@ from typing import Any
 
 import numpy as np
 import ray
-from numpy.typing import ArrayLike
 from ray import exceptions
 
 from mesh_transformer.calls import Call, Result, joined, split
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.generation.batch import BadWeights, NewBatch, Run, filled
+from mesh_transformer.generation.batch import BadWeights, NewBatch, Run
 from mesh_transformer.generation.finite import blaming
-from mesh_transformer.generation.prompts import check_prompts
-from mesh_transformer.generation.sampling import sampler_settings
-from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.placement import replica_rows
 from mesh_transformer.network import AddAdapters, Claim, Restore, Save, TrainableNetwork, Wait
 from mesh_transformer.pod.faults import PermanentError, RaisedError, last_line
@@ -289,20 +285,6 @@ class TPUCluster(TrainableNetwork):
         if number != self._batches:
             raise InputError("a newer batch has replaced this one on the hosts; use the newer one")
         return self._run(call, size)
-
-    def generate(
-        self,
-        ctx: ArrayLike,
-        ctx_length: ArrayLike,
-        gen_length: int,
-        sampler_options: dict[str, Any] | None = None,
-    ) -> np.ndarray:
-        """Generate answers to prompts; see `CausalTransformer.generate`."""
-        prompts = check_prompts(ctx, ctx_length, gen_length)
-        settings = sampler_settings(sampler_options or {}, len(prompts))
-        batch = self.batch(-(-len(prompts) // self.dp) * self.dp)
-        tokens = np.concatenate(list(stream_tokens(batch, prompts, gen_length, settings)), axis=1)
-        return filled(tokens, self.config.end_tokens or (), gen_length)
 
     def keep(self, aux: dict[str, Any]) -> str:
         """Start copying the state to the hosts' memory, where a later `restore` can find it.

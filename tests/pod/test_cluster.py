@@ -25,6 +25,7 @@ from mesh_transformer.generation.batch import Decode, Insert
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.generator import SMALLEST_CACHE
 from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.network import Network
 from mesh_transformer.pod import restarts
 from mesh_transformer.pod.cluster import TPUCluster
 from mesh_transformer.pod.launch import build_model, local_machines
@@ -125,12 +126,12 @@ def test_answers_end_at_the_models_end_tokens(monkeypatch):
     rng, ends, length = np.random.default_rng(3), [5, 7], 12
     tokens = rng.integers(0, 16, (6, length))
     monkeypatch.setattr(
-        "mesh_transformer.pod.cluster.stream_tokens", lambda *_: np.split(tokens, 4, axis=1)
+        "mesh_transformer.network.stream_tokens", lambda *_, **__: np.split(tokens, 4, axis=1)
     )
-    cluster: Any = types.SimpleNamespace(
-        dp=2, config=types.SimpleNamespace(end_tokens=ends), batch=lambda rows: None
-    )
-    actual = TPUCluster.generate(cluster, np.ones((6, 3), int), [3] * 6, length)
+    network = Network()
+    network.config, network.dp = CONFIG.replace(end_tokens=ends), 2
+    monkeypatch.setattr(network, "batch", lambda rows: types.SimpleNamespace(insert=print))
+    actual = network.generate(np.ones((6, 3), int), [3] * 6, length)
     for answer, row in zip(actual.tolist(), tokens.tolist(), strict=True):
         end = next((at for at, token in enumerate(row) if token in ends), length)
         assert answer == (row[: end + 1] + row[end : end + 1] * length)[:length]
