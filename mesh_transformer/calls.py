@@ -17,9 +17,11 @@ from mesh_transformer.mesh.placement import gathered, process_rows
 Result = TypeVar("Result")
 AnyCall = TypeVar("AnyCall", bound="Call[Any]")
 
-# Metadata of fields with a part for each batch row: a tree of arrays with one entry per row, an
-# array of row numbers, and a mapping whose keys are row numbers, or None.
-ROWS, ROW_NUMBERS, ROW_KEYS = {"rows": "entries"}, {"rows": "numbers"}, {"rows": "keys"}
+# Metadata of fields with a part for each batch row: a tree of arrays with one entry per row, the
+# same with rows along the second axis, an array of row numbers, and a mapping whose keys are row
+# numbers.  Such a field may be None.
+ROWS, MICROBATCH_ROWS = {"rows": "entries"}, {"rows": "microbatches"}
+ROW_NUMBERS, ROW_KEYS = {"rows": "numbers"}, {"rows": "keys"}
 
 
 class Call(Generic[Result]):
@@ -94,12 +96,12 @@ def _rows(call: Call[Any]) -> tuple[dict[str, tuple[str, Any]], int]:
     """Return the fields {name: (kind, value)} with parts for rows, and the number of rows."""
     declared: Any = call
     rows = {
-        field.name: (field.metadata["rows"], getattr(call, field.name))
+        field.name: (field.metadata["rows"], value)
         for field in dataclasses.fields(declared)
-        if "rows" in field.metadata
+        if "rows" in field.metadata and (value := getattr(call, field.name)) is not None
     }
-    _, first = next(iter(rows.values()), (None, ()))
-    return rows, len(jax.tree.leaves(first)[0]) if rows else 0
+    kind, first = next(iter(rows.values()), ("", np.zeros(0)))
+    return rows, jax.tree.leaves(first)[0].shape[kind == "microbatches"]
 
 
 def _part(kind: str, value: Any, index: np.ndarray, own: np.ndarray) -> Any:
@@ -112,7 +114,5 @@ def _part(kind: str, value: Any, index: np.ndarray, own: np.ndarray) -> Any:
     if kind == "numbers":
         return np.searchsorted(own, value[index]).astype(value.dtype)
     if kind == "keys":
-        return value and {
-            place: value[row] for place, row in enumerate(own.tolist()) if row in value
-        }
-    return jax.tree.map(lambda x: x[index], value)
+        return {place: value[row] for place, row in enumerate(own.tolist()) if row in value}
+    return jax.tree.map(lambda x: x.take(index, axis=int(kind == "microbatches")), value)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mesh_transformer.calls import ROWS, Call, Result, StateCall
+from mesh_transformer.calls import MICROBATCH_ROWS, ROWS, Call, Result, StateCall
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import check_batch, check_tokens
 from mesh_transformer.generation.batch import BadWeights, Batch, Embed, Score, filled
@@ -95,6 +95,13 @@ class Save(StateCall[None]):
 @dataclass(frozen=True)
 class Wait(StateCall[None]):
     """See `TrainableNetwork.wait`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Train(Call[dict[str, Any]]):
+    """See `TrainableNetwork.train`; without a batch, each host trains on the one it has read."""
+
+    batch: dict[str, np.ndarray] | None = field(metadata=MICROBATCH_ROWS)
 
 
 class Network:
@@ -448,8 +455,32 @@ class TrainableNetwork(Network):
         raise NotImplementedError
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        """See `CausalTransformer.train`."""
-        raise NotImplementedError
+        """Run one optimizer update; return its metrics without waiting for the devices.
+
+        If 16 earlier calls have not finished on the devices, the call waits for the oldest.  On a
+        pod, it waits if the metrics of 4 earlier calls have not been read.
+
+        Args:
+          sample: token ids `obs` and `target` [A, B, T]: A microbatches of B sequences, where B is
+            a multiple of the number of replicas, and with `shard_activations` T one of mp.  With
+            `batch_ramp_steps`, A is at most `gradient_accumulation_steps`, and may differ from call
+            to call.  Optionally `loss_mask` [A, B, T], 1 where a target counts in the loss and 0
+            elsewhere; losses are then means over all targets of the update that count, and if none
+            counts, the update is skipped with an `UncountedWarning`.  Optionally
+            `segment_ids` [A, B, T]: each run of equal numbers marks one text, which is processed as
+            if it were in a sequence of its own.
+
+        Returns:
+          Scalars: `loss` (z-loss included), `last_loss` (the loss at the last position of each
+          sequence or, with `loss_mask`, at the last one that counts in each text), `grad_norm`
+          (before clipping), `grad_norm_micro` and `grad_square_micro` (the mean norm and mean
+          squared norm of the gradients of small batches; see `noise_batches`), `learning_rate`,
+          `counted` (0 if no target counts in the loss, else 1), and `skipped` (1 if the update was
+          skipped, else 0).
+        """
+        multiple = self.config.shards if self.config.shard_activations else 1
+        batch = check_batch(self.config, "train", sample, 3, multiple=multiple)
+        return self.run(Train(batch))
 
     def close(self) -> None:
         """Wait until the last save has finished, and unlock the model folder."""

@@ -18,7 +18,7 @@ from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.checkpoint.source import Source, check_vacant
 from mesh_transformer.checkpoint.state_tree import check_same_run
 from mesh_transformer.config import Config
-from mesh_transformer.data.batches import check_batch, check_tokens
+from mesh_transformer.data.batches import check_tokens
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
 from mesh_transformer.generation.generator import Generator
@@ -39,6 +39,7 @@ from mesh_transformer.network import (
     OnlyGenerate,
     Restore,
     Save,
+    Train,
     TrainableNetwork,
     Wait,
 )
@@ -179,31 +180,10 @@ class CausalTransformer(TrainableNetwork):
         own = process_rows([self.replicas], self.batch_size // self.dp)
         return open_train_set(self.config, self.batch_size, *own)
 
-    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Array]:
-        """Run one optimizer update; return its metrics without waiting for the devices.
-
-        If 16 earlier calls have not finished on the devices, the call waits for the oldest.
-
-        Args:
-          sample: token ids `obs` and `target` [A, B, T]: A microbatches of B sequences, where B is
-            a multiple of the number of `replicas`, and with `shard_activations` T one of mp.  With
-            `batch_ramp_steps`, A is at most `gradient_accumulation_steps`, and may differ from call
-            to call.  Optionally `loss_mask` [A, B, T], 1 where a target counts in the loss and 0
-            elsewhere; losses are then means over all targets of the update that count, and if none
-            counts, the update is skipped with an `UncountedWarning`.  Optionally
-            `segment_ids` [A, B, T]: each run of equal numbers marks one text, which is processed as
-            if it were in a sequence of its own.
-
-        Returns:
-          Scalars on the devices: `loss` (z-loss included), `last_loss` (the loss at the last
-          position of each sequence or, with `loss_mask`, at the last one that counts in each text),
-          `grad_norm` (before clipping), `grad_norm_micro` and `grad_square_micro` (the mean norm
-          and mean squared norm of the gradients of small batches; see `noise_batches`),
-          `learning_rate`, `counted` (0 if no target counts in the loss, else 1), and `skipped` (1
-          if the update was skipped, else 0).
-        """
-        multiple = self.config.shards if self.config.shard_activations else 1
-        batch = check_batch(self.config, "train", sample, 3, multiple=multiple)
+    @_dispatch.register
+    def _update(self, call: Train) -> dict[str, Array]:
+        batch = call.batch
+        assert batch is not None
         if batch["obs"].shape[1] % self._rows.multiple:
             raise InputError(
                 f"train: the batch has {batch['obs'].shape[1]} sequences, "
@@ -218,7 +198,7 @@ class CausalTransformer(TrainableNetwork):
             state["opt_state"] = steps.compile_opt_state(self._layout)(state["params"])
         if self._rows.alone and not batch.get("loss_mask", np.ones(1)).any():
             line = "train: no target of the batch counts in the loss, so its update is skipped"
-            warnings.warn(line, UncountedWarning, stacklevel=2)
+            warnings.warn(line, UncountedWarning, stacklevel=5)  # of `train`
         batch, *count = steps.whole_batch(self.config, batch)
         self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")), *count)
         self.step += 1

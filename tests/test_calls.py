@@ -8,7 +8,15 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 
-from mesh_transformer.calls import ROW_KEYS, ROW_NUMBERS, ROWS, Call, joined, split
+from mesh_transformer.calls import (
+    MICROBATCH_ROWS,
+    ROW_KEYS,
+    ROW_NUMBERS,
+    ROWS,
+    Call,
+    joined,
+    split,
+)
 from mesh_transformer.util import HostError
 
 
@@ -35,6 +43,13 @@ class Some(Call[Pair]):
     pair: Pair = field(metadata=ROWS)
     allowed: dict[int, int] | None = field(metadata=ROW_KEYS)
     returns_rows: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked(Call[None]):
+    """A call with arrays whose rows are along the second axis."""
+
+    batch: dict[str, np.ndarray] | None = field(metadata=MICROBATCH_ROWS)
 
 
 @dataclass(frozen=True)
@@ -84,6 +99,16 @@ def test_hosts_get_their_rows_and_their_results_are_joined(seed):
     np.testing.assert_array_equal(result.one_B, pair.one_B)
     if pair.other_BN is not None:
         np.testing.assert_array_equal(result.other_BN, pair.other_BN)
+
+    stacked = Stacked({"x": numbers.normal(size=(2, dp * size, 3)), "y": np.ones((1, dp * size))})
+    calls, places = split(stacked, hosts)
+    for own, rows in zip(calls, places, strict=True):
+        assert len(rows) == size * len(hosts[0])
+        assert stacked.batch is not None
+        assert own.batch is not None
+        for name, x in stacked.batch.items():
+            np.testing.assert_array_equal(own.batch[name], x[:, rows])
+    assert [own.batch for own in split(Stacked(None), hosts)[0]] == [None] * len(hosts)
 
     question = Question("when?")
     calls, places = split(question, hosts)

@@ -314,7 +314,7 @@ def test_old_calls_of_a_cluster_and_a_loader_behave_as_documented():
             signature.bind(None, *arguments, **({"keep_n": 3} if method == "save" else {}))
     cluster = object.__new__(TPUCluster)
     cluster.config, cluster.hosts = Config(**SMALL), []
-    with pytest.raises(IndexError):
+    with pytest.raises(InputError, match="train: the batch is of type ndarray, expected a dict of"):
         cluster.train(np.zeros((1, 2, 17), np.uint32))
     with pytest.raises(InputError, match="eval: the batch is of type ndarray, expected a dict of"):
         cluster.eval(np.zeros((1, 2, 17), np.uint32))

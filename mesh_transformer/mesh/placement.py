@@ -130,18 +130,6 @@ class AllRows(Rows):
         return x if count == len(x) else np.asarray(x)[:count]
 
 
-def replica_rows(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> np.ndarray:
-    """Return the rows of the global batch x that belong to `replicas`.
-
-    Args:
-      x: the global batch, whose number of rows is a multiple of dp.
-      replicas: the dp indices of the replicas.
-      axis: the row axis of x.
-    """
-    parts = np.split(x, dp, axis)
-    return np.concatenate([parts[replica] for replica in replicas], axis)
-
-
 def process_rows(replicas: list[list[int]], size: int) -> list[np.ndarray]:
     """Return, for each process, the indices of the process's rows in the global batch.
 

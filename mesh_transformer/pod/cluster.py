@@ -28,8 +28,15 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import BadWeights, NewBatch, Run
 from mesh_transformer.generation.finite import blaming
-from mesh_transformer.mesh.placement import replica_rows
-from mesh_transformer.network import AddAdapters, Claim, Restore, Save, TrainableNetwork, Wait
+from mesh_transformer.network import (
+    AddAdapters,
+    Claim,
+    Restore,
+    Save,
+    Train,
+    TrainableNetwork,
+    Wait,
+)
 from mesh_transformer.pod.faults import PermanentError, RaisedError, last_line
 from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
@@ -158,35 +165,17 @@ class TPUCluster(TrainableNetwork):
         return open_train_set(self.config, self.batch_size)
 
     def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Dispatch one training step and return without waiting for it.
-
-        If the metrics of `MOST_UNREAD` earlier steps have not been read yet, the call first waits
-        for the oldest of these steps.
+        """Dispatch a training step; see `TrainableNetwork.train`.
 
         Args:
-          sample: as for `CausalTransformer.train`, or `READ_ON_HOSTS` to train on the next batch
-            that the hosts have read themselves (see `ClusterTrainSet`).
+          sample: `READ_ON_HOSTS` to train on the next batch that the hosts have read themselves
+            (see `ClusterTrainSet`).
 
         Returns:
-          The metrics of `CausalTransformer.train`, plus the step's duration in seconds on each host
-          as `host_seconds/<rank>`.  Each value is a `PendingMetric`, so `float(value)` waits for
-          the step.
+          Also the step's duration in seconds on each host, as `host_seconds/<rank>`.  Each value is
+          a `PendingMetric`.
         """
-        shares: list[tuple[Any]] = [(None,)] * len(self.hosts)
-        if sample is not READ_ON_HOSTS:
-            if sample["obs"].shape[1] % self.dp:
-                raise InputError(
-                    f"train: a microbatch has {sample['obs'].shape[1]} sequences, "
-                    f"expected a multiple of {self.dp}, the number of replicas"
-                )
-            shares = self._shares(sample, axis=1)
-        if len(self._unread) >= MOST_UNREAD:
-            self.read(self._unread[0])
-        self.step += 1
-        reading = DispatchedStep(self.step, self._submit("train", *shares))
-        self._unread.append(reading)
-        seconds = [f"host_seconds/{rank}" for rank in range(len(self.hosts))]
-        return {name: PendingMetric(self.read, reading, name) for name in (*METRICS, *seconds)}
+        return self.run(Train(None)) if sample is READ_ON_HOSTS else super().train(sample)
 
     def read(self, reading: DispatchedStep) -> dict[str, float]:
         """Wait until the step `reading` has finished on all hosts, and return its metrics.
@@ -243,6 +232,23 @@ class TPUCluster(TrainableNetwork):
     def _add_adapters(self, call: AddAdapters) -> None:
         self._run(call)
         self._adapters = len(call.paths)
+
+    @_dispatch.register
+    def _train(self, call: Train) -> dict[str, Any]:
+        """Dispatch a step, and return its metrics and its seconds on each host."""
+        if call.batch is not None and (count := call.batch["obs"].shape[1]) % self.dp:
+            raise InputError(
+                f"train: a microbatch has {count} sequences, expected a multiple of {self.dp}, the "
+                "number of replicas"
+            )
+        if len(self._unread) >= MOST_UNREAD:
+            self.read(self._unread[0])
+        self.step += 1
+        calls, _ = split(call, self.replicas)
+        reading = DispatchedStep(self.step, self._submit("run", *zip(calls)))
+        self._unread.append(reading)
+        seconds = [f"host_seconds/{rank}" for rank in range(len(self.hosts))]
+        return {name: PendingMetric(self.read, reading, name) for name in (*METRICS, *seconds)}
 
     @_dispatch.register
     def _claim(self, call: Claim) -> None:
@@ -341,22 +347,6 @@ class TPUCluster(TrainableNetwork):
             self.call("close")
         finally:
             self.kill()
-
-    def _shares(self, batch: Any, axis: int = 0) -> list[tuple[Any]]:
-        """Split an array or a dict of arrays into the rows (along `axis`) of each host.
-
-        Returns:
-          One 1-tuple per host, to pass to `call` as `arguments`, with the host's rows of `batch`.
-        """
-
-        def of(replicas: list[int]) -> Any:
-            if not isinstance(batch, dict):
-                return replica_rows(batch, replicas, self.dp, axis)
-            return {
-                name: replica_rows(rows, replicas, self.dp, axis) for name, rows in batch.items()
-            }
-
-        return [(of(replicas),) for replicas in self.replicas]
 
     def call(
         self, method: str, *arguments: tuple[Any, ...], agree: float = SECONDS_TO_AGREE

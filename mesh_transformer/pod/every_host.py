@@ -27,11 +27,11 @@ import numpy as np
 from mesh_transformer.calls import Call, StateCall
 from mesh_transformer.checkpoint.orbax_handlers import SAVE_SECONDS
 from mesh_transformer.config import Config
-from mesh_transformer.generation.batch import Run
+from mesh_transformer.generation.batch import NewBatch, Run
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.placement import AllRows
 from mesh_transformer.mesh.program import bind_collectives, compile_together
-from mesh_transformer.network import Claim, Save, TrainSet, Wait
+from mesh_transformer.network import Claim, Save, Train, TrainSet, Wait
 from mesh_transformer.pod.lockstep import ADVICE, Lockstep
 from mesh_transformer.pod.meeting import Meeting, Place, check_free
 from mesh_transformer.pod.runner import bypass_proxy, versions
@@ -85,26 +85,27 @@ class EveryHost(CausalTransformer):
     def _begin_step(self, batch: int) -> None:
         self.lockstep.begin_call(save_failed=super().save_failed, batch=batch)
 
-    def train(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Complete the call that `get_samples` of the training set has begun."""
-        metrics = super().train(sample)
-        self.lockstep.complete_call()
-        return metrics
-
     def run(self, call: Call[Any]) -> Any:
         """Run a call in all processes; each passes in the rows of all replicas."""
         local = functools.partial(super().run, call)
-        if isinstance(call, Claim):
-            self._check_shared(call.folder)
-        if isinstance(call, Save | Wait):
-            try:
-                return self.lockstep.together(local, patience=SAVE_SECONDS)
-            finally:
-                self.lockstep.count_save()
-        if isinstance(call, StateCall):
-            return self.lockstep.together(local)
-        result = self._run_in_step(super().run, call)
-        return functools.partial(self._run_in_step, result) if callable(result) else result
+        match call:
+            case Train():  # which `get_samples` of the training set has begun
+                metrics = local()
+                self.lockstep.complete_call()
+                return metrics
+            case Save() | Wait():
+                try:
+                    return self.lockstep.together(local, patience=SAVE_SECONDS)
+                finally:
+                    self.lockstep.count_save()
+            case Claim():
+                self._check_shared(call.folder)
+                return self.lockstep.together(local)
+            case StateCall():
+                return self.lockstep.together(local)
+            case NewBatch():
+                return functools.partial(self._run_in_step, self._run_in_step(super().run, call))
+        return self._run_in_step(super().run, call)
 
     def _run_in_step(self, run: Run, call: Call[Any]) -> Any:
         with self._call():

@@ -29,6 +29,7 @@ from mesh_transformer.mesh.program import (
     compile_together,
     use_compilation_cache,
 )
+from mesh_transformer.network import Train
 from mesh_transformer.pod import meeting
 from mesh_transformer.pod.faults import host_error
 from mesh_transformer.pod.keeper import Copy, receive, send
@@ -123,8 +124,8 @@ class NetworkRunner:
     """Runs a `CausalTransformer` in one process of a mesh, on that process's own batch rows.
 
     Call `start` first.  All processes of a mesh must receive the same calls in the same order.
-    `train` dispatches a step without waiting for it; a later call of `metrics` waits for the step
-    and returns its metrics.
+    `Train` starts a step without waiting for it; a later call of `metrics` waits for the step and
+    returns its metrics.
     """
 
     def __init__(self, rank: int, *, own_process: bool = False):
@@ -253,7 +254,7 @@ class NetworkRunner:
 
     @_one_line_errors
     def read(self) -> dict[str, Any]:
-        """Read the next batch and keep it for a later `train(None)`.
+        """Read the next batch and keep it for a later `Train`.
 
         Returns:
           The position in the records after this batch, as from `TFRecordNewInputs.state`.
@@ -263,18 +264,8 @@ class NetworkRunner:
         self._read.append(self._train_set.get_samples())
         return self._train_set.state()
 
-    @_one_line_errors
-    def train(self, sample: dict[str, np.ndarray] | None) -> None:
-        """Dispatch one training step and return without waiting for it.
-
-        Args:
-          sample: the rows of this process, with the keys of the argument of
-            `CausalTransformer.train`.  If None, the step uses the oldest batch from `read` that has
-            not been used yet.
-        """
+    def _train(self, sample: dict[str, np.ndarray]) -> None:
         network = self._started
-        if sample is None:
-            sample = self._read.popleft()
         self._batch = None  # the weights of a running batch become outdated
         if not self._unread:
             self._clock.restart()
@@ -295,8 +286,13 @@ class NetworkRunner:
     def run(self, call: Call[Result]) -> Result:
         """Run a call with the rows of this process; see `CausalTransformer.run`.
 
-        The calls of a batch are those of the newest `NewBatch`, whose own result is None.
+        The calls of a batch are those of the newest `NewBatch`, whose own result is None.  `Train`
+        starts a step, on the oldest batch from `read` that has not been used yet if it has none,
+        and returns None.
         """
+        if isinstance(call, Train):
+            self._train(self._read.popleft() if call.batch is None else call.batch)
+            return None  # type: ignore[return-value]
         run: Run | None = self._started.run
         if isinstance(call, BatchCall):
             run = self._batch

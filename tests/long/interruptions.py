@@ -26,6 +26,7 @@ import numpy as np
 
 from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.config import Config
+from mesh_transformer.network import Train
 from mesh_transformer.pod import restarts
 from tests.support.multihost import random_batches, started
 from tests.support.multihost import run as run_hosts
@@ -248,16 +249,16 @@ def drive(config: str, folder: str, step: int | None = None, rank: int = 0) -> N
     def make(hosts: list[Any]) -> Any:
         cluster = build_model(loaded, hosts, heartbeat=HEARTBEAT)
         (Path(folder) / PIDS).write_text(json.dumps(cluster._pids))
-        shares = cluster._shares
+        submit = cluster._submit
 
-        def spoiled(batch: Any, axis: int = 0) -> Any:
-            host_shares = shares(batch, axis)
-            if step is not None and cluster.step > step and axis == 1 and not done:
+        def spoiled(method: str, *arguments: Any) -> Any:
+            own: Any = arguments[rank][0] if method == "run" else None
+            if step is not None and isinstance(own, Train) and cluster.step > step + 1 and not done:
                 done.append(step)
-                host_shares[rank][0]["obs"] = [[0], [0, 1]]
-            return host_shares
+                own.batch["obs"] = [[0], [0, 1]]
+            return submit(method, *arguments)
 
-        cluster._shares = spoiled
+        cluster._submit = spoiled
         return cluster
 
     model = Path(folder) / MODEL

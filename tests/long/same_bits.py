@@ -21,11 +21,11 @@ from jax.experimental import multihost_utils
 
 from mesh_transformer.config import Config
 from mesh_transformer.families import BLOCKS
-from mesh_transformer.mesh.placement import replica_rows
+from mesh_transformer.network import Train
 from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.training.step import StateLayout
 from mesh_transformer.util import InputError
-from tests.support.multihost import free_port
+from tests.support.multihost import free_port, replica_rows
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -80,7 +80,7 @@ def work(task: dict[str, Any]) -> None:
         shape = (config.gradient_accumulation_steps, network.batch_size, config.seq + 1)
         tokens = rng.integers(0, config.n_vocab, shape).astype(np.uint32)
         rows = replica_rows(tokens, network.replicas, network.dp, axis=1)
-        runner.train({"obs": rows[..., :-1], "target": rows[..., 1:]})
+        runner.run(Train({"obs": rows[..., :-1], "target": rows[..., 1:]}))
         hashes[f"step {number}"] = repr(runner.metrics().numbers)
     state = StateLayout(network.config, network.mesh).unpadded(network.state)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

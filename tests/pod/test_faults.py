@@ -22,6 +22,7 @@ import pytest
 
 import mesh_transformer
 from mesh_transformer.config import Config
+from mesh_transformer.network import Train
 from mesh_transformer.pod import every_host, ray_head, restarts
 from mesh_transformer.pod.faults import PermanentError
 from mesh_transformer.pod.launch import LocalNodes, build_model, local_machines
@@ -238,14 +239,15 @@ def test_a_run_survives_a_taken_port_and_slow_and_suspended_hosts(
         attempts.append(cluster)
         if len(attempts) == 2:
             starting.join()
-            shares, read = cluster._shares, cluster.read
-            monkeypatch.setattr(cluster, "_shares", functools.partial(slow_shares, cluster, shares))
+            submit, read = cluster._submit, cluster.read
+            monkeypatch.setattr(cluster, "_submit", functools.partial(slow_submit, cluster, submit))
             monkeypatch.setattr(cluster, "read", functools.partial(observed_read, cluster, read))
         return cluster
 
-    def slow_shares(cluster: Any, shares: Any, batch: Any, axis: int = 0) -> Any:
-        first, (second,) = shares(batch, axis)
-        return [first, (late(second, 35.0) if cluster.step == 5 else second,)]
+    def slow_submit(cluster: Any, submit: Any, method: str, *arguments: Any) -> Any:
+        if method == "run" and isinstance(arguments[1][0], Train) and cluster.step == 6:
+            arguments = arguments[0], (late(arguments[1][0], 35.0),)
+        return submit(method, *arguments)
 
     def observed_read(cluster: Any, read: Any, reading: Any) -> Any:
         values = read(reading)

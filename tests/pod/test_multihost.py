@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.placement import gathered, process_rows, replica_rows
+from mesh_transformer.mesh.placement import gathered, process_rows
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import HostError
-from tests.support.multihost import STEPS, random_batches, run
+from tests.support.multihost import STEPS, random_batches, replica_rows, run
 from tests.support.small_run import VALUES
 
 # f32 rounds to 6e-8; gloo and the collectives within one process add in different orders.

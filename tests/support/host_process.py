@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from jax._src import compiler
 
-from mesh_transformer.mesh.placement import replica_rows
+from mesh_transformer.network import Train
 from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.training.loop import IN_FLIGHT
-from tests.support.multihost import STEPS
+from tests.support.multihost import STEPS, replica_rows
 
 SECONDS_ARE = "seconds: "  # marks the number on standard output, where libraries write too
 
@@ -24,7 +24,7 @@ def timed_block(steps: int, samples: list[Any], runner: NetworkRunner) -> float:
     """Return the seconds that `steps` steps take, with metrics read as in `training.loop`."""
     began, read = time.perf_counter(), 0
     for step in range(steps):
-        runner.train(samples[step % len(samples)])
+        runner.run(Train(samples[step % len(samples)]))
         if step >= IN_FLIGHT:
             runner.metrics()
             read += 1
@@ -58,7 +58,8 @@ def call(
         return replica_rows(batches[key], facts["replicas"], facts["dp"], axis)
 
     if name == "train":
-        runner.train({key: mine(f"train_{key}_{argument}", axis=1) for key in ("obs", "target")})
+        sample = {key: mine(f"train_{key}_{argument}", axis=1) for key in ("obs", "target")}
+        runner.run(Train(sample))
         measured = runner.metrics()
         result = {"step": measured.step} | measured.numbers
         return {name: np.asarray(value) for name, value in result.items()}

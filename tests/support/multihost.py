@@ -60,6 +60,18 @@ def random_batches(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     return batches
 
 
+def replica_rows(x: np.ndarray, replicas: list[int], dp: int, axis: int = 0) -> np.ndarray:
+    """Return the rows of the global batch x that belong to `replicas`.
+
+    Args:
+      x: the global batch, whose number of rows is a multiple of dp.
+      replicas: the dp indices of the replicas.
+      axis: the row axis of x.
+    """
+    parts = np.split(x, dp, axis)
+    return np.concatenate([parts[replica] for replica in replicas], axis)
+
+
 @contextlib.contextmanager
 def started(
     folder: Path,

@@ -9,6 +9,7 @@ import pytest
 
 import mesh_transformer
 from mesh_transformer.data.in_memory import InOrder
+from mesh_transformer.network import Train
 from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.training import spikes
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -90,7 +91,7 @@ def test_a_host_of_a_pod_reports_such_a_step():
     runner = NetworkRunner(0)
     runner.network = network_of("shard_map")
     with pytest.warns(UncountedWarning):
-        runner.train(batch_of(runner.network, 0, []))
+        runner.run(Train(batch_of(runner.network, 0, [])))
     numbers = runner.metrics().numbers
     assert (numbers["skipped"], numbers["counted"]) == (1, 0)
 
