@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesh_transformer.generation.sampling import SamplerSettings
+from mesh_transformer.calls import Call
+from mesh_transformer.generation.batch import Decode, Embed, Insert, NewBatch, Reserve, Score
+from mesh_transformer.network import Network
 
 
 class FakeChosen(NamedTuple):
@@ -18,15 +20,20 @@ class FakeChosen(NamedTuple):
     top_logprob: np.ndarray | None = None
 
 
-class FakeNetwork:
+class FakeNetwork(Network):
     """Generates `script`: with seed s, the n-th token after T prompt tokens is script[s + T + n].
 
     Attributes:
       calls: the calls of the engine, in order: ("insert", rows, width), ("chunk", rows, width) for
         prompts whose beginning is not computed, or ("decode", steps).
       allowed: while this event is cleared, calls wait until it is set again.
+      adapters: larger than in any test.
       failures: exceptions that the next calls raise, or None for a call that succeeds.
     """
+
+    @property
+    def adapters(self) -> int:
+        return 9
 
     def __init__(
         self, script: Sequence[int], n_vocab: int = 50400, window: int = 64, **config: Any
@@ -50,9 +57,16 @@ class FakeNetwork:
         self.failures: list[Exception | None] = []
         self.seconds = 0.0  # duration of each call
 
-    def batch(self, rows: int, pool: Any = None, guesses: int = 0) -> "FakeBatch":
-        self.call("batch")
-        return FakeBatch(self, rows, guesses)
+    def run(self, call: Call[Any]) -> Any:
+        match call:
+            case NewBatch():
+                self.call("batch")
+                return FakeBatch(self, call).run
+            case Score():
+                return self._scored(call)
+            case Embed():
+                return self._embedded(call)
+        raise AssertionError(call)
 
     def call(self, *what: Any) -> None:
         self.waits = not self.allowed.is_set()
@@ -79,18 +93,18 @@ class FakeNetwork:
         row = np.random.default_rng(0).normal(size=self.config.n_vocab)
         return row - np.log(np.exp(row).sum())
 
-    def score(self, tokens: np.ndarray, alternatives: int, *, adapter: int = 0) -> FakeChosen:
-        self.call("score", tokens.shape[1], *[adapter] * bool(adapter))
-        scored, row = tokens[:, 1:], self.logprobs()
-        top = np.broadcast_to(np.argsort(-row)[:alternatives], (*scored.shape, alternatives))
+    def _scored(self, call: Score) -> FakeChosen:
+        self.call("score", call.tokens.shape[1], *[call.adapter] * bool(call.adapter))
+        scored, row = call.tokens[:, 1:], self.logprobs()
+        best = np.argsort(-row)[: call.alternatives]
+        top = np.broadcast_to(best, (*scored.shape, call.alternatives))
         return FakeChosen(scored, row[scored], top, row[top])
 
-    def embed(
-        self, tokens: np.ndarray, lengths: np.ndarray, pooling: str, adapter: int = 0
-    ) -> np.ndarray:
+    def _embedded(self, call: Embed) -> np.ndarray:
         """Return vectors with the numbers of tokens 0, 1, 2, 3 of each text."""
-        self.call("embed", tokens.shape[1], pooling, *[adapter] * bool(adapter))
-        texts = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+        own = [call.adapter] * bool(call.adapter)
+        self.call("embed", call.tokens.shape[1], call.pooling, *own)
+        texts = [row[:length] for row, length in zip(call.tokens, call.lengths, strict=True)]
         return np.array([np.bincount(text, minlength=4)[:4] for text in texts], np.float32)
 
 
@@ -103,68 +117,49 @@ def first_allowed(bits: np.ndarray | None, token: int) -> int:
 
 
 class FakeBatch:
-    def __init__(self, network: FakeNetwork, rows: int, guesses: int):
-        self.rows = rows
+    """Runs the calls of a batch of a `FakeNetwork`."""
+
+    def __init__(self, network: FakeNetwork, call: NewBatch):
         self._network = network
-        self._texts: list[list[int]] = [[] for _ in range(rows)]
-        self._made = [0] * rows
-        self._guesses = guesses
+        self._prompts: list[tuple[list[int], int]] = [([], 0)] * call.rows  # with their seeds
+        self._made = np.zeros(call.rows, int)
 
-    def reserve(self, positions: int) -> None:
-        assert positions == self._network.config.window
+    def run(self, call: Call[Any]) -> Any:
+        match call:
+            case Insert():
+                return self._insert(call)
+            case Decode():
+                return self._decode(call)
+            case Reserve():
+                assert call.positions == self._network.config.window
+        return None
 
-    def insert(
-        self,
-        rows: Sequence[int],
-        prompts: Sequence[np.ndarray],
-        lengths: Any,
-        settings: SamplerSettings,
-        *,
-        alternatives: int | None = None,
-        chunks: Any = None,
-        allowed: Any = None,
-        longest: int | None = None,
-    ) -> FakeChosen:
-        begin = np.zeros(len(rows), int) if chunks is None else chunks.begin_P
-        width = longest or max(len(x) - int(at) for x, at in zip(prompts, begin, strict=True))
-        self._network.call("chunk" if begin.any() else "insert", len(rows), width)
-        self._network.settings = settings
-        requests = zip(
-            rows, prompts, np.broadcast_to(lengths, len(rows)), settings.seed_B, strict=True
-        )
-        for row, prompt, length, seed in requests:
-            answer = self._network.answer(prompt.tolist(), int(seed), int(length))
-            answer[0] = first_allowed(allowed.get(row), answer[0])
-            self._texts[row], self._made[row] = answer, 1
-        first = np.array([self._texts[row][0] for row in rows])
-        return self._network.chosen(first, alternatives)
+    def _insert(self, call: Insert) -> FakeChosen:
+        begin = 0 * call.length_P if call.chunks is None else call.chunks.begin_P
+        width = int((call.length_P - begin).max())
+        self._network.call("chunk" if begin.any() else "insert", len(call.row_P), width)
+        self._network.settings = call.settings
+        self._made[call.row_P] = 0
+        prompts = zip(call.row_P, call.tokens_PT, call.length_P, call.settings.seed_B, strict=True)
+        for row, tokens, length, seed in prompts:
+            self._prompts[row] = tokens[:length].tolist(), int(seed)
+        first = [self._next(int(row), 1, call.allowed)[0] for row in call.row_P]
+        return self._network.chosen(np.array(first), call.alternatives)
 
-    def release(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self._texts[row] = []
+    def _next(self, row: int, count: int, allowed: Any) -> list[int]:
+        """Return the next `count` tokens of a row."""
+        made = self._made[row]
+        self._made[row] += count
+        tokens = self._network.answer(*self._prompts[row], made + count)[made:]
+        return [first_allowed((allowed or {}).get(row), token) for token in tokens]
 
-    @property
-    def left(self) -> np.ndarray:
-        pairs = zip(self._texts, self._made, strict=True)
-        return np.array([max(len(text) - made, 0) for text, made in pairs])
-
-    def decode(
-        self,
-        steps: int,
-        alternatives: int | None = None,
-        *,
-        speculate: bool = False,
-        allowed: Any = None,
-    ) -> FakeChosen:
+    def _decode(self, call: Decode) -> tuple[FakeChosen, np.ndarray | None]:
         """Generate 1 token per row and step; by speculation all guesses but row's number."""
-        self._network.call("decode", steps)
-        tokens = np.full((self.rows, steps * (1 + self._guesses * speculate)), 13)
-        for row, (text, made) in enumerate(zip(self._texts, self._made, strict=True)):
-            right = max(self._guesses - row, 0) if speculate else 0
-            most = 1 if row in allowed else steps * (1 + right)
-            new = text[made : made + most]
-            if new and row in allowed:
-                text[made] = new[0] = first_allowed(allowed[row], new[0])
-            tokens[row, : len(new)] = new
-            self._made[row] += len(new)
-        return self._network.chosen(tokens, alternatives)
+        self._network.call("decode", call.steps)
+        tokens = np.full((len(call.left), call.steps * (1 + call.guesses)), 13)
+        right = np.maximum(call.guesses - np.arange(len(tokens)), 0)
+        made = np.minimum(call.left, call.steps * (1 + right))
+        for row, count in enumerate(made.tolist()):
+            if count:
+                tokens[row, :count] = self._next(row, count, call.allowed)
+        return self._network.chosen(tokens, call.alternatives), made if call.guesses else None
