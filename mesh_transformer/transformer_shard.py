@@ -70,6 +70,7 @@ class CausalTransformer(TrainableNetwork):
       mesh: the (dp, mp) mesh of the devices.
       dp: number of data-parallel replicas.
       batch_size: number of sequences per microbatch, summed over all replicas.
+      alone: whether no other process has to make the same calls.
       noise_batches: see `TrainableNetwork`.
       peak_flops: see `TrainableNetwork`.
       step: number of completed updates.
@@ -144,7 +145,7 @@ class CausalTransformer(TrainableNetwork):
 
     @property
     def adapters(self) -> int:
-        """Number of LoRA adapters that each text may choose from; see `add_adapters`."""
+        """Number of LoRA adapters that each text may choose from; see `Network.add_adapters`."""
         return len(self._generator.adapters) if "_generator" in vars(self) else 0
 
     @property
@@ -316,7 +317,7 @@ class CausalTransformer(TrainableNetwork):
           step: number of completed updates of the state.
           aux: a dict that contains what `own_aux` returned when the state was saved.
           where: where the state was stored, for error messages.
-          base: see `restore`.
+          base: see `TrainableNetwork.restore`.
         """
         frozen = {}
         if (recorded := adapters.saved_base(aux, where)) is not None:

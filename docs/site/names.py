@@ -52,7 +52,7 @@ def public(root: griffe.Module) -> dict[str, griffe.Object]:
     Raises:
       LookupError: if docs/api lists a name that does not exist.
     """
-    names = {}
+    names, classes = {}, {}
     for path, options in listed().items():
         try:
             named = root[path.removeprefix(f"{PACKAGE}.")]
@@ -63,11 +63,17 @@ def public(root: griffe.Module) -> dict[str, griffe.Object]:
         for item in (target, *(m for m in members(target) if not chosen or m.name in chosen)):
             names[item.path] = item
             names[path + item.path.removeprefix(target.path)] = item
+        if isinstance(target, griffe.Class):
+            classes |= {path: target, target.path: target}
+    for path, target in classes.items():  # what a class inherits from another public one
+        for name, member in target.inherited_members.items():
+            if member.target_path in names:
+                names.setdefault(f"{path}.{name}", names[member.target_path])
     return names
 
 
 def members(item: griffe.Object) -> list[griffe.Object]:
-    """Return the public members of a class, without those it inherits."""
+    """Return the public members of a class, without those that it inherits."""
     own = item.members.values() if item.is_class else []
     return [m for m in own if not m.name.startswith("_") and isinstance(m, griffe.Object)]
 

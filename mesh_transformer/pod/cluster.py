@@ -31,6 +31,8 @@ from mesh_transformer.generation.finite import blaming
 from mesh_transformer.network import (
     AddAdapters,
     Claim,
+    Init,
+    Load,
     Restore,
     Save,
     Train,
@@ -216,7 +218,10 @@ class TPUCluster(TrainableNetwork):
 
     def run(self, call: Call[Any]) -> Any:
         """Run a call on all hosts, each of which gets the rows of its replicas."""
-        return self._dispatch(call)
+        result = self._dispatch(call)
+        if isinstance(call, Init | Load | Restore):  # the new weights have no adapters yet
+            self._adapters = 0
+        return result
 
     @functools.singledispatchmethod
     def _dispatch(self, call: Call[Any]) -> Any:
