@@ -96,7 +96,7 @@ def elastic_run(folder: Path, losses: list[Loss], steps: int, **keys: Any) -> li
             restore, read = cluster.restore, cluster.read
             first: int | None = None
 
-            def observed_restore(folder: str, base: str | None = None) -> Any:
+            def observed_restore(folder: Any, base: Any = None) -> Any:
                 nonlocal first
                 aux = restore(folder, base)
                 first = cluster.step

@@ -65,7 +65,7 @@ def recoveries(folder: Path, hosts: int, kills: list[tuple[int, int]], **keys: A
             cluster = build_model(config, machines(), heartbeat=30, copies=copies)
             train, restore = cluster.train, cluster.restore
 
-            def observed_restore(folder: str, base: str | None = None) -> Any:
+            def observed_restore(folder: Any, base: Any = None) -> Any:
                 nonlocal restored, source
                 aux = restore(folder, base)
                 restored = cluster.step
