@@ -22,7 +22,7 @@ quickstart: .venv/run
 # Installs what the tests need and runs all but the slow ones: three workers for two cores, as some
 # tests mostly wait.
 test: .venv/test libtpu lint
-	@echo "running the tests: about 8 minutes on 2 cores"
+	@echo "running the tests: about 10 minutes on 2 cores"
 	$(PYTEST) -m "not slow"
 
 # The slow tests too: killed hosts and disks that are full, compilation for TPUs, long guides.

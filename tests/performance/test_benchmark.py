@@ -204,6 +204,7 @@ def test_the_decode_mode_counts_the_bytes_read_per_token(monkeypatch, capsys, co
     check_row(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"tie_head": True}, {"tie_head": True, "weight_bits": 8}])
 def test_benchmarks_and_plans_count_the_same_bytes_per_token(changes):
     """A quantized head is a copy, so that the embedding is not read for it."""
