@@ -111,13 +111,11 @@ class Network:
       config: the config, as a `Config`.
       dp: number of data-parallel replicas; each holds the same number of batch rows.
       batch_size: number of sequences per microbatch, summed over all replicas.
-      alone: whether no other process has to make the same calls.
     """
 
     config: Config
     dp: int
     batch_size: int
-    alone = True
 
     def run(self, call: Call[Result]) -> Result:
         """Run a call, and return its result."""
@@ -127,6 +125,11 @@ class Network:
     def adapters(self) -> int:
         """Number of LoRA adapters that each text may choose from."""
         raise NotImplementedError
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process has to make the same calls."""
+        return True
 
     @property
     def own_replicas(self) -> Sequence[int]:

@@ -70,7 +70,6 @@ class CausalTransformer(TrainableNetwork):
       mesh: the (dp, mp) mesh of the devices.
       dp: number of data-parallel replicas.
       batch_size: number of sequences per microbatch, summed over all replicas.
-      alone: whether no other process has to make the same calls.
       noise_batches: see `TrainableNetwork`.
       peak_flops: see `TrainableNetwork`.
       step: number of completed updates.
@@ -100,7 +99,6 @@ class CausalTransformer(TrainableNetwork):
         self.peak_flops = None if hardware is None else hardware.peak * self.mesh.size
         # Of `train`, and of all other methods.
         self._rows = self._eval_rows = Rows(self.mesh, self.config.virtual_replicas(self.dp))
-        self.alone = self._rows.alone
         self._checkpoints: Checkpoints | None = None
         self._folder: str | None = None  # of `_checkpoints`
         self.step = 0  # a copy on the host; reading the step in `state` would wait for the device
@@ -147,6 +145,11 @@ class CausalTransformer(TrainableNetwork):
     def adapters(self) -> int:
         """Number of LoRA adapters that each text may choose from; see `Network.add_adapters`."""
         return len(self._generator.adapters) if "_generator" in vars(self) else 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process has to make the same calls."""
+        return self._eval_rows.alone
 
     @property
     def own_replicas(self) -> Sequence[int]:

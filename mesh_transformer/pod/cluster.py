@@ -219,8 +219,11 @@ class TPUCluster(TrainableNetwork):
     def run(self, call: Call[Any]) -> Any:
         """Run a call on all hosts, each of which gets the rows of its replicas."""
         result = self._dispatch(call)
-        if isinstance(call, Init | Load | Restore):  # the new weights have no adapters yet
-            self._adapters = 0
+        match call:
+            case AddAdapters():
+                self._adapters = len(call.paths)
+            case Init() | Load() | Restore():
+                self._adapters = 0  # the new weights have none yet
         return result
 
     @functools.singledispatchmethod
@@ -232,11 +235,6 @@ class TPUCluster(TrainableNetwork):
         self._run(call)
         self._batches += 1
         return functools.partial(self._run_in_batch, self._batches, call.rows)
-
-    @_dispatch.register
-    def _add_adapters(self, call: AddAdapters) -> None:
-        self._run(call)
-        self._adapters = len(call.paths)
 
     @_dispatch.register
     def _train(self, call: Train) -> dict[str, Any]:

@@ -64,9 +64,6 @@ class EveryHost(CausalTransformer):
         self.lockstep = lockstep
         self._eval_rows = AllRows(self.mesh, self.config.virtual_replicas(self.dp))
 
-    def _call(self) -> contextlib.AbstractContextManager[None]:
-        return self.lockstep.call(save_failed=super().save_failed)
-
     def open_train_set(self) -> TrainSet:  # type: ignore[override]
         """Open `config.train_set`, to read only the batch rows of this process.
 
@@ -108,7 +105,7 @@ class EveryHost(CausalTransformer):
         return self._run_in_step(super().run, call)
 
     def _run_in_step(self, run: Run, call: Call[Any]) -> Any:
-        with self._call():
+        with self.lockstep.call(save_failed=super().save_failed):
             return run(call)
 
     def _check_shared(self, folder: str) -> None:

@@ -351,7 +351,7 @@ def test_seeds_of_processes_that_share_a_replica_agree(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generators.Batch, "insert", insert)
-    monkeypatch.setattr(network, "alone", False)
+    monkeypatch.setattr(generator.rows, "alone", False)
     for replicas in ([0, 1], [1, 2], [5]):
         monkeypatch.setattr(generator.rows, "replicas", replicas)
         prompts = np.ones((2 * len(replicas), 6), int)
