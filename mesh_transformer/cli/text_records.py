@@ -119,8 +119,9 @@ def main(arguments: list[str] | None = None) -> None:
     sets = input_sets(options)
     for name in sets:
         check_set_name(name)
-    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(TextOptions)}
+    names = [field.name for field in dataclasses.fields(TextOptions)]
+    chosen = TextOptions(**{name: getattr(options, name) for name in names})
     for name, inputs in sets.items():
-        print(make_set(TextOptions(**chosen), name, inputs, tokenizer))
+        print(make_set(chosen, name, inputs, tokenizer))
     if line := left_out(options.input_path, FILE_TYPES):
         print(line)

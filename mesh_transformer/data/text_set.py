@@ -24,22 +24,25 @@ from mesh_transformer.storage.files import is_file, open_file, upload
 from mesh_transformer.util import InputError
 
 UPLOADED = "uploaded"  # folder, in the work folder, of the files that are uploaded to a bucket
-# The options that determine the result, together with the tokenizer and the text files.
-SETTINGS = (
-    "text_column",
-    "seq",
-    "normalize_with_ftfy",
-    "normalize_with_wikitext_detokenize",
-    "min_unique_tokens",
-    "n_repack_epochs",
-    "seed",
-    "preserve_data_order",
-    "sequences_per_file",
-)
 
 
 @dataclasses.dataclass(frozen=True)
-class TextOptions:
+class TextSettings:
+    """What determines a record set, besides the tokenizer and the text files."""
+
+    text_column: str
+    seq: int
+    normalize_with_ftfy: bool
+    normalize_with_wikitext_detokenize: bool
+    min_unique_tokens: int
+    n_repack_epochs: int
+    seed: int
+    preserve_data_order: bool
+    sequences_per_file: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions(TextSettings):
     """How record sets are made from text: the flags of `mesh-transformer records`.
 
     Attributes:
@@ -53,15 +56,6 @@ class TextOptions:
     input_path: str
     output_dir: str
     tokenizer: str | None
-    text_column: str
-    seq: int
-    normalize_with_ftfy: bool
-    normalize_with_wikitext_detokenize: bool
-    min_unique_tokens: int
-    n_repack_epochs: int
-    seed: int
-    preserve_data_order: bool
-    sequences_per_file: int | None
     skip_bad: bool
     new: bool
     verbose: bool
@@ -143,7 +137,9 @@ def _make(
         folder is in a bucket, this path is inside `work`, and the files are uploaded from there.
       work: a folder for temporary files, from `work_folder`.
     """
-    settings: dict[str, Any] = {key: getattr(options, key) for key in SETTINGS}
+    settings: dict[str, Any] = {
+        field.name: getattr(options, field.name) for field in dataclasses.fields(TextSettings)
+    }
     tokenizer_entry = {"name": options.tokenizer or "gpt2", "sha256": fingerprint(tokenizer)}
     tokenizer_entry["encoding"] = encoding(tokenizer)
     if not options.new:
