@@ -21,8 +21,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mesh_transformer"
 
-# The rooms of the package, and what each of them may import, even in type annotations: rooms before
-# it | other packages.
+# The rooms of the package.  Each may import the rooms to the left of `|`, which come before it, and
+# the packages to the right, also in type annotations.
 ROOMS = {
     "old_names": "|",
     "extras": "|",

@@ -382,8 +382,8 @@ Operations = dict[str, Operation]  # those of one computation, by name
 class Program:
     """Memory traffic of a compiled program, estimated from its HLO text.
 
-    An operation reads its operands and writes its results.  Of an array of which it only reads or
-    updates a slice, the slice counts; for a fusion, `_Fusion` finds these slices.  Loops count as
+    An operation reads its operands and writes its results.  If it reads or updates only a slice of
+    an array, only the slice counts; for a fusion, `_Fusion` finds these slices.  Loops count as
     often as they repeat.
 
     The compiler splits some collectives into several operations, which overlap with other work.
