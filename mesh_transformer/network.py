@@ -1,9 +1,8 @@
 """Networks, independent of where they run: their methods, and the calls that these make.
 
-A method of `Network` checks its arguments and runs a call, such as `Score`.  Four classes run
-calls: `CausalTransformer` on the devices of this process, `EveryHost` on the devices of several
-processes that all make the same calls, `TPUCluster` on the hosts of a pod, and `RestartingCluster`
-on a pod whose hosts are all restarted when one of them fails.
+A method of `Network` checks its arguments and runs a call, such as `Score`.  Three classes run
+calls: `CausalTransformer` on the devices of this process, `Fleet` on those of several processes,
+and `RestartingCluster` on a fleet that is started again when one of its hosts fails.
 """
 
 import functools
@@ -353,6 +352,14 @@ class TrainableNetwork(Network):
     notice: str = ""
     noise_batches: tuple[int, int]
     peak_flops: float | None
+
+    @functools.cached_property
+    def signals(self) -> list[int]:
+        """Signals that its processes have received; the first one ends a training run.
+
+        `training.loop.train` adds the signals of its own process.
+        """
+        return []
 
     def init(self) -> None:
         """Initialise parameters and optimizer state from `config.seed`, and set the step to 0.

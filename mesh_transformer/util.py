@@ -247,14 +247,13 @@ def start_thread(
         try:
             function(*args)
         except Exception as error:
-            # `sys.stderr` may lead nowhere (see `pod.every_host`).
-            traceback.print_exception(error, file=sys.__stderr__)
+            traceback.print_exception(error)
             if failed is not None:
                 failed(error)
                 return
             text = brief(f"{type(error).__name__}: {error}", 200)
             line = f"error: the thread {name!r} has failed ({text}); see the traceback above"
-            print(line, file=sys.__stderr__, flush=True)
+            print(line, file=sys.stderr, flush=True)
             exit_now("", 1)
 
     thread = threading.Thread(target=run, name=name, daemon=True)

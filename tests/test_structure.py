@@ -59,8 +59,8 @@ ROOMS = {
     ),
     "pod": (
         "extras util storage config mesh calls data generation network evaluation training "
-        "checkpoint transformer_shard | etils fabric google invoke jax numpy paramiko ray "
-        "tqdm"
+        "checkpoint transformer_shard | etils fabric google invoke jax msgpack numpy paramiko "
+        "ray tqdm"
     ),
     "performance": (
         "util families config mesh data model generation training | jax matplotlib numpy tqdm"

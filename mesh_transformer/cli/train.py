@@ -6,16 +6,17 @@ Resumes stopped runs.
 import argparse
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mesh_transformer.cli.arguments import positive, run_arguments, run_parser
 from mesh_transformer.config import Config
-from mesh_transformer.training.agreement import Agreement
 from mesh_transformer.training.goodput import Ledger, process_seconds
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
+    from mesh_transformer.pod.fleet import Fleet
     from mesh_transformer.transformer_shard import CausalTransformer
 
 # Flags that must be equal in all processes of --every-host.
@@ -87,7 +88,7 @@ def main() -> int | None:
     from mesh_transformer.evaluation import all_steps, validation
     from mesh_transformer.training import loop
 
-    with _network(args, config) as (network, agreement):
+    with _network(args, config) as network:
         if args.mode == "eval":
             validation.validate(network, args.tune_model_path or folder)
             return None
@@ -96,29 +97,31 @@ def main() -> int | None:
 
             all_steps.evaluate_all(network, folder, functools.partial(saved_steps, folder))
             return None
-        loop.train(network, folder, ledger=ledger, agreement=agreement, **options)
-        stopped = network.step < (args.max_steps or config.total_steps or 0)
-    return args.stop_status if stopped else None
+        loop.train(network, folder, ledger=ledger, **options)
+        if network.step < (args.max_steps or config.total_steps or 0) and args.stop_status:
+            sys.exit(args.stop_status)  # with --every-host, of all processes
+    return None
 
 
 @contextlib.contextmanager
-def _network(
-    args: argparse.Namespace, config: Config
-) -> "Iterator[tuple[CausalTransformer, Agreement]]":
-    """Yield a network without weights, and the agreement with the other processes that train it."""
+def _network(args: argparse.Namespace, config: Config) -> "Iterator[CausalTransformer | Fleet]":
+    """Yield a network without weights.
+
+    With --every-host, only in process 0: other processes run its calls, and exit when it does.
+    """
     from mesh_transformer.mesh.program import use_compilation_cache
 
     use_compilation_cache()
     if not args.every_host:
         from mesh_transformer.transformer_shard import CausalTransformer
 
-        yield CausalTransformer(config, init=False), Agreement()
+        yield CausalTransformer(config, init=False)
         return
-    from mesh_transformer.pod.every_host import find_place, joined
+    from mesh_transformer.pod.every_host import find_place, leading
 
     seconds = args.start_seconds or 300
     place, ids = find_place(args.coordinator, args.process_count, args.process_index, seconds)
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in EQUAL_FLAGS}
     heartbeat = args.heartbeat or 10
-    with joined(config, place, ids, flags, seconds=seconds, heartbeat=heartbeat) as network:
-        yield network, network.lockstep
+    with leading(config, place, ids, flags, seconds=seconds, heartbeat=heartbeat) as network:
+        yield network

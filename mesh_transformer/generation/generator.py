@@ -223,7 +223,7 @@ class Generator:
 
         None stands for unknown, as other processes may have other rows, and finite results.
         """
-        return self.bad_weights(weights) if self.rows.same else None
+        return self.bad_weights(weights) if self.rows.alone else None
 
     def _text(self, weights: Weights, tokens: np.ndarray, adapter: np.ndarray) -> decode.Before:
         """Return the keys and values of the text that all rows follow, token ids [T]."""

@@ -44,7 +44,6 @@ class Rows:
       replicas: dp indices, ascending, of the replicas that have devices in this process.  Processes
         that share a replica must pass in the same rows for it, and get the same results.
       alone: whether all of the mesh's devices belong to this process.
-      same: whether all processes have the same rows, and so get the same results.
     """
 
     def __init__(self, mesh: Mesh, unit: int = 1):
@@ -57,7 +56,6 @@ class Rows:
             if any(device.process_index == process for device in devices)
         ]
         self.alone = all(device.process_index == process for device in mesh.devices.flat)
-        self.same = self.alone
 
     @property
     def multiple(self) -> int:
@@ -106,28 +104,6 @@ class Rows:
             return x if count == len(x) else np.asarray(x)[:count]
         parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
         return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])[:count]
-
-
-class AllRows(Rows):
-    """Like `Rows`, but each process passes in the rows of all replicas, and gets all rows back.
-
-    All processes must pass in the same rows.
-    """
-
-    def __init__(self, mesh: Mesh, unit: int = 1):
-        super().__init__(mesh, unit)
-        self.replicas, self.same = list(range(self.dp)), True
-        self._replicate = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
-
-    def fetch(self, x: Array, count: int) -> Array | np.ndarray:
-        """Return the first `count` rows of x, which must be split over dp along its first axis.
-
-        If x has `count` rows, `fetch` does not wait for their values to be computed.
-        """
-        if not self.alone:
-            x = self._replicate(x)
-            limit_in_flight(x)
-        return x if count == len(x) else np.asarray(x)[:count]
 
 
 def process_rows(replicas: list[list[int]], size: int) -> list[np.ndarray]:

@@ -1,199 +1,206 @@
-"""One network over several processes that all run the same command, without a driver.
+"""A fleet of processes that all run the same command, without a driver; process 0 leads.
 
-    process 0                       process 1
-    training.loop.train             training.loop.train
-    EveryHost -- Lockstep  <---->   EveryHost -- Lockstep
-    devices   <-- collectives -->   devices
+    process 0                           process 1
+    training.loop.train
+    EveryHost: calls      -- TCP -->    follow: runs them in order
+    devices               <-- JAX -->   devices
 
-Every process runs the training loop on its own devices and batch rows.  `Lockstep` makes all of
-them make the same calls; JAX's collectives do the rest.
+Process 0 also runs the calls itself, on its own devices.  If a process ends, all others end too.
 """
 
 import contextlib
 import ctypes
-import functools
+import dataclasses
+import itertools
 import os
-import secrets
+import queue
 import signal
+import socket
 import sys
+import threading
 import time
-from collections import deque
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, NoReturn
 
-import jax
-import numpy as np
-
-from mesh_transformer.calls import Call, StateCall
-from mesh_transformer.checkpoint.orbax_handlers import SAVE_SECONDS
 from mesh_transformer.config import Config
-from mesh_transformer.generation.batch import NewBatch, Run
-from mesh_transformer.mesh.devices import use_virtual_devices
-from mesh_transformer.mesh.placement import AllRows
-from mesh_transformer.mesh.program import bind_collectives, compile_together
-from mesh_transformer.network import Claim, Save, Train, TrainSet, Wait
-from mesh_transformer.pod.lockstep import ADVICE, Lockstep
-from mesh_transformer.pod.meeting import Meeting, Place, check_free
-from mesh_transformer.pod.runner import bypass_proxy, versions
-from mesh_transformer.pod.shared_folder import create_marker
-from mesh_transformer.storage.access import is_uri
-from mesh_transformer.training import loop
-from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError, exit_now
+from mesh_transformer.pod.faults import LostError
+from mesh_transformer.pod.fleet import Fleet
+from mesh_transformer.pod.meeting import Connection, Peer, Place, free_port, gathered, joined
+from mesh_transformer.pod.runner import MeshPlace, NetworkRunner, versions
+from mesh_transformer.pod.train_set import ClusterTrainSet
+from mesh_transformer.training.signals import stop_signals
+from mesh_transformer.util import HostError, InputError, StoppedError, exit_now, start_thread
 
-# Batches that are read before they are needed.  A process that cannot read a batch knows it this
-# many steps earlier, and the others are at most this many steps ahead of it.
-AHEAD = loop.IN_FLIGHT + 1
-SECONDS_TO_SHUT_DOWN = 60  # for JAX to disconnect the processes at the end
-SECONDS_TO_SEE = 10.0  # for a new file to be seen through a network file system
+MOST_SECONDS = 1e7  # for one call: it may take as long as it needs
+SECONDS_TO_ANSWER = 1.0  # for the other processes to answer a ping
 SECONDS_TO_REPORT = 2.0  # for the reason of an abort to arrive
+WAIT_SECONDS = 0.5  # longest time until a signal is handled while the main thread waits
+ADVICE = "start all processes again to resume from the newest checkpoint"
 
 
-class EveryHost(CausalTransformer):
-    """A `CausalTransformer` in one of several processes that all make the same calls.
+class OwnMember:
+    """This process as a member of its own fleet; see `fleet.Member`.
 
-    `open_train_set` and `train` take only the batch rows of this process.  All other methods take
-    the rows of all replicas, and return all rows.
-
-    Attributes:
-      lockstep: the agreement with the other processes.
+    A thread runs the calls, so that the main thread learns of errors of other members while its own
+    devices wait for theirs.
     """
 
-    def __init__(self, config: Config, lockstep: Lockstep):
-        super().__init__(config, init=False)
-        self.lockstep = lockstep
-        self._eval_rows = AllRows(self.mesh, self.config.virtual_replicas(self.dp))
+    def __init__(self, name: str, runner: NetworkRunner):
+        self.name = self.disks = name
+        self._runner, self._thread = runner, ThreadPoolExecutor(1)
 
-    def open_train_set(self) -> TrainSet:  # type: ignore[override]
-        """Open `config.train_set`, to read only the batch rows of this process.
+    def send(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        """See `Member.send`."""
+        return self._thread.submit(self._runner.call, method, *arguments)
+
+    def ping(self) -> Future[Any]:
+        """See `Member.ping`."""
+        answer: Future[Any] = Future()
+        answer.set_result(os.getpid())
+        return answer
+
+
+class ConnectedMember:
+    """Another process as a member of the fleet; see `fleet.Member`.
+
+    Args:
+      fleet: the fleet, which is told of the process's signals and of its end.
+    """
+
+    def __init__(self, name: str, connection: Connection, fleet: "EveryHost"):
+        self.name = self.disks = name
+        self._connection, self._fleet = connection, fleet
+        self._numbers = itertools.count()
+        self._results: dict[int, Future[Any]] = {}
+        self._is_lost = False
+        start_thread(self._listen, name=name)
+
+    def send(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        """See `Member.send`."""
+        return self._ask(["call", next(self._numbers), method, arguments], -1)
+
+    def ping(self) -> Future[Any]:
+        """See `Member.ping`."""
+        return self._ask(["ping", next(self._numbers)], SECONDS_TO_ANSWER)
+
+    def _ask(self, message: list[Any], seconds: float) -> Future[Any]:
+        self._results[message[1]] = result = Future()
+        try:
+            self._connection.send(message, seconds)
+        except BlockingIOError:  # another message is on its way to a process that does not read
+            pass
+        except OSError:
+            self._is_lost = True
+        if self._is_lost:
+            self._lose()
+        return result
+
+    def end(self, line: str, status: int, *, together: bool = False) -> None:
+        """Let the process end with an exit status; see `follow`."""
+        with contextlib.suppress(OSError):
+            self._connection.send(["end", line, status, together], SECONDS_TO_ANSWER)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                kind, *content = self._connection.receive()
+                if kind == "signal":
+                    self._fleet.signals += content
+                    continue
+                number, value, error = content
+                result = self._results.pop(number)
+                if error is None:
+                    result.set_result(value)
+                else:
+                    result.set_exception(error)
+        self._is_lost = True
+        self._lose()
+
+    def _lose(self) -> None:
+        """Complete the results that can no longer come, and end the fleet."""
+        line = "has ended without notice"
+        with contextlib.suppress(KeyError):
+            while True:
+                self._results.popitem()[1].set_exception(LostError(line))
+        self._fleet.lose(f"{self.name} {line}")
+
+
+class EveryHost(Fleet):
+    """A fleet of processes that run the same command; this process leads it, and is a member.
+
+    Args:
+      peers: the other processes.
+      ids: the local devices that this process uses; None for all.
+      heartbeat: seconds after which a silent process counts as dead.
+    """
+
+    def __init__(
+        self, config: Config, peers: Sequence[Peer], ids: Sequence[int] | None, heartbeat: int
+    ):
+        super().__init__(config, silence=heartbeat, patience=MOST_SECONDS)
+        self._peers, self._heartbeat = peers, heartbeat
+        self._ending = threading.Lock()  # held from the moment at which the others are told to end
+        names = _names([socket.gethostname(), *[peer.host for peer in peers]])
+        self.members.append(OwnMember(names[0], NetworkRunner(0, name=names[0], device_ids=ids)))
+        for name, peer in zip(names[1:], peers, strict=True):
+            self.members.append(ConnectedMember(name, peer.connection, self))
+
+    def connect(self, place: Place, address: str) -> None:
+        """Create one mesh over the devices of all processes.
+
+        Args:
+          place: the place of this process, which is process 0.
+          address: IP address at which the others reach it.
+        """
+        assert self.config.tpu_size is not None
+        devices, rest = divmod(self.config.tpu_size, place.count)
+        bind = place.bind_host
+        own = MeshPlace(
+            address=address,
+            coordinator=f"{place.address.rpartition(':')[0]}:{free_port(bind)}",
+            processes=place.count,
+            heartbeat=self._heartbeat,
+            devices=None if rest else devices,
+            bind=f"[{bind}]" if ":" in bind else bind,
+        )
+        if place.count > 1:
+            _report_aborts(self._name_silent)
+        others = [dataclasses.replace(own, address=peer.address) for peer in self._peers]
+        self.start([own, *others])
+
+    def open_train_set(self) -> ClusterTrainSet:
+        """Open the config's training set, of which each process reads its own rows.
 
         Raises:
           InputError: also if the processes do not all see the same record files.
         """
-        records = self.lockstep.together(super().open_train_set)
-        seen = self.lockstep.values(records.fingerprint())
-        if index := _first_other(seen):
-            raise InputError(
-                f"train_set: {self.lockstep.meeting.name(index)} sees other record files than "
-                "process 0 (names or sizes differ); give all processes the same files"
-            )
-        return _TrainSet(records, self._begin_step, self.lockstep)
+        return ClusterTrainSet(self)
 
-    def _begin_step(self, batch: int) -> None:
-        self.lockstep.begin_call(save_failed=super().save_failed, batch=batch)
+    def end(self, line: str, status: int, *, together: bool = False) -> None:
+        """Let all other processes end with an exit status; see `follow`."""
+        self.ended = True
+        if self._ending.acquire(blocking=False):
+            for member in self.members[1:]:
+                member.end(line, status, together=together)
 
-    def run(self, call: Call[Any]) -> Any:
-        """Run a call in all processes; each passes in the rows of all replicas."""
-        local = functools.partial(super().run, call)
-        match call:
-            case Train():  # which `get_samples` of the training set has begun
-                metrics = local()
-                self.lockstep.complete_call()
-                return metrics
-            case Save() | Wait():
-                try:
-                    return self.lockstep.together(local, patience=SAVE_SECONDS)
-                finally:
-                    self.lockstep.count_save()
-            case Claim():
-                self._check_shared(call.folder)
-                return self.lockstep.together(local)
-            case StateCall():
-                return self.lockstep.together(local)
-            case NewBatch():
-                return functools.partial(self._run_in_step, self._run_in_step(super().run, call))
-        return self._run_in_step(super().run, call)
+    def lose(self, line: str) -> None:
+        """End all processes with an error, unless they are about to end anyway."""
+        if self._ending.acquire(blocking=False):
+            for member in self.members[1:]:
+                member.end(line, 1)
+            print(f"\nerror: {line}; {ADVICE}", file=sys.stderr, flush=True)
+            exit_now("", 1)
 
-    def _run_in_step(self, run: Run, call: Call[Any]) -> Any:
-        with self.lockstep.call(save_failed=super().save_failed):
-            return run(call)
-
-    def _check_shared(self, folder: str) -> None:
-        """Raise InputError in all processes if `folder` is local and not shared by all of them."""
-        if is_uri(folder):
-            return
-        name = self.lockstep.once(lambda: f".{secrets.token_hex(8)}.shared")
-        path = os.path.join(folder, name)
-        writes = self.lockstep.writes
-        self.lockstep.together(lambda: create_marker(path, "process 0") if writes else None)
-        seen = self.lockstep.values(_is_seen(path))
-        if writes:
-            os.remove(path)
-        if not all(seen):
-            raise InputError(
-                f"{folder}: {self.lockstep.meeting.name(seen.index(False))} does not see a file of "
-                "process 0 in this folder; give a folder that all hosts share, such as "
-                "gs://bucket/model"
-            )
-
-    @property
-    def save_failed(self) -> bool:
-        """Whether all processes have learned that the last save has failed."""
-        return self.lockstep.save_failed
-
-    def close(self) -> None:
-        if not self.lockstep.broken:  # else the last save will never be complete
-            super().close()
-
-
-def _first_other(values: Sequence[Any]) -> int:
-    """Return the index of the first value that differs from the value at index 0; 0 if none."""
-    return next((index for index, value in enumerate(values) if value != values[0]), 0)
-
-
-def _is_seen(path: str) -> bool:
-    """Return whether a file that was just created is seen from this host."""
-    deadline = time.monotonic() + SECONDS_TO_SEE
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-        with contextlib.suppress(OSError):  # refreshes what a network file system has cached
-            os.listdir(os.path.dirname(path))
-    return True
-
-
-class _TrainSet:
-    """A training set that is read some batches ahead, so that errors are known early.
-
-    If reading a batch fails in one process, all processes stop before that batch, and can save.
-
-    Args:
-      begin_step: called with a batch's number before the batch is taken; begins a call that all
-        processes make (see `Lockstep.begin_call`), which ends when they train on the batch.
-    """
-
-    def __init__(self, records: TrainSet, begin_step: Callable[[int], None], lockstep: Lockstep):
-        self._records, self._begin_step, self._lockstep = records, begin_step, lockstep
-        self._taken = 0  # number of batches
-        self._ahead: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
-        self._state = records.state()
-        self._error: Exception | None = None
-
-    def get_samples(self) -> dict[str, np.ndarray]:
-        while self._error is None and len(self._ahead) <= AHEAD:
-            try:
-                sample = self._records.get_samples()
-            except Exception as error:
-                self._error = error
-                self._lockstep.announce_bad_batch(error, self._taken + len(self._ahead))
-            else:
-                self._ahead.append((sample, self._records.state()))
-        self._begin_step(self._taken)  # raises before the position changes
-        self._taken += 1
-        sample, self._state = self._ahead.popleft()
-        return sample
-
-    def state(self) -> dict[str, Any]:
-        return self._state
-
-    def restore(self, state: dict[str, Any] | None, batches: int = 0) -> None:
-        self._ahead.clear()
-        self._records.restore(state, batches)
-        self._state = self._records.state()
-
-    def close(self) -> None:
-        self._records.close()
+    def _name_silent(self) -> None:
+        """If a process does not answer, end all with a line that names it."""
+        pings = [member.ping() for member in self.members]
+        wait(pings, SECONDS_TO_ANSWER)
+        pairs = zip(self.members, pings, strict=True)
+        if silent := [member.name for member, ping in pairs if not ping.done()]:
+            verb = "does" if len(silent) == 1 else "do"
+            self.lose(f"{' and '.join(silent[:3])} {verb} not answer")
 
 
 FLAGS = ("--coordinator", "--process-count", "--process-index")
@@ -260,7 +267,7 @@ def _detected(
 
 
 @contextlib.contextmanager
-def joined(
+def leading(
     config: Config,
     place: Place,
     ids: Sequence[int] | None,
@@ -269,16 +276,15 @@ def joined(
     seconds: float,
     heartbeat: int,
 ) -> Iterator[EveryHost]:
-    """Connect this process to the others; yield a network over the devices of all of them.
+    """Connect this process to the others; in process 0, yield a network over all their devices.
 
-    When the context ends, this function waits for the other processes.  If it ends with an
-    exception, the process exits.  Only process 0 writes to standard output and standard error,
-    apart from errors.
+    Another process follows process 0, and then exits.  If the context ends with an exception, all
+    processes exit.  Only process 0 prints, apart from errors.
 
     Args:
       place: the place of this process, from `find_place`.
       ids: the local devices that it uses, from `find_place`.
-      flags: further JSON values, by name, that must be equal in all processes.
+      flags: further values, by name, that must be equal in all processes.
       seconds: time limit for all processes to connect.
       heartbeat: seconds after which a process that does not answer counts as dead.
 
@@ -287,84 +293,124 @@ def joined(
     """
     keys = {f"config key {key}": value for key, value in config.as_dict().items()}
     facts = keys | flags | versions()
-    meeting = Meeting(place, facts, seconds=seconds, heartbeat=heartbeat)
-    lockstep = Lockstep(meeting)
-    with contextlib.ExitStack() as stack:
-        if not lockstep.writes:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
+    if place.index:
+        connection, hosts = joined(place, facts, seconds=seconds, heartbeat=heartbeat)
+        names = _names(hosts)
+        _report_aborts(lambda: None)
+        runner = NetworkRunner(place.index, name=names[place.index], device_ids=ids)
         try:
-            lockstep.broken = True  # after an error in here, the others could wait inside JAX
-            _start_jax(config, lockstep, ids, heartbeat)
-            lockstep.broken = False
-            lockstep.together(functools.partial(_check_devices, config, place))
-            yield EveryHost(config, lockstep)
-            lockstep.finish()
-        except BaseException as error:
-            lockstep.exit(error)
+            status = follow(connection, runner, names[0])
+        except Exception as error:
+            traceback.print_exception(error)
+            exit_now("", 1)  # does not wait for the others, as JAX would
+        sys.exit(status)
+    address, peers = gathered(place, facts, seconds=seconds, heartbeat=heartbeat)
+    fleet = EveryHost(config, peers, ids, heartbeat)
+    try:
+        fleet.connect(place, address)
+        yield fleet
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else bool(error.code)
+        fleet.end("", status, together=True)
+        raise
+    except BaseException as error:
+        _exit(error, fleet)
+    fleet.end("", 0, together=True)
 
 
-def _start_jax(
-    config: Config, lockstep: Lockstep, ids: Sequence[int] | None, heartbeat: int
-) -> None:
-    """Connect JAX in this process to JAX in the others, and start its devices."""
-    meeting, place = lockstep.meeting, lockstep.meeting.place
-    assert config.tpu_size is not None
-    port = meeting.coordinator.rpartition(":")[2]
-    if place.index == 0 and place.count > 1:
-        check_free(place.bind_host, int(port))
-    if config.tpu_size % place.count == 0:
-        use_virtual_devices(config.tpu_size // place.count)
-    if place.count > 1:
-        _report_aborts(lockstep)
-        jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
-        bypass_proxy(place.host)
-        bind_collectives(meeting.address)
-        with contextlib.suppress(AttributeError):  # a JAX version without this setting
-            jax.config.update("jax_check_proxy_envs", False)  # it would warn of `no_proxy`
-        jax.distributed.initialize(
-            meeting.coordinator,
-            num_processes=place.count,
-            process_id=place.index,
-            local_device_ids=ids,
-            cluster_detection_method="deactivate",
-            heartbeat_timeout_seconds=heartbeat,
-            shutdown_timeout_seconds=SECONDS_TO_SHUT_DOWN,
-            coordinator_bind_address=f"{_bracketed(place.bind_host or '::')}:{port}",
-        )
-        if jax.default_backend() == "cpu":
-            compile_together()
+def _names(hosts: Sequence[str]) -> list[str]:
+    return [f"process {index} ({host})" for index, host in enumerate(hosts)]
 
 
-def _check_devices(config: Config, place: Place) -> None:
-    """Raise InputError if the processes do not have `config.tpu_size` devices together."""
-    if jax.device_count() != config.tpu_size:
-        raise InputError(
-            f"{place.count} processes have {jax.device_count()} {jax.default_backend()} devices "
-            f"together ({jax.local_device_count()} in process {place.index}), but the config's "
-            f"tpu_size is {config.tpu_size}; set tpu_size, or start another number of processes "
-            "(Slurm and Open MPI give each process one GPU, unless JAX_LOCAL_DEVICE_IDS lists more)"
-        )
+def _exit(error: BaseException, fleet: EveryHost) -> NoReturn:
+    """Report an error in process 0, and end all processes."""
+    status, others = 1, ""  # others print no line if process 0 says all that is to be said
+    if isinstance(error, HostError):
+        others = str(error)
+        print(f"error: {others}; {ADVICE}", file=sys.stderr)
+    elif isinstance(error, InputError | StoppedError):
+        status = 2 if isinstance(error, InputError) else 1
+        print(f"error: {error}", file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        status, others = 130, f"{fleet.members[0].name}: interrupted by Ctrl-C"
+    else:
+        text = " ".join(str(error).split())[:300]
+        others = f"{fleet.members[0].name}: {type(error).__name__}: {text}"
+        traceback.print_exception(error)
+    fleet.end(others, status)
+    exit_now("", status)
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def follow(connection: Connection, runner: NetworkRunner, leader: str) -> int:
+    """Run the calls of process 0 until all processes end; return the exit status of this one.
+
+    Signals that this process receives are passed on to process 0.  If process 0 ends alone, or
+    without notice, this process exits at once.
+
+    Args:
+      leader: name of process 0.
+    """
+    calls: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+
+    def listen() -> None:
+        line, status, together = f"{leader} has ended without notice", 1, False
+        with contextlib.suppress(OSError):
+            while True:
+                kind, *content = connection.receive()
+                if kind == "end":
+                    line, status, together = content
+                    break
+                if kind == "ping":
+                    connection.send(["result", *content, os.getpid(), None])
+                else:
+                    calls.put([kind, *content])
+        if not together:
+            if line:
+                print(f"error: {line}; {ADVICE}", file=sys.stderr, flush=True)
+            exit_now("", status)
+        calls.put(["end", status])
+
+    listening = start_thread(listen, name="listen")
+    with stop_signals([]) as received:
+        is_told = False
+        while True:
+            try:
+                if received and not is_told:
+                    connection.send(["signal", received[0]])
+                    is_told = True
+                # Python handles a signal that arrives just before a wait only when that wait ends.
+                kind, *content = calls.get(timeout=WAIT_SECONDS)
+                if kind == "end":
+                    return content[0]
+                number, method, arguments = content
+                result, raised = None, None
+                try:
+                    result = runner.call(method, *arguments)
+                except (InputError, StoppedError) as error:
+                    raised = error
+                connection.send(["result", number, result, raised])
+            except queue.Empty:
+                continue
+            except OSError:
+                listening.join()
 
 
-def _report_aborts(lockstep: Lockstep) -> None:
+def _report_aborts(name_silent: Callable[[], None]) -> None:
     """When JAX aborts this process, print one line after JAX's own report, and exit.
 
     JAX's client aborts the process when process 0 is gone, or when a process has not answered for
     some seconds.  Python's own signal handlers never run in that case, because they would run only
     after the abort.
+
+    Args:
+      name_silent: called first; it may exit with a line that names the process that is silent.
     """
 
     def report(number: int) -> None:
-        lockstep.name_silent()
-        time.sleep(SECONDS_TO_REPORT)  # the thread of `lockstep` may learn the reason, and exit
+        name_silent()
+        time.sleep(SECONDS_TO_REPORT)  # another thread may learn the reason, and exit
         line = f"error: JAX has lost another process, or failed (see above); {ADVICE}"
-        print(line, file=sys.__stderr__, flush=True)  # `sys.stderr` may lead nowhere
+        print(line, file=sys.stderr, flush=True)
         exit_now("", 1)
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(report)

@@ -51,14 +51,26 @@ class RaisedError(HostError):
     """A live host raised an error of unknown cause; the same error again counts as permanent."""
 
 
-def host_error(rank: int, error: Exception) -> StoppedError:
+class LostError(Exception):
+    """A member of a fleet has ended, so that its calls have no results.
+
+    Attributes:
+      permanent: whether it would end again after a restart.
+    """
+
+    def __init__(self, line: str, *, permanent: bool = False):
+        super().__init__(line)
+        self.permanent = permanent
+
+
+def host_error(name: str, error: Exception) -> StoppedError:
     """Return a one-line error that names a host, for an exception that it has raised.
 
     The result is a `PermanentError` if a restart would not cure the exception's cause, a HostError
     if it would, and a `RaisedError` if that is unknown.
     """
     text = " ".join(str(error).split())
-    return _kind(error, text)(f"host {rank}: {type(error).__name__}: {text[:300]}")
+    return _kind(error, text)(f"{name}: {type(error).__name__}: {text[:300]}")
 
 
 def _kind(error: Exception, text: str) -> type[StoppedError]:

@@ -1,5 +1,7 @@
 """`NetworkRunner`: runs a `CausalTransformer` on one of several hosts, for a driver process."""
 
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -8,10 +10,10 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,31 +41,6 @@ from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, StoppedError, brief
 
-Arguments = ParamSpec("Arguments")
-Returned = TypeVar("Returned")
-
-
-def _one_line_errors(method: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """Wrap a method of `NetworkRunner` so that its exceptions can be sent to the driver.
-
-    InputError and StoppedError are raised unchanged.  Any other exception might not survive
-    pickling, so it is replaced by the result of `host_error`, which names the host.  Its traceback
-    is printed to the host's log.
-    """
-
-    @functools.wraps(method)
-    def wrapper(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
-        try:
-            return method(*args, **kwargs)
-        except (InputError, StoppedError):
-            raise
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            runner: Any = args[0]
-            raise host_error(runner.rank, error) from None
-
-    return wrapper
-
 
 def bypass_proxy(address: str) -> None:
     """Make this process's gRPC connections to `address` direct, even if a proxy is configured.
@@ -78,6 +55,7 @@ def bypass_proxy(address: str) -> None:
         os.environ[name] = ",".join([*others, address])
 
 
+SECONDS_TO_SHUT_DOWN = 60  # for JAX to disconnect the processes at the end
 PACKAGE_VERSION = "the version of mesh_transformer (digest of its sources)"
 
 
@@ -120,25 +98,58 @@ def check_versions(hosts: Mapping[str, Mapping[str, str | None]]) -> None:
             raise InputError(f"{what} is {differing}; install the same version on all of them")
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshPlace:
+    """How a process joins the others of a mesh.
+
+    Attributes:
+      address: IP address at which the other processes reach this one.
+      coordinator: "HOST:PORT" where JAX's coordinator listens, in process 0.
+      processes: number of processes in the mesh.
+      heartbeat: seconds after which JAX declares a silent process dead, and ends all others.
+      devices: number of virtual CPU devices to use; None to use the machine's accelerators.
+      bind: the address at which the coordinator listens, "" for all of its machine (default: the
+        host of `coordinator`).
+    """
+
+    address: str
+    coordinator: str
+    processes: int
+    heartbeat: int
+    devices: int | None = None
+    bind: str | None = None
+
+
 class NetworkRunner:
     """Runs a `CausalTransformer` in one process of a mesh, on that process's own batch rows.
 
-    Call `start` first.  All processes of a mesh must receive the same calls in the same order.
+    Call `start` first.  All processes of a mesh must receive the same calls in the same order; the
+    leader makes them by `call`.
     `Train` starts a step without waiting for it; a later call of `metrics` waits for the step and
     returns its metrics.
     """
 
-    def __init__(self, rank: int, *, own_process: bool = False):
+    def __init__(
+        self,
+        rank: int,
+        *,
+        own_process: bool = False,
+        name: str | None = None,
+        device_ids: Sequence[int] | None = None,
+    ):
         """Create a runner for the process with this rank.
 
         Args:
           rank: index of this process in the mesh, from 0.
           own_process: whether nothing else runs in this process.  If so, SIGTERM does not end the
             process, but is reported in `StepReport.notice`.
+          name: name of this process in messages (default: "host" and the rank).
+          device_ids: the local devices to use (default: all).
         """
         if own_process:  # Ray calls only the constructor on the main thread
             signal.signal(signal.SIGTERM, self._receive_notice)
-        self.rank = rank
+        self.rank, self.name = rank, name or f"host {rank}"
+        self._device_ids = device_ids
         self.network: CausalTransformer | None = None
         self._batch: Run | None = None  # runs the calls of the newest batch
         self._unread: deque[tuple[int, dict[str, Any]]] = deque()
@@ -150,11 +161,26 @@ class NetworkRunner:
         self._sender = ThreadPoolExecutor(1)
         self._sending: Future[None] | None = None  # of the last `keep`
 
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of this class for the leader, and return its result.
+
+        Raises:
+          InputError, StoppedError: as the method does.  Any other exception might not reach the
+            leader, so it is replaced by the result of `host_error`, which names this process.  Its
+            traceback is printed.
+        """
+        try:
+            return getattr(self, method)(*arguments)
+        except (InputError, StoppedError):
+            raise
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            raise host_error(self.name, error) from None
+
     def pid(self) -> int:
         """Return the process id (PID) of this runner."""
         return os.getpid()
 
-    @_one_line_errors
     def free_port(self, address: str) -> int:
         """Return a free TCP port at this host's `address`, for JAX's coordinator to listen on."""
         return meeting.free_port(address)
@@ -163,51 +189,33 @@ class NetworkRunner:
         """Return `versions()` of this process."""
         return versions()
 
-    @_one_line_errors
-    def start(
-        self,
-        config: dict[str, Any],
-        *,
-        address: str,
-        coordinator: str,
-        processes: int,
-        heartbeat: int,
-        devices: int | None = None,
-    ) -> dict[str, Any]:
+    def start(self, config: dict[str, Any], place: MeshPlace) -> dict[str, Any]:
         """Connect to the other processes, and create the mesh and a model without weights.
 
         Args:
           config: the config's keys and values.
-          address: IP address at which the other processes reach this one.
-          coordinator: "host:port" where process 0 listens.
-          processes: number of processes in the mesh.
-          heartbeat: number of silent seconds after which a process is declared dead and all other
-            processes exit.
-          devices: number of virtual CPU devices to use; None to use the machine's accelerators.
 
         Returns:
           A dict with the attributes `replicas`, `dp`, `batch_size`, `noise_batches` and
           `peak_flops` of the model; see `CausalTransformer`.
+
+        Raises:
+          InputError: if the processes do not have the config's `tpu_size` devices together.
+          HostError: if another program has taken the coordinator's port.
         """
-        host, _, port = coordinator.rpartition(":")
-        if processes > 1 and self.rank == 0:
-            meeting.check_free(host, int(port))
         use_compilation_cache()
-        if devices is not None:
-            use_virtual_devices(devices)
-            compile_together()
-        if processes > 1:
-            jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
-            bypass_proxy(host)
-            bind_collectives(address)
-            jax.distributed.initialize(
-                coordinator,
-                num_processes=processes,
-                process_id=self.rank,
-                heartbeat_timeout_seconds=heartbeat,
-                # The coordinator has no authentication, so it listens only at this address.
-                coordinator_bind_address=coordinator,
-            )
+        if place.devices is not None:
+            use_virtual_devices(place.devices)
+        if place.processes > 1:
+            self._connect(place)
+            if jax.device_count() != config["tpu_size"]:
+                raise InputError(
+                    f"{place.processes} processes have {jax.device_count()} "
+                    f"{jax.default_backend()} devices together ({jax.local_device_count()} in "
+                    f"{self.name}), but the config's tpu_size is {config['tpu_size']}; set "
+                    "tpu_size, or start another number of processes (Slurm and Open MPI give each "
+                    "process one GPU, unless JAX_LOCAL_DEVICE_IDS lists more)"
+                )
         self.network = CausalTransformer(config, init=False)
         return {
             "replicas": self.network.replicas,
@@ -216,6 +224,31 @@ class NetworkRunner:
             "noise_batches": self.network.noise_batches,
             "peak_flops": self.network.peak_flops,
         }
+
+    def _connect(self, place: MeshPlace) -> None:
+        """Connect JAX in this process to JAX in the others."""
+        host, _, port = place.coordinator.rpartition(":")
+        # The coordinator has no authentication, so by default it listens only at its own address.
+        bind = host if place.bind is None else place.bind
+        if self.rank == 0:
+            meeting.check_free(bind.strip("[]"), int(port))
+        jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
+        bypass_proxy(host.strip("[]"))
+        bind_collectives(place.address)
+        with contextlib.suppress(AttributeError):  # a JAX version without this setting
+            jax.config.update("jax_check_proxy_envs", False)  # it would warn of `no_proxy`
+        jax.distributed.initialize(
+            place.coordinator,
+            num_processes=place.processes,
+            process_id=self.rank,
+            local_device_ids=self._device_ids,
+            cluster_detection_method="deactivate",
+            heartbeat_timeout_seconds=place.heartbeat,
+            shutdown_timeout_seconds=SECONDS_TO_SHUT_DOWN,
+            coordinator_bind_address=f"{bind or '[::]'}:{port}",
+        )
+        if jax.default_backend() == "cpu":
+            compile_together()
 
     def _receive_notice(self, number: int, frame: object) -> None:
         """Handle SIGTERM: record it for the next `StepReport`; the process keeps running."""
@@ -227,7 +260,6 @@ class NetworkRunner:
             raise InputError("the host has no model yet; call start first")
         return self.network
 
-    @_one_line_errors
     def open_train_set(
         self, train_set: str | dict[str, float], state: dict[str, Any] | None, batches: int
     ) -> dict[str, Any]:
@@ -252,7 +284,11 @@ class NetworkRunner:
         self._train_set.restore(state, batches)
         return self._train_set.state()
 
-    @_one_line_errors
+    def record_files(self) -> Any:
+        """Return a value that is equal on hosts that see the same record files."""
+        assert self._train_set is not None
+        return self._train_set.fingerprint()
+
     def read(self) -> dict[str, Any]:
         """Read the next batch and keep it for a later `Train`.
 
@@ -273,7 +309,6 @@ class NetworkRunner:
         self._unread.append((network.step, metrics))
         self._clock.record_finished(metrics for _, metrics in self._unread)
 
-    @_one_line_errors
     def metrics(self) -> StepReport:
         """Wait for the oldest step that has not been reported yet, and return its report."""
         step, values = self._unread.popleft()
@@ -282,7 +317,6 @@ class NetworkRunner:
         seconds, failed = self._clock.pop_seconds(), self._started.save_failed
         return StepReport(step, seconds, numbers, ended, failed, self._notice)
 
-    @_one_line_errors
     def run(self, call: Call[Result]) -> Result:
         """Run a call with the rows of this process; see `CausalTransformer.run`.
 
@@ -305,27 +339,22 @@ class NetworkRunner:
         result = run(call)
         return jax.tree.map(np.asarray, result) if call.returns_rows else result
 
-    @_one_line_errors
     def create_marker(self, path: str) -> None:
         """Create an empty file at `path`, to test which other hosts share this host's disk."""
-        create_marker(path, f"host {self.rank}")
+        create_marker(path, self.name)
 
-    @_one_line_errors
     def marker_exists(self, path: str) -> bool:
         """Return whether this host can see a file at `path`."""
         return os.path.exists(path)
 
-    @_one_line_errors
     def delete_marker(self, path: str) -> None:
         """Delete a file that `create_marker` created."""
         os.remove(path)
 
-    @_one_line_errors
     def own_aux(self) -> dict[str, Any]:
         """See `CausalTransformer.own_aux`."""
         return self._started.own_aux()
 
-    @_one_line_errors
     def keep(self, number: int, keepers: Sequence[Any]) -> None:
         """Copy this process's part of the state from its devices to the memory of hosts.
 
@@ -342,7 +371,6 @@ class NetworkRunner:
         copied = blocks.copied(state, self._plan)
         self._sending = self._sender.submit(send, number, len(self._plan), copied, keepers)
 
-    @_one_line_errors
     def wait_for_copies(self) -> str:
         """Wait until the keepers have stored all data that the last call of `keep` sends.
 
@@ -355,10 +383,9 @@ class NetworkRunner:
                 sending.result()
         except Exception as error:  # a keeper has ended, or its machine's memory is full
             traceback.print_exc(file=sys.stderr)
-            return f"{type(error).__name__} on host {self.rank}"
+            return f"{type(error).__name__} on {self.name}"
         return ""
 
-    @_one_line_errors
     def restore_copy(self, copy: Copy, base: str | None) -> None:
         """Resume from a copy of the state in the memory of hosts; see `TPUCluster.restore`.
 
@@ -371,7 +398,6 @@ class NetworkRunner:
         state = blocks.assemble(network.saved_template(), copy.keepers, read)
         network.resume(copy.step, state, copy.aux, where, base)
 
-    @_one_line_errors
     def close(self) -> None:
         """Wait for the last save and unlock the model folder; the process keeps running."""
         if self.network is not None:

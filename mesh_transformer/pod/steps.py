@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,17 +30,17 @@ class StepReport(NamedTuple):
 
 @dataclasses.dataclass
 class DispatchedStep:
-    """A training step that `TPUCluster.train` has dispatched to the hosts.
+    """A training step that `Fleet.train` has dispatched to the hosts.
 
     Attributes:
       step: number of the step.
-      dispatched: Ray references to the results of the `train` calls, one per host.
-      values: metrics of the step; None until `TPUCluster.read` has fetched them.
+      dispatched: the results of the `Train` calls, one per host, which come later.
+      values: metrics of the step; None until `Fleet.read` has fetched them.
       ended: whether all hosts have reported that the step has finished.
     """
 
     step: int
-    dispatched: list[Any]
+    dispatched: list[Future[Any]]
     values: dict[str, float] | None = None
     ended: bool = False
 

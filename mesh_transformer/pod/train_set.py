@@ -1,21 +1,21 @@
-"""`ClusterTrainSet`: a training set whose batches are read by the hosts of a TPU pod."""
+"""`ClusterTrainSet`: a training set whose batches are read by the members of a fleet."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mesh_transformer.storage.access import local_path
+from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
-    from mesh_transformer.pod.cluster import TPUCluster
+    from mesh_transformer.pod.fleet import Fleet
 
 # Stands for a batch on the driver when only the hosts hold it, because they read it themselves.
 READ_ON_HOSTS: dict[str, np.ndarray] = {}
 
 
 class ClusterTrainSet:
-    """A training set whose batches are read by the hosts, and not by the driver process.
+    """A training set whose batches are read by the hosts, and not by the process that leads them.
 
     Each host opens a `TFRecordNewInputs` for its own batch rows, so all hosts must have access to
     the files.  The batches and the results of `state` are the same as if one process read all rows.
@@ -26,20 +26,32 @@ class ClusterTrainSet:
       HostError: if a host fails, or if the hosts are not all at the same record.
     """
 
-    def __init__(self, cluster: "TPUCluster"):
-        self._cluster = cluster
+    def __init__(self, fleet: "Fleet"):
+        self._fleet = fleet
         self._state: dict[str, Any] = {}
         self.restore(None)
+        self._check_files()
 
     def restore(self, state: dict[str, Any] | None, batches: int = 0) -> None:
         """Continue reading from a position; see `TFRecordNewInputs.restore`."""
-        train_set = self._cluster.config.train_set
+        train_set, path_of = self._fleet.config.train_set, self._fleet.members_path
         assert train_set is not None
         if isinstance(train_set, Mapping):
-            resolved: Any = {local_path(path): weight for path, weight in train_set.items()}
+            resolved: Any = {path_of(path): weight for path, weight in train_set.items()}
         else:
-            resolved = local_path(train_set)
+            resolved = path_of(train_set)
         self._call("open_train_set", resolved, state, batches)
+
+    def _check_files(self) -> None:
+        """Raise InputError if the hosts do not all see the same record files."""
+        seen = self._fleet.call("record_files")
+        for member, files in zip(self._fleet.members, seen, strict=True):
+            if files != seen[0]:
+                raise InputError(
+                    f"train_set: {member.name} sees other record files than "
+                    f"{self._fleet.members[0].name} (names or sizes differ); give all hosts the "
+                    "same files"
+                )
 
     def get_samples(self) -> dict[str, np.ndarray]:
         """Make the hosts read the next batch, which stays on the hosts.
@@ -64,7 +76,7 @@ class ClusterTrainSet:
         Raises:
           HostError: if the hosts return different positions in the training set.
         """
-        states = self._cluster.call(method, *[arguments] * len(self._cluster.replicas))
+        states = self._fleet.call(method, *[arguments] * len(self._fleet.members))
         if any(state != states[0] for state in states):
-            raise self._cluster.failed("the hosts are at different records of train_set")
+            raise self._fleet.failed("the hosts are at different records of train_set")
         self._state = states[0]

@@ -6,7 +6,6 @@ single process and on a TPU pod.
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import signal
@@ -22,13 +21,13 @@ from tqdm import tqdm
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath, local_path, set_aside
-from mesh_transformer.training.agreement import Agreement
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
-from mesh_transformer.training.metrics import MetricsLog, NoLog, StepClock, row_of, start_wandb
+from mesh_transformer.training.metrics import MetricsLog, StepClock, row_of, start_wandb
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes, warmup_remark
+from mesh_transformer.training.signals import stop_signals
 from mesh_transformer.util import (
     DamagedError,
     HostError,
@@ -56,7 +55,6 @@ def train(
     on_row: Callable[[dict[str, Any]], None] | None = None,
     temporary: bool = False,
     ledger: Ledger | None = None,
-    agreement: Agreement | None = None,
 ) -> None:
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
 
@@ -75,9 +73,6 @@ def train(
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
-
-    `agreement` makes several processes that run this function on one network decide alike (default:
-    this process decides alone).
 
     A checkpoint is saved every `ckpt_every` steps and at the end of training.  On SIGTERM, Ctrl-C
     or SIGHUP (the terminal closes), a checkpoint is saved and `train` returns.  If an error ends
@@ -101,8 +96,7 @@ def train(
         raise InputError(f"--max-steps is {total}, expected at least 1")
     saved = False
     val_sets = config.val_set if val_sets is None else val_sets
-    agreement = agreement or Agreement()
-    with agreement.stop_signals() as received, warnings.catch_warnings():
+    with stop_signals(network.signals) as received, warnings.catch_warnings():
         warnings.simplefilter("ignore", UncountedWarning)  # the loop reports these steps itself
         try:
             with closing(network):
@@ -118,7 +112,6 @@ def train(
                     on_row=on_row,
                     temporary=temporary,
                     ledger=ledger or Ledger(),
-                    agreement=agreement,
                     received=received,
                 )
                 saved = True
@@ -146,17 +139,16 @@ def _train(
     on_row: Callable[[dict[str, Any]], None] | None,
     temporary: bool,
     ledger: Ledger,
-    agreement: Agreement,
     received: list[int],
 ) -> None:
     """Train until step `total` or until a signal is received, then save.
 
     Args:
-      received: the list of the signals received so far (see `Agreement.stop_signals`).
+      received: the list of the signals received so far (see `stop_signals`).
     """
     config = network.config
     with contextlib.ExitStack() as stack:
-        wandb = start_wandb(folder, config) if agreement.writes else None
+        wandb = start_wandb(folder, config)
         if wandb is not None:
             stack.callback(wandb.close)
         eval_tasks = harness.load_harness(config) if validate else None
@@ -165,7 +157,7 @@ def _train(
             validation.open_set(network, source).close()
         with ledger.spending("restore"):
             network.claim(folder)
-            aux = _restore(network, folder, tune_model_path, fall_back, agreement)
+            aux = _restore(network, folder, tune_model_path, fall_back)
             if aux is None:
                 start_weights(network, tune_model_path, fresh_opt)
         if aux is None:
@@ -182,8 +174,7 @@ def _train(
         best.restore(aux.get("best"))
         unscored = None
         if aux and (val_sets or eval_tasks) and network.step % config.val_every == 0:
-            row = agreement.once(lambda: row_of(folder, network.step))
-            unscored = _unscored(row, network.step, best)
+            unscored = _unscored(row_of(folder, network.step), network.step, best)
         unsaved = bool(aux.pop("unsaved", False))  # the state comes from memory, not from storage
         if best.step is not None and not unsaved:
             # The step is saved.  This updates the record of the best step if a kill prevented it.
@@ -197,7 +188,7 @@ def _train(
         if aux and network.step and "loader" not in aux:
             print(f"{folder} has no position in the data; records are read from the first one")
         logged = network.step - (unscored is not None)
-        log = MetricsLog(folder, logged, wandb, aux.get("wandb")) if agreement.writes else NoLog()
+        log = MetricsLog(folder, logged, wandb, aux.get("wandb"))
         stack.callback(log.close)
         ledger.resume(log.earlier, network.step)
         log.earlier.clear()  # a long run has many
@@ -212,7 +203,6 @@ def _train(
             on_row=on_row,
             saved=aux,
             ledger=ledger,
-            agreement=agreement,
             total=total,
             logged=logged,
             temporary=temporary,
@@ -230,7 +220,7 @@ def _ended(step: int, total: int, best: BestStep) -> str:
 
 
 def _restore(
-    network: TrainableNetwork, folder: str, base: str | None, fall_back: bool, agreement: Agreement
+    network: TrainableNetwork, folder: str, base: str | None, fall_back: bool
 ) -> dict[str, Any] | None:
     """Restore the newest checkpoint in `folder`, and return the result of `network.restore`.
 
@@ -246,7 +236,7 @@ def _restore(
             if not fall_back:
                 message = f"{error}; --fall-back resumes from that step"
                 raise DamagedError(message, *error.args[1:]) from None
-            name = agreement.once(functools.partial(set_aside, error.step))
+            name = set_aside(error.step)
             print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
 
 
@@ -307,11 +297,10 @@ class _Run:
     val_sets: Mapping[str, Any]
     eval_tasks: harness.Harness | None
     best: BestStep
-    log: MetricsLog | NoLog
+    log: MetricsLog
     on_row: Callable[[dict[str, Any]], None] | None
     saved: dict[str, Any]
     ledger: Ledger
-    agreement: Agreement
     total: int
     logged: int
     temporary: bool
@@ -335,7 +324,7 @@ class _Run:
         """Train until the last step, until `early_stop` or until a signal is received, then save.
 
         Args:
-          received: the list of the signals received so far (see `Agreement.stop_signals`).
+          received: the list of the signals received so far (see `stop_signals`).
           unscored: the restored step's metrics row if that step must still be validated, else None.
         """
         with self.bar, self.ledger.spending("compile"), self._summary():
@@ -348,9 +337,8 @@ class _Run:
                     self._step(received)
             except (StoppedError, NonFiniteError):  # not finite, or lost hosts: do not save
                 raise
-            except Exception as error:
-                if self.agreement.can_save(error):
-                    self._save_before_end()
+            except Exception:
+                self._save_before_end()
                 raise
             self._finish()
         print(self._outcome(received))

@@ -122,19 +122,6 @@ class MetricsLog:
             self._wandb.close()
 
 
-class NoLog:
-    """A log that discards all rows, for processes that do not write metrics; see `MetricsLog`."""
-
-    wandb_id = None
-
-    def __init__(self) -> None:
-        self.earlier: list[dict[str, float]] = []
-
-    def write(self, row: dict[str, Any]) -> None: ...
-    def upload(self) -> None: ...
-    def close(self) -> None: ...
-
-
 def start_wandb(folder: str, config: Config) -> WandbUpload | None:
     """Start the process that uploads a run's metrics to wandb.
 

@@ -16,11 +16,10 @@ from mesh_transformer.generation.pool import BLOCK, Chunks, Pool
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.mesh.placement import AllRows, Rows
+from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import matrices, transformer
 from mesh_transformer.model.casts import to_int8
-from mesh_transformer.pod.cluster import TPUCluster
-from mesh_transformer.pod.hosts import Host
+from mesh_transformer.pod.fleet import Fleet
 from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, NonFiniteError
@@ -59,18 +58,17 @@ def damaged(network: CausalTransformer, value: float, seed: int = 0) -> str:
     return jax.tree_util.keystr(paths[place][0], simple=True, separator="/")
 
 
-class FakeCluster(TPUCluster):
-    """A cluster whose hosts all have the same rows; one runner in this process stands for them."""
+class FakeFleet(Fleet):
+    """A fleet whose members all have the same rows; one runner in this process stands for them."""
 
-    def __init__(self, runner: NetworkRunner, hosts: int):
+    def __init__(self, runner: NetworkRunner, members: int):
         assert runner.network is not None
-        self.config, self.dp, self._batches = runner.network.config, 1, 0
-        self.hosts, self.replicas = [Host("", "")] * hosts, [[0]] * hosts
-        self._runner, self._adapters = runner, 0
+        super().__init__(runner.network.config)
+        self.dp, self.members, self.replicas = 1, [runner] * members, [[0]] * members
 
     def call(self, method: str, *arguments: tuple[Any, ...], agree: float = 0.0) -> list[Any]:
         own = (arguments or [()])[0]
-        return [getattr(self._runner, method)(*own)] * len(self.hosts)
+        return [getattr(self.members[0], method)(*own)] * len(self.members)
 
 
 @pytest.mark.slow
@@ -155,7 +153,7 @@ def test_a_pod_names_such_weights_and_goes_on():
     runner.network = network_of("one device")
     name, vocabulary = damaged(runner.network, np.nan), runner.network.config.n_vocab
 
-    cluster: Any = FakeCluster(runner, 1)
+    cluster = FakeFleet(runner, 1)
     for _ in range(2):
         batch = cluster.batch(2)
         prompts = [np.arange(3) % vocabulary, np.arange(5) % vocabulary]
@@ -314,34 +312,25 @@ def test_weights_are_searched_once_until_there_are_others(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [True, False], ids=["every host", "pod"])
-def test_one_of_several_processes_names_such_weights(whole):
+def test_one_of_several_processes_names_such_weights():
     """One process, which is made to take itself for one of several."""
     network = network_of("one device")
     name = damaged(network, np.nan).rpartition("/")[2]
-    rows = (AllRows if whole else Rows)(network.mesh)
+    rows = Rows(network.mesh)
     rows.alone = False
     network._eval_rows = network._generator.rows = rows
     tokens = np.random.default_rng(0).integers(0, network.config.n_vocab, (2, 8))
     named = f"NaN or infinite: 1 of .* weights layers/.*{name}"
-    if whole:
-        calls = [
-            lambda: network.score(tokens, 3),
-            lambda: network.embed(tokens, [8, 3]),
-            lambda: network.logits(tokens),
-            lambda: network.generate(tokens, [8, 5], 4),
-        ]
-    else:
-        runner = NetworkRunner(0)
-        runner.network = network
-        cluster = FakeCluster(runner, 2)
-        calls = [
-            lambda: cluster.score(tokens, 3),
-            lambda: cluster.embed(tokens, np.array([8, 3])),
-            lambda: cluster.generate(tokens, [8, 5], 4),
-        ]
-        with pytest.raises(NonFiniteError, match=r"NaN or infinite$"):
-            network.score(tokens, 3)  # others may have no such rows, and would not search
+    runner = NetworkRunner(0)
+    runner.network = network
+    fleet = FakeFleet(runner, 2)
+    calls = [
+        lambda: fleet.score(tokens, 3),
+        lambda: fleet.embed(tokens, np.array([8, 3])),
+        lambda: fleet.generate(tokens, [8, 5], 4),
+    ]
+    with pytest.raises(NonFiniteError, match=r"NaN or infinite$"):
+        network.score(tokens, 3)  # others may have no such rows, and would not search
     for call in calls:
         with pytest.raises(NonFiniteError, match=named):
             call()

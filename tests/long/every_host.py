@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from mesh_transformer.pod.lockstep import ADVICE
+from mesh_transformer.pod.every_host import ADVICE
 from tests.support.every_host import every_host
 from tests.support.small_run import assert_same_rows, mixed_values, rows_of, write_config
 
@@ -26,12 +26,14 @@ TO_END = HEARTBEAT + 60.0  # seconds, on a busy machine
 # Calls that fail in one process, by the names of the functions; see `break_call`.
 FAULTS = {
     "score": "mesh_transformer.evaluation.validation:score:1:OSError",
-    "_Run._log": "mesh_transformer.training.loop:_Run._log:3:ValueError",
-    "get_samples": "mesh_transformer.data.loader:TFRecordNewInputs.get_samples:6:InputError",
     "MetricsLog.__init__": "mesh_transformer.training.metrics:MetricsLog.__init__:1:InputError",
-    "restore": "mesh_transformer.transformer_shard:CausalTransformer.restore:1:InputError",
-    "_TrainSet.restore": "mesh_transformer.pod.every_host:_TrainSet.restore:1:KeyError",
+    "metrics": "mesh_transformer.pod.runner:NetworkRunner.metrics:3:ValueError",
+    "place": "mesh_transformer.mesh.placement:Rows.place:9:OSError",
+    "get_samples": "mesh_transformer.data.loader:TFRecordNewInputs.get_samples:6:InputError",
+    "newest": "mesh_transformer.checkpoint.native:Checkpoints.newest:1:InputError",
+    "open_train_set": "mesh_transformer.pod.runner:NetworkRunner.open_train_set:1:KeyError",
 }
+LEADERS = ("score", "MetricsLog.__init__")  # the members do not call these
 SIGNALS = ("SIGTERM", "SIGKILL", "SIGSTOP")
 
 
@@ -89,7 +91,7 @@ def planned(count: int, processes: int, seed: int) -> list[Interruption]:
     rng.shuffle(kinds)
     steps = sorted(rng.randint(1, 25) for _ in range(count))
     return [
-        Interruption(kind, 0 if kind.startswith("Metrics") else rng.randrange(processes), step)
+        Interruption(kind, 0 if kind in LEADERS else rng.randrange(processes), step)
         for kind, step in zip(kinds, steps, strict=False)
     ]
 

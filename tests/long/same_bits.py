@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from mesh_transformer.config import Config
 from mesh_transformer.families import BLOCKS
 from mesh_transformer.network import Train
-from mesh_transformer.pod.runner import NetworkRunner
+from mesh_transformer.pod.runner import MeshPlace, NetworkRunner
 from mesh_transformer.training.step import StateLayout
 from mesh_transformer.util import InputError
 from tests.support.multihost import free_port, replica_rows
@@ -64,11 +64,13 @@ def work(task: dict[str, Any]) -> None:
     runner = NetworkRunner(task["rank"])
     runner.start(
         config.as_dict(),
-        address="127.0.0.1",
-        coordinator=task["coordinator"],
-        processes=task["processes"],
-        heartbeat=60,
-        devices=count // task["processes"],
+        MeshPlace(
+            address="127.0.0.1",
+            coordinator=task["coordinator"],
+            processes=task["processes"],
+            heartbeat=60,
+            devices=count // task["processes"],
+        ),
     )
     assert jax.device_count() == count
     network = runner.network

@@ -10,6 +10,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from mesh_transformer.generation.generator import SMALLEST_CACHE
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.network import Network
 from mesh_transformer.pod import restarts
-from mesh_transformer.pod.cluster import TPUCluster
+from mesh_transformer.pod.fleet import MOST_UNREAD, Fleet
 from mesh_transformer.pod.launch import build_model, local_machines
 from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
 from mesh_transformer.serving.engine import ALTERNATIVES, Engine
@@ -99,10 +100,10 @@ def test_hosts_reserve_equal_caches_for_idle_rows():
     """An idle row whose cache is full grows the cache of its host, so other hosts must grow too."""
     reserved = []
 
-    class Cluster(TPUCluster):
+    class TwoMembers(Fleet):
         def __init__(self) -> None:
-            self.config, self.dp, self.replicas = CONFIG.replace(seq=1024), 2, [[0], [1]]
-            self.hosts, self._batches, self._adapters = [], 0, 0
+            super().__init__(CONFIG.replace(seq=1024))
+            self.dp, self.replicas = 2, [[0], [1]]
 
         def call(self, method: str, *arguments: tuple[Any, ...], agree: float = 0.0) -> list[Any]:
             calls = [call for (call,) in arguments]
@@ -114,7 +115,7 @@ def test_hosts_reserve_equal_caches_for_idle_rows():
                 return [(Chosen(np.zeros((2, 4), np.uint32)), None)] * 2
             return [None, None]
 
-    batch = Cluster().batch(4)
+    batch = TwoMembers().batch(4)
     prompts = [np.ones(length, int) for length in (SMALLEST_CACHE, 9)]
     batch.insert([0, 2], prompts, [1, 15], sampler_settings({}, 2))
     batch.decode(4)
@@ -416,16 +417,17 @@ def test_bad_input_raises_one_line_and_the_cluster_stays_usable(cluster):
 
 
 def test_folder_that_hosts_do_not_share_is_refused(cluster, monkeypatch, tmp_path):
-    import ray
-
-    first, second = cluster.hosts
-    monkeypatch.setattr(cluster, "hosts", [first, dataclasses.replace(second, address="1.0.0.2")])
+    second = cluster.members[1]
+    monkeypatch.setattr(second, "disks", "of another machine")
     cluster._check_shared(str(tmp_path / "shared"))
     assert list((tmp_path / "shared").iterdir()) == []
     cluster._check_shared("gs://bucket/model")
-    elsewhere = types.SimpleNamespace(remote=lambda path: ray.put(False))
-    actors = [cluster._actors[0], types.SimpleNamespace(marker_exists=elsewhere)]
-    monkeypatch.setattr(cluster, "_actors", actors)
+    unseen: Future[bool] = Future()
+    unseen.set_result(False)
+    send = second.send
+    monkeypatch.setattr(
+        second, "send", lambda name, own: unseen if name == "marker_exists" else send(name, own)
+    )
     monkeypatch.setattr(cluster, "kill", lambda: None)
     with pytest.raises(
         InputError, match="shared: host 1 does not see a file of host 0 in this folder; give"
@@ -472,8 +474,6 @@ def test_hosts_with_different_losses_are_shut_down(machines):
 
 @pytest.mark.slow
 def test_number_of_unread_steps_is_limited(cluster):
-    from mesh_transformer.pod.cluster import MOST_UNREAD
-
     first, count = cluster.step, 3 * MOST_UNREAD
     steps = [cluster.train(random_batch(CONFIG, 2, 4, seed=seed)) for seed in range(count)]
     assert len(cluster._unread) == MOST_UNREAD

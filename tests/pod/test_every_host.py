@@ -151,12 +151,12 @@ def test_a_run_recovers_from_every_kind_of_interruption(uninterrupted, tmp_path)
     config, expected = uninterrupted
     for interruption in (
         Interruption("SIGKILL", 1, 3),
-        Interruption("_Run._log", 1),
+        Interruption("metrics", 1),
         Interruption("SIGKILL", 0, 9),
         Interruption("SIGTERM", 1, 12),
         Interruption("MetricsLog.__init__", 0),
         Interruption("SIGSTOP", 1, 16),
-        Interruption("score", 1),
+        Interruption("place", 1),
     ):
         print(interrupt(tmp_path, config, 2, interruption))
     run = run_to_end(tmp_path, config, 2)

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,17 @@ import pytest
 import mesh_transformer
 from mesh_transformer.config import Config
 from mesh_transformer.network import Train
-from mesh_transformer.pod import every_host, ray_head, restarts
+from mesh_transformer.pod import ray_head, restarts
 from mesh_transformer.pod.faults import PermanentError
 from mesh_transformer.pod.launch import LocalNodes, build_model, local_machines
-from mesh_transformer.pod.meeting import Place
 from mesh_transformer.pod.ray_head import RayHead
-from mesh_transformer.pod.runner import PACKAGE_VERSION, NetworkRunner, check_versions, versions
+from mesh_transformer.pod.runner import (
+    PACKAGE_VERSION,
+    MeshPlace,
+    NetworkRunner,
+    check_versions,
+    versions,
+)
 from mesh_transformer.util import HostError, InputError
 from tests.conftest import random_batch
 from tests.long.interruptions import members, sessions_of
@@ -49,13 +53,10 @@ def taken() -> Iterator[int]:
 def test_a_port_that_is_in_use_is_one_line(taken):
     """Without the check, jaxlib ends the process by a segmentation fault."""
     address, line = f"127.0.0.1:{taken}", rf"^port {taken} at 127\.0\.0\.1, which JAX's coordinator"
-    start = {"address": "127.0.0.1", "coordinator": address, "processes": 2, "heartbeat": 10}
-    with pytest.raises(HostError, match=line):
-        NetworkRunner(0).start(VALUES, **start)
-    place = Place("127.0.0.1:1", 2, 0)
-    lockstep: Any = SimpleNamespace(meeting=SimpleNamespace(place=place, coordinator=address))
-    with pytest.raises(HostError, match=line):
-        every_host._start_jax(CONFIG, lockstep, None, 10)
+    for bind in (None, "127.0.0.1"):
+        place = MeshPlace("127.0.0.1", address, 2, 10, bind=bind)
+        with pytest.raises(HostError, match=line):
+            NetworkRunner(0).start(VALUES, place)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -110,7 +110,7 @@ def test_an_error_that_a_live_host_raises_again_is_not_retried_again(attempts):
 def test_an_error_that_a_restart_cannot_cure_ends_the_run(attempts, error):
     run, _, waits = attempts
     with pytest.raises(PermanentError, match=line_of(error)):
-        run([(5, host_error(1, error))])
+        run([(5, host_error("host 1", error))])
     assert waits == []
 
 
@@ -142,10 +142,10 @@ def test_errors_of_the_network_are_retried_however_often_they_occur(attempts, ma
     """Each could be another fault of a bad hour, so that two of them prove nothing."""
     run, _, waits = attempts
     ports = random.Random(0).sample(range(1024, 65536), 6)
-    run([*((5, host_error(1, make(port))) for port in ports), (7, None)])
+    run([*((5, host_error("host 1", make(port))) for port in ports), (7, None)])
     assert len(waits) == 6
     with pytest.raises(StoppedError, match=r"^host 1: .*; giving up after 9 failures"):
-        run([(5, host_error(1, make(1)))] * 9)
+        run([(5, host_error("host 1", make(1)))] * 9)
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,10 @@ def test_errors_of_the_network_are_retried_however_often_they_occur(attempts, ma
 )
 def test_an_unknown_error_is_retried_once(attempts, error):
     run, _, waits = attempts
-    run([(5, host_error(1, error)), (6, None)])
+    run([(5, host_error("host 1", error)), (6, None)])
     assert len(waits) == 1
     with pytest.raises(StoppedError, match=f"{line_of(error)}; giving up after 2 failures"):
-        run([(5, host_error(1, error))] * 2)
+        run([(5, host_error("host 1", error))] * 2)
 
 
 @pytest.mark.parametrize("error", [InputError("bad"), StoppedError("not finite"), KeyError("x")])

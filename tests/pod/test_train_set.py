@@ -1,11 +1,13 @@
 """`ClusterTrainSet` on fake hosts; tests/cli/test_train.py uses real ones."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
+from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import HostError, InputError
 from tests.conftest import SMALL
 
@@ -13,14 +15,17 @@ from tests.conftest import SMALL
 class Hosts:
     """A fake cluster of two hosts; `answer(method, number)` is the result of the n-th call."""
 
-    replicas = ((0, 1), (2, 3))
+    members = (SimpleNamespace(name="host 0"), SimpleNamespace(name="host 1"))
+    members_path = staticmethod(local_path)
 
     def __init__(self, train_set: Any, answer: Any):
         self.config = Config(**SMALL, train_set=train_set)
-        self.answer = answer
+        self.answer, self.files = answer, ["a digest"] * 2
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def call(self, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        if method == "record_files":
+            return self.files
         assert arguments[0] == arguments[1]
         self.calls.append((method, arguments[0]))
         return self.answer(method, len(self.calls))
@@ -50,6 +55,13 @@ def test_hosts_at_different_records_raise_an_error():
     with pytest.raises(HostError, match="at different records"):
         loader.get_samples()
     assert loader.state() == {"at": 1}
+
+
+def test_hosts_that_see_other_files_are_named():
+    hosts: Any = Hosts("a.index", lambda *_: [{"at": 1}] * 2)
+    hosts.files = ["a digest", "another"]
+    with pytest.raises(InputError, match=r"train_set: host 1 sees other record files than host 0 "):
+        ClusterTrainSet(hosts)
 
 
 def test_position_stays_before_a_bad_record():

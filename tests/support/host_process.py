@@ -13,7 +13,7 @@ import numpy as np
 from jax._src import compiler
 
 from mesh_transformer.network import Train
-from mesh_transformer.pod.runner import NetworkRunner
+from mesh_transformer.pod.runner import MeshPlace, NetworkRunner
 from mesh_transformer.training.loop import IN_FLIGHT
 from tests.support.multihost import STEPS, replica_rows
 
@@ -99,7 +99,7 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         spec = json.load(file)
     runner = NetworkRunner(spec["rank"])
-    facts = runner.start(spec["config"], **spec["start"])
+    facts = runner.start(spec["config"], MeshPlace(**spec["start"]))
     batches = np.load(spec["batches"])
     results = {"replicas": np.asarray(facts["replicas"])}
     for number, (name, argument) in enumerate(spec["calls"]):

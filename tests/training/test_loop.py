@@ -61,6 +61,7 @@ class Counter:
         self.step = 0
         self.saved = {} if saved is None else saved
         self.kept: dict[int, Any] = {}  # copies in memory
+        self.signals: list[int] = []
         self.reads: list[tuple[int, int]] = []  # (step of the loss, step at which it was read)
         self.seen: list[np.ndarray] = []
         self.calls: list[str] = []
