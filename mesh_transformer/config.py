@@ -35,6 +35,8 @@ if not CONFIGS.is_dir():
     CONFIGS = Path(__file__).parent.parent / "configs"
 
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
+# Keys that earlier checkpoints may contain, with what to use instead; null was their default.
+REMOVED = {"memory_every": "set ckpt_every instead: checkpoints are written in the background, too"}
 LISTED = "`mesh-transformer keys` lists the keys"  # the end of errors about unknown keys
 
 
@@ -245,8 +247,6 @@ class Config(Model):
     val_batch_multiplier: float = 1.0  # sequences per validation batch, relative to a microbatch
     val_every: int = 500  # updates between validations
     ckpt_every: int = 500  # updates between checkpoints
-    # Updates between copies of the state in the memory of a pod's hosts; None makes no copies.
-    memory_every: int | None = None
     keep_n: int = 3  # newest checkpoints to keep
     keep_every: int = 10000  # also keep checkpoints at multiples of this step
     # Name of a val_set: also keep the step with its lowest loss, as <model folder>/best.
@@ -379,7 +379,7 @@ class Config(Model):
         if missing:
             raise InputError(f"{where}: required key {missing[0]!r} is missing; add it")
         try:
-            return cls(**values)
+            return cls(**{key: values[key] for key in values if key not in REMOVED})
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
 
@@ -504,7 +504,9 @@ def _check_known(values: dict[str, Any], where: str) -> None:
         raise InputError(f"{where}: {line}")
     known = {f.name for f in fields(Config)}
     for key in values:
-        if key not in known:
+        if key in REMOVED and values[key] is not None:
+            raise InputError(f"{where}: the key {key!r} no longer exists; {REMOVED[key]}")
+        if key not in known | REMOVED.keys():
             hint = _key_hint(key, f"remove it; {LISTED}")
             raise InputError(f"{where}: unknown key {key!r}; {hint}")
 

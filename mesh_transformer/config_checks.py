@@ -50,7 +50,7 @@ def check(c: Any) -> None:
     for key in ("clip_norm", "val_batch_multiplier"):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
-    or_null = "total_steps memory_every early_stop anneal_tokens warmup_tokens eval_harness_limit"
+    or_null = "total_steps early_stop anneal_tokens warmup_tokens eval_harness_limit"
     for key in or_null.split(" "):
         least = int(key != "warmup_tokens")
         if (value := getattr(c, key)) is not None and value < least:

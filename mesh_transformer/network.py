@@ -395,9 +395,6 @@ class TrainableNetwork(Network):
     def restore(self, folder: AnyPath, base: AnyPath | None = None) -> dict[str, Any] | None:
         """Resume from the newest checkpoint of a model folder.
 
-        If the memory of a pod's hosts holds a complete copy of a later step (see `keep`), that copy
-        is restored instead, and the returned dict has the entry {"unsaved": True}.
-
         Args:
           base: the new path of the base model, if the checkpoint holds LoRA adapters and their
             base model has moved.
@@ -454,10 +451,6 @@ class TrainableNetwork(Network):
 
     def larger_mesh(self) -> str:
         """Return why a restart would give the run a larger mesh; "" if it would not."""
-        return ""
-
-    def keep(self, aux: dict[str, Any]) -> str:
-        """Start copying the state to the memory of a pod's hosts; see `TPUCluster.keep`."""
         return ""
 
     def open_train_set(self) -> TrainSet:

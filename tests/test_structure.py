@@ -126,7 +126,6 @@ HOMES = {
     "google.cloud.tpu_v2": {"mesh_transformer/pod/tpu/api.py", "mesh_transformer/pod/tpu/vm.py"},
     "ray": {
         "mesh_transformer/pod/ray_head.py",
-        "mesh_transformer/pod/host_copies.py",
         "mesh_transformer/pod/hosts.py",
         "mesh_transformer/pod/keeper.py",
         "mesh_transformer/pod/cluster.py",

@@ -8,7 +8,7 @@ from typing import Any
 
 from mesh_transformer.cli.arguments import TRAIN_MODES, positive, run_arguments, run_parser
 from mesh_transformer.cli.machines import add_host_arguments, elastic_machines_of, machines_of
-from mesh_transformer.pod.launch import build_model, new_copies
+from mesh_transformer.pod.launch import build_model
 from mesh_transformer.training.goodput import Ledger, process_seconds
 from mesh_transformer.util import InputError
 
@@ -54,10 +54,8 @@ def main() -> None:
     with machines as hosts:
         from mesh_transformer.pod.elastic import ElasticCluster
 
-        copies = new_copies(config) if args.mode in TRAIN_MODES else None
-
         def make():
-            options = {"heartbeat": args.heartbeat, "patience": args.patience, "copies": copies}
+            options = {"heartbeat": args.heartbeat, "patience": args.patience}
             if args.wait:
                 return ElasticCluster(config, hosts, **options)
             return build_model(config, hosts(), **options)

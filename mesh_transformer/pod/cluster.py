@@ -11,10 +11,8 @@ from typing import Any
 from ray import exceptions
 
 from mesh_transformer.config import Config
-from mesh_transformer.network import Restore
 from mesh_transformer.pod.faults import LostError, last_line
 from mesh_transformer.pod.fleet import Fleet
-from mesh_transformer.pod.host_copies import HostCopies
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.ray_head import spill_disk_is_full
 from mesh_transformer.pod.runner import MeshPlace, check_versions
@@ -83,7 +81,6 @@ class TPUCluster(Fleet):
     Args:
       heartbeat: declare a host dead after this many silent seconds.
       patience: maximum seconds for one call to the hosts, including compilation.
-      copies: the `HostCopies` that hold the copies made by `keep`; None disables `keep`.
 
     Raises:
       HostError: from every method, if a host dies, hangs or fails.  All hosts are then shut down.
@@ -96,16 +93,11 @@ class TPUCluster(Fleet):
         *,
         heartbeat: int = 10,
         patience: float = 3600.0,
-        copies: HostCopies | None = None,
     ):
         super().__init__(config, silence=heartbeat, patience=patience)
         self.hosts = list(hosts)
-        self.copies = copies
-        self._keeping: list[Future[Any]] | None = None  # the results of the last `keep` calls
         self._pids: list[int] = []
         try:
-            if copies is not None:
-                copies.place(self.hosts)
             for rank, host in enumerate(self.hosts):
                 self.members.append(ActorMember(rank, host))
             self._start(heartbeat)
@@ -148,40 +140,6 @@ class TPUCluster(Fleet):
     def members_path(self, path: str) -> str:
         """Return a path of the config as the hosts need it, which have other current folders."""
         return local_path(path)
-
-    def restore_newest(self, call: Restore) -> tuple[int, dict[str, Any] | None]:
-        """Restore a copy in the hosts' memory if it is newer than the newest checkpoint."""
-        copy = None if self.copies is None else self.copies.newer_than_saved(call.folder)
-        if copy is None:
-            return super().restore_newest(call)
-        self.call("restore_copy", *[(copy, call.base)] * len(self.hosts))
-        return copy.step, copy.aux | {"unsaved": True}
-
-    def keep(self, aux: dict[str, Any]) -> str:
-        """Start copying the state to the hosts' memory, where a later `restore` can find it.
-
-        Waits for the previous copy first.  Every part of the state is kept on two hosts, in
-        processes that outlive this cluster.  Does nothing if the cluster has no `copies`.
-
-        Args:
-          aux: a JSON-serialisable dict whose entries `restore` returns.
-
-        Returns:
-          The error that stopped the previous copy; "" if that copy is complete or there was none.
-        """
-        if self.copies is None:
-            return ""
-        problem = ""
-        if self._keeping is not None:
-            results = self._results([*self._keeping, *self._submit("wait_for_copies")])
-            problem = next(filter(None, results), "")
-            if problem:
-                self.copies.place(self.hosts)
-            else:
-                self.copies.complete()
-        number = self.copies.begin(self.step, self.call("own_aux")[0] | aux)
-        self._keeping = self._submit("keep", *[(number, self.copies.keepers)] * len(self.hosts))
-        return problem
 
     def _submit(self, method: str, *arguments: tuple[Any, ...]) -> list[Future[Any]]:
         try:

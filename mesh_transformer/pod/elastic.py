@@ -67,9 +67,5 @@ class ElasticCluster(TPUCluster):
         """Start saving the state, with the run's own config; see `TPUCluster.save`."""
         super().save(folder, self._with_run_config(aux or {}))
 
-    def keep(self, aux: dict[str, Any]) -> str:
-        """Start copying the state to the hosts' memory; see `TPUCluster.keep`."""
-        return super().keep(self._with_run_config(aux))
-
     def _with_run_config(self, aux: dict[str, Any]) -> dict[str, Any]:
         return aux | {"config": self._run_config.as_dict()}

@@ -229,23 +229,15 @@ class Fleet(TrainableNetwork):
         return {name: PendingMetric(self.read, reading, name) for name in (*METRICS, *seconds)}
 
     @_dispatch.register
-    def _claim(self, call: Claim) -> None:
-        self._check_shared(call.folder)
-        self._run(call)
-
-    @_dispatch.register
     def _save(self, call: Save | Wait) -> None:
         self._save_failed = False
         self._run(call, agree=self.patience)  # others may be writing when one raises an error
 
     @_dispatch.register
-    def _restore(self, call: Restore) -> tuple[int, dict[str, Any] | None]:
+    def _in_folder(self, call: Claim | Restore) -> Any:
         self._check_shared(call.folder)
-        return self.restore_newest(call)
-
-    def restore_newest(self, call: Restore) -> tuple[int, dict[str, Any] | None]:
-        """Run `Restore` on all members, which share the folder."""
-        return self._run(call)
+        either: Call[Any] = call
+        return self._run(either)
 
     def _run(
         self, call: Call[Result], size: int | None = None, agree: float = SECONDS_TO_AGREE

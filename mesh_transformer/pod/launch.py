@@ -22,7 +22,6 @@ from mesh_transformer.util import HostError, InputError, StoppedError
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
     from mesh_transformer.pod.elastic import Present
-    from mesh_transformer.pod.host_copies import HostCopies
     from mesh_transformer.pod.hosts import Host
 
 FIRST_TRIES = 3  # maximum attempts to start the hosts before they have all joined once
@@ -55,20 +54,6 @@ def build_model(
     from mesh_transformer.pod.cluster import TPUCluster
 
     return TPUCluster(Config.of(config), hosts, **options)
-
-
-def new_copies(config: Config) -> "HostCopies | None":
-    """Return a new `HostCopies` if the config sets `memory_every`, else None.
-
-    A `HostCopies` keeps copies of the training state in the hosts' memory.  Pass it as the argument
-    `copies` to every call of `build_model` in a training run.  Call this function inside the `with`
-    block of `local_machines` or `tpu_machines`, because Ray must not be imported earlier.
-    """
-    if config.memory_every is None:
-        return None
-    from mesh_transformer.pod.host_copies import HostCopies
-
-    return HostCopies()
 
 
 def local_machines(

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import os
@@ -11,7 +10,6 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,6 @@ import numpy as np
 
 import mesh_transformer
 from mesh_transformer.calls import Call, Result
-from mesh_transformer.checkpoint import blocks
-from mesh_transformer.checkpoint.state_tree import check_same_run, leaves
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import BatchCall, NewBatch, Run
 from mesh_transformer.mesh.devices import use_virtual_devices
@@ -34,7 +30,6 @@ from mesh_transformer.mesh.program import (
 from mesh_transformer.network import Train
 from mesh_transformer.pod import meeting
 from mesh_transformer.pod.faults import host_error
-from mesh_transformer.pod.keeper import Copy, receive, send
 from mesh_transformer.pod.shared_folder import create_marker
 from mesh_transformer.pod.steps import StepReport
 from mesh_transformer.training.metrics import StepClock
@@ -157,9 +152,6 @@ class NetworkRunner:
         self._notice = False  # whether SIGTERM was received
         self._train_set: TFRecordNewInputs | None = None
         self._read: deque[dict[str, np.ndarray]] = deque()  # batches not trained on yet
-        self._plan: blocks.Plan = {}  # which processes keep what
-        self._sender = ThreadPoolExecutor(1)
-        self._sending: Future[None] | None = None  # of the last `keep`
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of this class for the leader, and return its result.
@@ -350,53 +342,6 @@ class NetworkRunner:
     def delete_marker(self, path: str) -> None:
         """Delete a file that `create_marker` created."""
         os.remove(path)
-
-    def own_aux(self) -> dict[str, Any]:
-        """See `CausalTransformer.own_aux`."""
-        return self._started.own_aux()
-
-    def keep(self, number: int, keepers: Sequence[Any]) -> None:
-        """Copy this process's part of the state from its devices to the memory of hosts.
-
-        When this method returns, the state has been read from the devices, so training may
-        continue.  The data are sent to the hosts' keepers in the background; see `wait_for_copies`.
-
-        Args:
-          number: number of the copy, from `HostCopies.begin`.
-          keepers: the Ray actor of each host's `Keeper`, by rank.
-        """
-        state = self._started.saved_state()
-        if {block.path for block in self._plan} != leaves(state).keys():
-            self._plan = blocks.plan(state, len(keepers))
-        copied = blocks.copied(state, self._plan)
-        self._sending = self._sender.submit(send, number, len(self._plan), copied, keepers)
-
-    def wait_for_copies(self) -> str:
-        """Wait until the keepers have stored all data that the last call of `keep` sends.
-
-        Returns:
-          The error that prevented this, or "" if all data have been stored.
-        """
-        sending, self._sending = self._sending, None
-        try:
-            if sending is not None:
-                sending.result()
-        except Exception as error:  # a keeper has ended, or its machine's memory is full
-            traceback.print_exc(file=sys.stderr)
-            return f"{type(error).__name__} on {self.name}"
-        return ""
-
-    def restore_copy(self, copy: Copy, base: str | None) -> None:
-        """Resume from a copy of the state in the memory of hosts; see `TPUCluster.restore`.
-
-        Args:
-          base: the new path of the LoRA adapters' base model, if that model has moved.
-        """
-        network, where = self._started, f"step {copy.step} in memory"
-        check_same_run(network.config, copy.aux["config"], where)
-        read = functools.partial(receive, copy, self.rank)
-        state = blocks.assemble(network.saved_template(), copy.keepers, read)
-        network.resume(copy.step, state, copy.aux, where, base)
 
     def close(self) -> None:
         """Wait for the last save and unlock the model folder; the process keeps running."""

@@ -14,7 +14,7 @@ KINDS = {
     "compile": "the first step of each start, in which the program is compiled",
     "data": "waiting for records",
     "validation": "validation and evaluation tasks",
-    "save": "waiting for checkpoints, and for copies in memory",
+    "save": "waiting for checkpoints",
     "restore": "restoring, loading or initialising the weights",
     "machines": "waiting for hosts, at the start and after failures",
     "start": "everything else, most of it before the first step",

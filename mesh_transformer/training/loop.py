@@ -175,12 +175,11 @@ def _train(
         unscored = None
         if aux and (val_sets or eval_tasks) and network.step % config.val_every == 0:
             unscored = _unscored(row_of(folder, network.step), network.step, best)
-        unsaved = bool(aux.pop("unsaved", False))  # the state comes from memory, not from storage
-        if best.step is not None and not unsaved:
+        if best.step is not None:
             # The step is saved.  This updates the record of the best step if a kill prevented it.
             network.save(folder, {"best": best.state()})
         ended = _ended(network.step, total, best)
-        if ended and unscored is None and not unsaved:
+        if ended and unscored is None:
             print(f"{'the network' if temporary else folder} is at step {network.step}{ended}")
             return
         if "loader" in aux or network.step:
@@ -207,7 +206,6 @@ def _train(
             logged=logged,
             temporary=temporary,
         )
-        run.saver.saved = -1 if unsaved else run.saver.saved
         run.run(received, unscored)
 
 
@@ -329,8 +327,6 @@ class _Run:
         """
         with self.bar, self.ledger.spending("compile"), self._summary():
             try:
-                if self.saver.saved < 0:  # restored from memory
-                    self._save()
                 if unscored is not None:
                     self._score(unscored, received)
                 while self.network.step < self.total and not (received or self.best.is_over):
@@ -397,8 +393,6 @@ class _Run:
             raise HostError(f"{network.notice}, so its machine is about to shut down")
         if network.step % config.val_every == 0 and (self.val_sets or self.eval_tasks):
             self._validate(received)
-        if config.memory_every and network.step % config.memory_every == 0:
-            self._keep()
         self.saver.save_if_due(self._save)
 
     def _finish(self) -> None:
@@ -508,15 +502,6 @@ class _Run:
         self._log(self._rows(0))  # raises if a loss is not finite, before anything is saved
         self.saver.save(again=again)
         self.log.upload()
-        self.clock.restart()
-
-    def _keep(self) -> None:
-        """Start copying the state to the memory of the hosts, if the network has several."""
-        self._log(self._rows(0))  # raises if a loss is not finite
-        with self.ledger.spending("save"):
-            problem = self.network.keep(self._state())
-        if problem:
-            self._report(f"the last copy in the hosts' memory is not complete: {problem}")
         self.clock.restart()
 
     def _state(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def elastic_config(folder: Path, steps: int, **keys: Any) -> Config:
 
 def elastic_run(folder: Path, losses: list[Loss], steps: int, **keys: Any) -> list[Attempt]:
     """Train while hosts vanish and return; return the attempts."""
-    from mesh_transformer.pod.launch import local_nodes, new_copies
+    from mesh_transformer.pod.launch import local_nodes
     from mesh_transformer.pod.ray_head import local_address
 
     config = elastic_config(folder, steps, **keys)
@@ -87,12 +87,11 @@ def elastic_run(folder: Path, losses: list[Loss], steps: int, **keys: Any) -> li
     newest, ended = 0, time.monotonic()
 
     with local_nodes(config, HOSTS, WAIT) as machines, contextlib.ExitStack() as stack:
-        copies = new_copies(config)
 
         def make() -> Any:
             from mesh_transformer.pod.elastic import ElasticCluster
 
-            cluster = ElasticCluster(config, machines, heartbeat=30, copies=copies)
+            cluster = ElasticCluster(config, machines, heartbeat=30)
             restore, read = cluster.restore, cluster.read
             first: int | None = None
 

@@ -60,7 +60,6 @@ class Counter:
         self.config = config
         self.step = 0
         self.saved = {} if saved is None else saved
-        self.kept: dict[int, Any] = {}  # copies in memory
         self.signals: list[int] = []
         self.reads: list[tuple[int, int]] = []  # (step of the loss, step at which it was read)
         self.seen: list[np.ndarray] = []
@@ -114,14 +113,7 @@ class Counter:
     def wait(self) -> None:
         self.calls.append("wait")
 
-    def keep(self, aux: dict[str, Any]) -> str:
-        self.kept[self.step] = json.loads(json.dumps(aux))
-        return ""
-
     def restore(self, folder: str, base: str | None = None) -> dict[str, Any] | None:
-        if self.kept and max(self.kept) > max(self.saved, default=-1):
-            self.step = max(self.kept)
-            return self.kept[self.step] | {"unsaved": True}
         if not self.saved:
             return None
         self.step = max(self.saved)
@@ -374,57 +366,6 @@ def test_a_run_whose_save_fails_does_not_restart_on_a_larger_mesh(counter, tmp_p
         loop.train(network, str(tmp_path))
     assert max(network.saved) == network.step == 8
     assert "the bucket is down; training continues" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("dies_at", [7, 8, 12, 15, 26, 30])
-def test_a_state_restored_from_memory_is_saved_at_once(counter, tmp_path, dies_at):
-    changes = {"ckpt_every": 11, "memory_every": 3, "val_every": 6}
-    whole = counter(**changes)
-    loop.train(whole, str(tmp_path / "whole"))
-    first = counter(**changes)
-
-    def before(step: int) -> None:
-        if step == dies_at:
-            first.save = lambda folder, aux: None  # a dead host saves nothing any more
-            raise HostError("host 1 died")
-
-    first.before_step = before
-    with pytest.raises(HostError):
-        loop.train(first, str(tmp_path / "run"))
-    second = counter(first.saved, **changes)
-    second.kept = first.kept
-    newest_saved, newest_kept = max(first.saved, default=0), max(first.kept)
-    assert newest_kept == (dies_at - 1) // 3 * 3
-    loop.train(second, str(tmp_path / "run"))
-    saved_first = next(step for step in second.saved if step > newest_saved)
-    assert saved_first == (newest_kept if newest_kept > newest_saved else newest_saved + 11)
-    restored = max(newest_kept, newest_saved)
-    assert len(second.seen) == 30 - restored
-    for actual, expected in zip(second.seen, whole.seen[restored:], strict=True):
-        np.testing.assert_array_equal(actual, expected)
-    assert_same_rows(rows_of(tmp_path / "run"), rows_of(tmp_path / "whole"))
-
-
-def test_a_last_step_that_only_memory_holds_is_saved(counter, tmp_path):
-    first = counter(memory_every=5, ckpt_every=100)
-    loop.train(first, str(tmp_path))
-    second = counter(memory_every=5)
-    second.kept = first.kept
-    loop.train(second, str(tmp_path))
-    assert sorted(second.saved) == [30]
-    assert second.seen == []
-    loop.train(second, str(tmp_path))  # the saved step is newest: nothing is left to do
-    assert second.calls.count("wait") == 1
-
-
-def test_a_copy_that_is_not_complete_is_reported(counter, tmp_path, capsys):
-    network = counter(memory_every=10)
-    network.keep = lambda aux: "" if network.step < 20 else "RayActorError on host 1"
-    loop.train(network, str(tmp_path))
-    errors = capsys.readouterr().err
-    line = "the last copy in the hosts' memory is not complete: RayActorError on host 1"
-    assert errors.count(line) == 2
-    assert network.step == 30
 
 
 def test_training_off_the_main_thread_ignores_signals(counter, tmp_path):
