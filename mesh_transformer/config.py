@@ -11,20 +11,9 @@ from typing import Any, Literal
 
 from mesh_transformer import old_names
 from mesh_transformer.config_checks import check
-from mesh_transformer.families import BLOCKS, PRESETS, Block, BlockName
+from mesh_transformer.families import BLOCKS, NORMS, PRESETS, Block, BlockName, NormKind, NormName
 from mesh_transformer.storage.mappings import read_mapping
 from mesh_transformer.util import InputError, describe, mismatch, without_paths
-
-# Norms of a layer's input.
-Norm = Literal[
-    "layernorm",
-    "layernorm-desync",
-    "layernorm-nobias",
-    "rmsnorm",
-    "rmsnorm-bias",
-    "scalenorm",
-    "scalenorm-bias",
-]
 
 # Backends of attention; see docs/attention.md.
 Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
@@ -52,7 +41,7 @@ class Architecture:
     seq: int = 2048  # tokens per sequence
     # The kind of layer; see `families.BLOCKS`.  None: gptj in version 1, geglu in version 2.
     block: BlockName | None = None
-    norm: Norm = "layernorm"  # of each layer's input
+    norm: NormName = "layernorm"  # of each layer's input; see `families.NORMS`
     # Position embedding: rotary, learned ("fixed") or T5's bias.  None: fixed in block gpt2, else
     # rotary.
     pe: Literal["rotary", "fixed", "t5"] | None = None
@@ -73,6 +62,11 @@ class Architecture:
         """The properties of the model's block (see `families.BLOCKS`)."""
         assert self.block is not None
         return BLOCKS[self.block]
+
+    @property
+    def norm_kind(self) -> NormKind:
+        """The properties of the model's norm (see `families.NORMS`)."""
+        return NORMS[self.norm]
 
     @property
     def d_head(self) -> int:

@@ -1,12 +1,54 @@
-"""The kinds of transformer layers (blocks), and the sizes of published models (presets)."""
+"""The kinds of norms and layers (blocks), and the sizes of published models (presets)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# The keys of `NORMS`.
+NormName = Literal[
+    "layernorm",
+    "layernorm-desync",
+    "layernorm-nobias",
+    "rmsnorm",
+    "rmsnorm-bias",
+    "scalenorm",
+    "scalenorm-bias",
+]
 BlockName = Literal["gptj", "geglu", "gpt2", "neox"]  # the keys of `BLOCKS`
 # The matrices of a layer, unless its block is fused, in the order in which LoRA prefers them.
 MATRICES = ("q", "v", "k", "o", "fc", "out")
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """A norm of a layer's input, as `model.layers.Norm` computes it.
+
+    Attributes:
+      centered: whether x less its mean is divided by its standard deviation, and scales are
+        initially 1; otherwise x is divided by its 2-norm, and scales are initially sqrt(D).
+      scalar: whether all entries of x have the same scale, and the same offset.
+      offset: whether an offset is added.
+      per_shard: whether each mp shard has a scale and an offset of its own.
+      original: the name of its module in mesh-transformer-jax; None for a norm that it lacks.
+    """
+
+    centered: bool = False
+    scalar: bool = False
+    offset: bool = False
+    per_shard: bool = False
+    original: str | None = None
+
+
+# The kinds of norms, by the value of the config key `norm`.
+NORMS: dict[str, NormKind] = {
+    "layernorm": NormKind(centered=True, offset=True, original="replicated_layer_norm"),
+    "layernorm-desync": NormKind(centered=True, offset=True, per_shard=True, original="layer_norm"),
+    "layernorm-nobias": NormKind(centered=True, original="replicated_layer_norm"),
+    "rmsnorm": NormKind(original="rms_norm"),
+    "rmsnorm-bias": NormKind(offset=True, original="rms_norm"),
+    "scalenorm": NormKind(scalar=True, original="rms_norm"),
+    "scalenorm-bias": NormKind(scalar=True, offset=True, original="rms_norm"),
+}
 
 
 @dataclass(frozen=True)

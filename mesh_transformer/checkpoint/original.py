@@ -23,7 +23,7 @@ from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_m
 from mesh_transformer.checkpoint.original_files import Shard
 from mesh_transformer.checkpoint.state_tree import check_state
 from mesh_transformer.config import Config
-from mesh_transformer.families import DEFAULTS
+from mesh_transformer.families import DEFAULTS, NORMS
 from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import transformer
 from mesh_transformer.storage import files
@@ -127,9 +127,11 @@ def entries(config: Config, declared: Any) -> list[Entry]:
     for leaf in ("b", "w"):
         module = f"{_ROOT}projection_shard/~/linear"
         placed.append((module, leaf, "proj", "projection/head", leaf))
-    norm, norm_leaves = _norm_leaves(config)
+    norm = config.norm_kind
+    # The original's layernorm-nobias has an offset, although the model does not use it.
+    norm_leaves = ("offset", "scale") if norm.centered or norm.offset else ("scale",)
     for leaf in norm_leaves:
-        module = f"{_ROOT}projection_shard/~/{norm}"
+        module = f"{_ROOT}projection_shard/~/{norm.original}"
         placed.append((module, leaf, "proj", "projection/norm", leaf))
     if config.pe == "t5":
         leaf = "rel_embedding"
@@ -142,7 +144,7 @@ def entries(config: Config, declared: Any) -> list[Entry]:
             for theirs, (module, names) in _LAYER.items()
             for leaf, ours in names.items()
         ]
-        placed += [(f"{scope}{norm}", x, "layers", "layer/norm", x) for x in norm_leaves]
+        placed += [(f"{scope}{norm.original}", x, "layers", "layer/norm", x) for x in norm_leaves]
         result += [_entry(*place, layer, config, declared) for place in placed]
     return sorted(result, key=lambda entry: entry.name.split(" "))
 
@@ -184,24 +186,18 @@ def _check_expressible(config: Config) -> None:
                 f"config: {key} is {getattr(config, key)}, but mesh-transformer-jax checkpoints "
                 f"support only {expected}; change the config, or keep a model in native format"
             )
+    if config.norm_kind.original is None:
+        known = ", ".join(name for name, kind in NORMS.items() if kind.original is not None)
+        raise InputError(
+            f"config: norm is {config.norm}, but mesh-transformer-jax checkpoints support only "
+            f"{known}; keep this model in native format"
+        )
     if config.d_head * config.n_heads != config.d_model:
         raise InputError(
             f"config: head_size is {config.d_head}, but mesh-transformer-jax checkpoints support "
             f"only d_model / n_heads ({config.d_model} / {config.n_heads}); keep this model "
             "in native format"
         )
-
-
-def _norm_leaves(config: Config) -> tuple[str, tuple[str, ...]]:
-    """Return mesh-transformer-jax's names for the norm's module and for its leaves.
-
-    For layernorm-nobias the leaves include an offset, although the model does not use it.
-    """
-    kind = config.norm
-    if kind.startswith("layernorm"):
-        name = "layer_norm" if kind == "layernorm-desync" else "replicated_layer_norm"
-        return name, ("offset", "scale")
-    return "rms_norm", ("offset", "scale") if kind.endswith("-bias") else ("scale",)
 
 
 def _entry(
@@ -232,7 +228,7 @@ def _entry(
         if "mp" in axes:
             rule = Rule.STACKED
         else:
-            rule = Rule.FIRST if config.norm.startswith("layernorm") else Rule.EQUAL
+            rule = Rule.FIRST if config.norm_kind.centered else Rule.EQUAL
     else:
         rule = Rule.SUMMED if declaration.summed else Rule.SPLIT
     axis = axes.index("mp") if rule is Rule.SPLIT else 0

@@ -67,10 +67,10 @@ class Norm(hk.Module):
     """The norm that the config selects, computed in f32.
 
     Calling the module returns the normed x, as input of matmuls that are split over mp (see
-    `Parallel.fan_out`).  The norm layernorm-desync has a scale and offset for each mp shard.
+    `Parallel.fan_out`).
 
     Raises:
-      InputError: if the norm is layernorm-desync, and the code does not run on each shard.
+      InputError: if each shard has parameters of its own, but the code does not run on each shard.
 
     Args:
       fanned_out: whether the input is already the result of `Parallel.fan_out`, which several norms
@@ -82,27 +82,35 @@ class Norm(hk.Module):
     ):
         super().__init__(name=name)
         self.par = par
-        self.kind = config.norm
+        self.kind, self.kind_name = config.norm_kind, config.norm
         self.shards = config.shards
         self.fanned_out = fanned_out
 
     def __call__(self, x_BTD: Array) -> Array:
-        dtype = x_BTD.dtype
+        kind, dtype = self.kind, x_BTD.dtype
         x_BTD = x_BTD.astype(jnp.float32)
-        if self.kind == "layernorm-desync":
+        shape: tuple[int, ...] = () if kind.scalar else x_BTD.shape[-1:]
+        axes: Axes = (None,) * len(shape)
+        # The 2-norm, in place of the root mean square, and 1e-5 outside it are the original's.
+        if kind.centered:
+            normed, initial = _standardize(x_BTD), 1.0
+        else:
+            size_BT1 = jnp.linalg.norm(x_BTD, axis=-1, keepdims=True)
+            normed, initial = x_BTD / (size_BT1 + 1e-5), x_BTD.shape[-1] ** 0.5
+        if kind.per_shard:
             if self.par.mp != self.shards and not hk.running_init():
                 raise InputError(
-                    "norm layernorm-desync has parameters of its own on each shard; run it with "
+                    f"norm {self.kind_name} has parameters of its own on each shard; run it with "
                     f"partitioning shard_map and cores_per_replica {self.shards}"
                 )
             # Scale and offset differ between shards, so the fan-out must come before them.
-            x_BTD = self._fan_out(_standardize(x_BTD))
-            return self._affine(x_BTD, (self.shards, x_BTD.shape[-1]), ("mp", None)).astype(dtype)
-        if self.kind.startswith("layernorm"):
-            normed = self._affine(_standardize(x_BTD), x_BTD.shape[-1:], (None,))
-        else:
-            normed = self._rms(x_BTD)
-        return self._fan_out(normed.astype(dtype))
+            normed = self._fan_out(normed)
+            shape, axes = (self.shards, *shape), ("mp", *axes)
+        normed *= self._param("scale", shape, axes, initial)
+        if kind.offset:
+            normed += self._param("offset", shape, axes, 0.0)
+        normed = normed.astype(dtype)
+        return normed if kind.per_shard else self._fan_out(normed)
 
     def _fan_out(self, x: Array) -> Array:
         return x if self.fanned_out else self.par.fan_out(x)
@@ -110,28 +118,7 @@ class Norm(hk.Module):
     def _param(self, name: str, shape: tuple[int, ...], axes: Axes, initial: float) -> Array:
         init = hk.initializers.Constant(initial)
         value = param(self.par, name, shape, axes, init, fanned_out=self.fanned_out)
-        return (value[0] if axes[:1] == ("mp",) else value).astype(jnp.float32)
-
-    def _affine(self, x: Array, shape: tuple[int, ...], axes: Axes) -> Array:
-        x = x * self._param("scale", shape, axes, 1.0)
-        if self.kind == "layernorm-nobias":
-            return x
-        return x + self._param("offset", shape, axes, 0.0)
-
-    def _rms(self, x_BTD: Array) -> Array:
-        """Apply rmsnorm or scalenorm: divide x by its 2-norm plus 1e-5 and multiply by a scale.
-
-        The learned scale has shape [D] (rmsnorm) or [] (scalenorm).  As in the original
-        mesh-transformer-jax, it is initialised to sqrt(D).  The "-bias" variants also add a learned
-        offset.
-        """
-        width = x_BTD.shape[-1]
-        shape, axes = ((width,), (None,)) if self.kind.startswith("rms") else ((), ())
-        normed = x_BTD / (jnp.linalg.norm(x_BTD, axis=-1, keepdims=True) + 1e-5)
-        normed *= self._param("scale", shape, axes, width**0.5)
-        if self.kind.endswith("-bias"):
-            normed += self._param("offset", shape, axes, 0.0)
-        return normed
+        return (value[0] if self.kind.per_shard else value).astype(jnp.float32)
 
 
 def _standardize(x_BTD: Array) -> Array:

@@ -156,9 +156,10 @@ def _attributes(value: Any) -> list[Any]:
 
 def _arrays(value: Any, depth: int = 2) -> Iterator[np.ndarray]:
     """Yield a number, a list of numbers or an array, or those in a list, tuple or dict."""
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-        if value.size <= 2**16 and value.is_fully_addressable and not value.is_deleted():
-            with contextlib.suppress(RuntimeError, TypeError):  # such as arrays of random keys
+    if isinstance(value, jax.Array):
+        # Traced arrays have no values; arrays of random keys have none that NumPy knows.
+        with contextlib.suppress(jax.errors.JAXTypeError, RuntimeError, TypeError):
+            if value.size <= 2**16 and value.is_fully_addressable and not value.is_deleted():
                 yield np.asarray(value)
     elif isinstance(value, np.ndarray):
         if value.dtype != object:
@@ -184,18 +185,17 @@ def _contains(array: np.ndarray, tokens: list[int]) -> bool:
 
 def write_inputs(folder: Path) -> str:
     """Write records, a tokenizer and a config; return the config's path."""
-    import tokenizers
-    import transformers
-
     from mesh_transformer.data.tfrecords import write_records
 
     rng = np.random.default_rng(0)
     write_records(str(folder / "records"), rng.integers(0, VOCABULARY, (40, VALUES["seq"] + 1)))
     (folder / "train.index").write_text("records\n")
     known = {f"w{number}": number for number in range(VOCABULARY)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="w0"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    words = {"version": "1.0", "model": {"type": "WordLevel", "vocab": known, "unk_token": "w0"}}
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(words | {"added_tokens": []}))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(kind))
     files = {"train_set": str(folder / "train.index"), "tokenizer": str(folder / "tokenizer")}
     path = folder / "config.json"
     path.write_text(json.dumps(VALUES | files))

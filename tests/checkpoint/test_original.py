@@ -9,7 +9,6 @@ import shutil
 import tracemalloc
 import zipfile
 from pathlib import Path
-from typing import get_args
 
 import haiku as hk
 import jax
@@ -18,10 +17,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mesh_transformer import families
 from mesh_transformer.checkpoint import original_files
 from mesh_transformer.checkpoint.original import entries, read, write
 from mesh_transformer.checkpoint.original_files import split, step_folder
-from mesh_transformer.config import Norm
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import transformer
 from mesh_transformer.training.step import StateLayout, saved_part
@@ -31,7 +30,7 @@ from tests.conftest import DATA, original_config, random_batch
 
 ORIGINAL = DATA / "original"
 STEPS = sorted(str(path.relative_to(ORIGINAL)) for path in ORIGINAL.glob("*/*/*step_*"))
-NORMS = [norm for norm in get_args(Norm) if norm != "layernorm-desync"]
+NORMS = [name for name, kind in families.NORMS.items() if kind.original and not kind.per_shard]
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -672,6 +671,14 @@ def test_missing_checkpoint_is_a_one_line_error(small, path, tmp_path):
         InputError, match=r"no such folder|found no mesh-transformer-jax checkpoint"
     ):
         read(str(tmp_path / path), small())
+
+
+def test_a_norm_that_the_original_lacks_is_refused(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(families.NORMS, "rmsnorm", families.NormKind())
+    config = small(norm="rmsnorm")
+    with pytest.raises(InputError, match=r"norm is rmsnorm, .* only layernorm,.*; keep this model"):
+        write(str(tmp_path / "model"), random_state(config), config)
+    assert os.listdir(tmp_path) == []
 
 
 def test_writing_a_state_that_does_not_match_the_config_is_refused(small, tmp_path):

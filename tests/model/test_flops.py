@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,9 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from mesh_transformer.config import Config, Norm
+from mesh_transformer.config import Config
 from mesh_transformer.config_checks import MATMULS
-from mesh_transformer.families import BLOCKS
+from mesh_transformer.families import BLOCKS, NORMS
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.mesh.parallel import Auto
@@ -60,7 +59,7 @@ def test_transformer_6b_needs_39_gigaflops_per_token():
 
 @pytest.mark.quick(11)
 @pytest.mark.parametrize("pe", ["rotary", "fixed", "t5"])
-@pytest.mark.parametrize("norm", get_args(Norm))
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_parameter_counts_match_the_declarations(block, norm, pe):
     config = small(block=block, norm=norm, pe=pe, cores_per_replica=2, head_size=8)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
+from mesh_transformer.families import NORMS
 from mesh_transformer.mesh.parallel import Auto, Manual
 from mesh_transformer.model.attention import MASKED, attend, causal_bias, rotate
 from mesh_transformer.model.cache import LayerCache
@@ -170,7 +171,7 @@ def test_the_mask_hides_padding_later_tokens_and_tokens_outside_the_window():
 def reference_norm(kind: str, x: np.ndarray, params: dict[str, np.ndarray]) -> np.ndarray:
     x = x.astype(np.float64)
     scale, offset = params["scale"], params.get("offset", np.zeros(()))
-    if kind.startswith("layernorm"):
+    if NORMS[kind].centered:
         variance = x.var(axis=-1, keepdims=True)
         x = (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(variance + 1e-5)
     else:
@@ -178,24 +179,16 @@ def reference_norm(kind: str, x: np.ndarray, params: dict[str, np.ndarray]) -> n
     return x * scale + offset
 
 
-@pytest.mark.parametrize(
-    ("kind", "shapes"),
-    [
-        ("layernorm", {"scale": (64,), "offset": (64,)}),
-        ("layernorm-nobias", {"scale": (64,)}),
-        ("rmsnorm", {"scale": (64,)}),
-        ("rmsnorm-bias", {"scale": (64,), "offset": (64,)}),
-        ("scalenorm", {"scale": ()}),
-        ("scalenorm-bias", {"scale": (), "offset": ()}),
-    ],
-)
-def test_norms_match_a_float64_reference(kind, shapes):
+@pytest.mark.parametrize("kind", [name for name, kind in NORMS.items() if not kind.per_shard])
+def test_norms_match_a_float64_reference(kind):
+    names = ("scale", "offset") if NORMS[kind].offset else ("scale",)
+    shapes = dict.fromkeys(names, () if NORMS[kind].scalar else (64,))
     config = Config.from_dict(SMALL | {"norm": kind, "cores_per_replica": 4})
     part = hk.without_apply_rng(hk.transform(lambda x: Norm(config, Auto())(x)))
     x = normal(0, 2, 3, 64, scale=3.0) + 1
     fresh = part.init(jax.random.key(0), jnp.asarray(x))["norm"]
     assert {name: leaf.shape for name, leaf in fresh.items()} == shapes
-    gain = 1.0 if kind.startswith("layernorm") else 8.0  # the original's sqrt(D)
+    gain = 1.0 if NORMS[kind].centered else 8.0  # the original's sqrt(D)
     assert np.all(np.asarray(fresh["scale"]) == gain)
     assert not np.any(np.asarray(fresh.get("offset", 0.0)))
     params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}

@@ -11,20 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.checkpoint.state_tree import leaves
 from mesh_transformer.config import Config
-from mesh_transformer.families import BLOCKS
+from mesh_transformer.families import BLOCKS, NORMS
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.model import transformer
 from tests.conftest import SMALL
 
-NORMS = [
-    "layernorm",
-    "layernorm-nobias",
-    "layernorm-desync",
-    "rmsnorm",
-    "rmsnorm-bias",
-    "scalenorm",
-    "scalenorm-bias",
-]
 TRUNCATED = 0.8796  # standard deviation of a standard normal distribution truncated at two sigma
 CONFIGS: list[dict[str, Any]] = [{"norm": norm} for norm in NORMS]
 CONFIGS += [{"block": "geglu", "pe": "t5"}, {"pe": "fixed"}, *({"block": name} for name in BLOCKS)]

@@ -31,7 +31,7 @@ def weights(config: Config) -> Any:
     The biases are small; otherwise they alone would select the same token at every position.
     """
     rng = np.random.default_rng(4)
-    gain = 1.0 if config.norm.startswith("layernorm") else config.d_model**0.5
+    gain = 1.0 if config.norm_kind.centered else config.d_model**0.5
 
     def draw(path: Any, declared: Any) -> np.ndarray:
         noise = rng.normal(size=declared.shape).astype(np.float32)

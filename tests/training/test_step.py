@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from mesh_transformer.config import Config
-from mesh_transformer.families import BLOCKS
+from mesh_transformer.families import BLOCKS, NORMS
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -216,12 +216,9 @@ def test_only_shard_map_makes_the_whole_step_manual_over_mp():
 @pytest.mark.parametrize(
     ("norm", "partitioning"),
     [
-        ("layernorm-desync", "shard_map"),
-        ("layernorm-nobias", "shard_map"),
-        ("rmsnorm", "shard_map"),
-        ("rmsnorm-bias", "jit"),
-        ("scalenorm", "jit"),
-        ("scalenorm-bias", "shard_map"),
+        (name, "jit" if number % 2 and not kind.per_shard else "shard_map")
+        for number, (name, kind) in enumerate(NORMS.items())
+        if name != "layernorm"
     ],
 )
 def test_every_norm_trains_on_2x4_like_on_one_device(norm, partitioning):
