@@ -59,7 +59,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--cache-tokens",
         type=positive,
-        help="with --decode: a cache in blocks for so many tokens per replica, as of the server",
+        help="with --decode: a cache in pages for so many tokens per replica, as of the server",
     )
     parser.add_argument(
         "--speculate",

@@ -205,7 +205,7 @@ class Batch:
           settings: the sampling settings, with one value per prompt.
           alternatives: number of most likely tokens to return with their logprobs; the chosen
             tokens' logprobs are then returned too.  None returns no logprobs.
-          chunks: which positions of each prompt to compute, and the row's blocks of the pool.  None
+          chunks: which positions of each prompt to compute, and the row's pages of the pool.  None
             computes the whole prompts; a batch with a pool requires it.
           allowed: for some of the rows, the tokens that the answer may begin with, as bits [W] (see
             `sampling.choose`).  None, unlike an empty dict, selects a program without this
@@ -231,7 +231,7 @@ class Batch:
         check_biases(self._config, settings)
         check_adapters(settings.adapter_B, self._adapters)
         if self._has_pool and chunks is None:
-            raise InputError("generate: the batch has a pool, so `chunks` must give the blocks")
+            raise InputError("generate: the batch has a pool, so `chunks` must give the pages")
         begin = np.zeros_like(length) if chunks is None else chunks.begin_P
         longest = longest or int((length - begin).max())
         if reach is None and begin.any():

@@ -6,16 +6,16 @@ or pieces of prompts while the other rows wait, and `decode` generates tokens in
 layers are unrolled, and each has its own arrays, because a loop over stacked arrays would copy each
 layer's slice.
 
-The slots of a row are either an array of its own, or in blocks of C slots from a pool that all rows
-share (see `model.paged`).  `blocks.Blocks` decides which blocks a row gets.
+The slots of a row are either an array of its own, or in pages of C slots from a pool that all rows
+share (see `model.paged`).  `serving.pages.Pages` decides which pages a row gets.
 
 A smaller model, the draft, may guess tokens (see `_guess`).  Its keys and values are in arrays of
-its own, but in the same slots and blocks, so that a row or block that holds those of the model also
+its own, but in the same slots and pages, so that a row or page that holds those of the model also
 holds those of the draft.
 
 Array names end in their shape: B rows of the batch, P inserted prompts, T tokens of a prompt or
 text, S slots, D model, H heads, K head size, V vocabulary, M tokens per call, N alternatives, C
-slots of a block, J blocks of a row, L blocks of the pool.
+slots of a page, J pages of a row, L pages of the pool.
 """
 
 from typing import Any, NamedTuple
@@ -49,15 +49,15 @@ class Prompts(NamedTuple):
     """Prompts to insert into a batch, left-aligned; the padding after a prompt is ignored.
 
     The keys and values before position `begin_P` are not computed: they are in the cache, from an
-    earlier piece of the same prompt or, in blocks, from another prompt.
+    earlier piece of the same prompt or, in pages, from another prompt.
     """
 
     tokens_PS: Any
     length_P: Any
     row_P: Any  # each prompt's row within its replica; a prompt with a row out of range is dropped
     begin_P: Any
-    block_PJ: Any  # the blocks that hold the row's slots, or -1; J is 0 without a pool
-    prompt_PJ: Any  # the blocks that hold the prompt; where they differ, it is copied to `block_PJ`
+    page_PJ: Any  # the pages that hold the row's slots, or -1; J is 0 without a pool
+    prompt_PJ: Any  # the pages that hold the prompt; where they differ, it is copied to `page_PJ`
     settings: SamplerSettings
     allowed_PW: Any = None  # the tokens that each answer may begin with; see `sampling.choose`
 
@@ -85,8 +85,8 @@ class Before(NamedTuple):
 class DecodeState(NamedTuple):
     """The state of a batch during generation: KV caches, last tokens and sampling settings."""
 
-    caches: tuple[LayerCache, ...]  # one per layer; [L, H, C, K] with a pool of blocks
-    block_BJ: Any  # the blocks that hold each row's slots, or -1; None without a pool
+    caches: tuple[LayerCache, ...]  # one per layer; [L, H, C, K] with a pool of pages
+    page_BJ: Any  # the pages that hold each row's slots, or -1; None without a pool
     length_B: Any  # number of tokens in the cache, which is the position of the pending token
     token_B: Any  # the pending token: chosen, but not yet in the cache
     generated_B: Any  # number of tokens chosen so far
@@ -106,8 +106,8 @@ def empty(
     config: Config,
     rows: int,
     slots: int,
-    blocks: int = 0,
-    block: int = 1,
+    pages: int = 0,
+    page: int = 1,
     mp: int = 1,
     draft: Config | None = None,
 ) -> DecodeState:
@@ -116,8 +116,8 @@ def empty(
     The arrays are global; jit this function with `out_shardings` to choose their sharding.
 
     Args:
-      blocks: number of blocks of the pool; 0 for no pool.
-      block: number of slots per block, a divisor of `slots`.
+      pages: number of pages of the pool; 0 for no pool.
+      page: number of slots per page, a divisor of `slots`.
       mp: the number of shards that the heads are split over.
       draft: the config of the draft; None for none.
     """
@@ -126,14 +126,14 @@ def empty(
         return jnp.zeros((rows,), dtype)
 
     def caches(own: Config) -> tuple[LayerCache, ...]:
-        count, positions = (blocks, block) if blocks else (rows, slots)
+        count, positions = (pages, page) if pages else (rows, slots)
         shape = (count, padded_size(own.n_heads, mp), positions, own.d_head)
         one = LayerCache(jnp.zeros(shape, own.dtype), jnp.zeros(shape, own.dtype))
         return (one.in_8_bits() if own.int8_cache else one,) * own.layers
 
     return DecodeState(
         caches(config),
-        jnp.full((rows, slots // block), -1) if blocks else None,
+        jnp.full((rows, slots // page), -1) if pages else None,
         length_B=zeros(),
         token_B=zeros(jnp.uint32),
         generated_B=zeros(),
@@ -295,7 +295,7 @@ def prefill(
     Returns:
       The new state and the chosen tokens [P].
     """
-    tokens_PS, length_P, row_P, _, block_PJ, _, settings, allowed_PW = prompts
+    tokens_PS, length_P, row_P, _, page_PJ, _, settings, allowed_PW = prompts
     count, slots = tokens_PS.shape
     last_P1D, caches = _insert(weights, state.caches, prompts, width, config, par)
     draft_caches = state.draft_caches
@@ -319,7 +319,7 @@ def prefill(
     history_BS = put(state.history_BS, tokens_PS, slice(slots))
     state = DecodeState(
         caches,
-        None if state.block_BJ is None else put(state.block_BJ, block_PJ),
+        None if state.page_BJ is None else put(state.page_BJ, page_PJ),
         put(state.length_B, length_P),
         put(state.token_B, token_P),
         put(state.generated_B, generated_P + 1),
@@ -345,10 +345,10 @@ def _insert(
     Returns:
       The residual stream of each prompt's last token, [P, 1, D], and the new caches.
     """
-    tokens_PS, length_P, row_P, begin_P, block_PJ, prompt_PJ, settings, _ = prompts
+    tokens_PS, length_P, row_P, begin_P, page_PJ, prompt_PJ, settings, _ = prompts
     tokens_PS = _known(tokens_PS, config)
-    slots, is_paged = tokens_PS.shape[1], block_PJ.shape[1] > 0
-    copied_PJ = jnp.where(block_PJ == prompt_PJ, -1, block_PJ)
+    slots, is_paged = tokens_PS.shape[1], page_PJ.shape[1] > 0
+    copied_PJ = jnp.where(page_PJ == prompt_PJ, -1, page_PJ)
     slots_1S = jnp.arange(slots)[None]
     if width == slots:
         begin_P = jnp.zeros_like(begin_P)
@@ -358,14 +358,14 @@ def _insert(
         def filled(old: LayerCache, new: LayerCache) -> LayerCache:
             if not is_paged:
                 return write_rows(old, new.like(old), row_P, begin_P)
-            return paged.write_blocks(old, new.like(old), prompt_PJ, copied_PJ)
+            return paged.write_pages(old, new.like(old), prompt_PJ, copied_PJ)
 
         caches = tuple(map(filled, caches, new_caches))
     else:
         table = None
         if is_paged:
-            size = slots // block_PJ.shape[1]
-            at_PJ = jnp.arange(block_PJ.shape[1]) - begin_P[:, None] // size
+            size = slots // page_PJ.shape[1]
+            at_PJ = jnp.arange(page_PJ.shape[1]) - begin_P[:, None] // size
             is_written_PJ = (at_PJ >= 0) & (at_PJ <= -(-width // size))
             written_PJ = jnp.where(is_written_PJ, prompt_PJ, -1)
             table = paged.Table(prompt_PJ, written=(written_PJ, copied_PJ))
@@ -453,7 +453,7 @@ def _step(
     slot_BT = jnp.where(is_added_BT, following_BT % state.slots, state.slots)
     state = DecodeState(
         caches,
-        state.block_BJ,
+        state.page_BJ,
         state.length_B + added_B,
         token_B,
         state.generated_B + added_B,
@@ -491,9 +491,9 @@ def _append(
     slot_BT = positions_BT % state.slots
     adapter_B = jnp.where(active_B, state.settings.adapter_B, IDLE.adapter_B)
     table = None
-    if state.block_BJ is not None:
-        # The blocks of idle rows may belong to others by now, so nothing is written to them.
-        own_BJ = jnp.where(active_B[:, None], state.block_BJ, -1)
+    if state.page_BJ is not None:
+        # The pages of idle rows may belong to others by now, so nothing is written to them.
+        own_BJ = jnp.where(active_B[:, None], state.page_BJ, -1)
         used_B = jnp.where(active_B, jnp.minimum(newest_B1[:, 0] + 1, state.slots), 1)
         table = paged.Table(own_BJ, used_B)
     context = context_of(

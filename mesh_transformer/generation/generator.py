@@ -274,11 +274,11 @@ class DeviceBatch:
         self._has_pool, self._guesses = pool is not None, call.guesses
         self._drafts = DRAFT in weights
         self._most_slots = most_slots(generator.config.window, call.guesses, pool)
-        blocks, block = pool or (0, 1)
+        pages, page = pool or (0, 1)
         slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
         dp = generator.rows.dp
         self._state: DecodeState = generator.empty(self._has_pool, drafts=self._drafts)(
-            self._size * dp, slots, blocks * dp, block
+            self._size * dp, slots, pages * dp, page
         )
 
     def run(self, call: Call[Any]) -> Any:
@@ -311,14 +311,14 @@ class DeviceBatch:
         tokens = np.zeros((count + 1, slots), np.uint32)
         tokens[:count, :longest] = call.tokens_PT
         begin = np.zeros(count, np.int32)
-        block_PJ = prompt_PJ = np.full((count + 1, 0), -1, np.int32)
+        page_PJ = prompt_PJ = np.full((count + 1, 0), -1, np.int32)
         if call.chunks is not None:
             begin = call.chunks.begin_P
         if self._has_pool:
             assert call.chunks is not None
-            block_PJ, prompt_PJ = (
+            page_PJ, prompt_PJ = (
                 np.pad(x, ((0, 1), (0, 0)), constant_values=-1)
-                for x in (call.chunks.block_PJ, call.chunks.prompt_PJ)
+                for x in (call.chunks.page_PJ, call.chunks.prompt_PJ)
             )
         with_dummy = Prompts(
             tokens,
@@ -326,7 +326,7 @@ class DeviceBatch:
             # The last one is out of range, so that it is not written.
             np.append(call.row_P % self._size, np.int32(self._size * self._replicas)),
             np.append(begin, np.int32(0)),
-            block_PJ,
+            page_PJ,
             prompt_PJ,
             settings=jax.tree.map(lambda x, idle: np.r_[x, idle[None]], call.settings, decode.IDLE),
             allowed_PW=self._bits([*call.row_P, -1], call.allowed),

@@ -1,6 +1,6 @@
-"""The pool of blocks that holds the keys and values of a batch's rows, and places in it.
+"""The pool of pages that holds the keys and values of a batch's rows, and places in it.
 
-A batch with a pool stores keys and values in blocks of consecutive positions (see `model.paged`).
+A batch with a pool stores keys and values in pages of consecutive positions (see `model.paged`).
 """
 
 from typing import NamedTuple
@@ -9,23 +9,23 @@ import numpy as np
 
 from mesh_transformer.util import InputError
 
-BLOCK = 16  # default number of positions per block
+PAGE = 16  # default number of positions per page
 
 
 class Pool(NamedTuple):
     """The size of a batch's pool.
 
     Attributes:
-      blocks: number of blocks per data-parallel replica.
-      block: number of positions per block.
+      pages: number of pages per data-parallel replica.
+      page: number of positions per page.
     """
 
-    blocks: int
-    block: int
+    pages: int
+    page: int
 
     def slots(self, positions: int) -> int:
         """Return the number of slots of a row that can hold this many positions."""
-        return -(-positions // self.block) * self.block
+        return -(-positions // self.page) * self.page
 
 
 def most_slots(window: int, guesses: int, pool: Pool | None) -> int:
@@ -38,10 +38,10 @@ def most_slots(window: int, guesses: int, pool: Pool | None) -> int:
     if pool is None and not guesses:
         return window
     # A step writes its guesses over the oldest positions, which must be out of the window.
-    return (pool or Pool(0, BLOCK)).slots(window + guesses)
+    return (pool or Pool(0, PAGE)).slots(window + guesses)
 
 
-def pool_of(tokens: int, positions: int, block: int = BLOCK) -> Pool:
+def pool_of(tokens: int, positions: int, page: int = PAGE) -> Pool:
     """Return a pool for this number of tokens.
 
     Args:
@@ -50,7 +50,7 @@ def pool_of(tokens: int, positions: int, block: int = BLOCK) -> Pool:
     Raises:
       InputError: if the pool has no room for one row with so many positions.
     """
-    pool = Pool(tokens // block, block)
+    pool = Pool(tokens // page, page)
     if tokens < pool.slots(positions):
         raise InputError(
             f"the cache has room for {tokens} tokens, expected at least {pool.slots(positions)}, "
@@ -60,16 +60,16 @@ def pool_of(tokens: int, positions: int, block: int = BLOCK) -> Pool:
 
 
 class Chunks(NamedTuple):
-    """Which positions of each of P prompts to compute, and the blocks that hold its positions.
+    """Which positions of each of P prompts to compute, and the pages that hold its positions.
 
     Attributes:
       begin_P: the first position to compute.  Earlier positions must be in the row, from an earlier
-        call, or in blocks that the row shares.
-      block_PJ: the numbers of the row's blocks in the pool, in order; -1 after the last one.
-      prompt_PJ: the blocks that hold the prompt.  Where these are not the row's, the prompt is
-        copied to the row's blocks.
+        call, or in pages that the row shares.
+      page_PJ: the numbers of the row's pages in the pool, in order; -1 after the last one.
+      prompt_PJ: the pages that hold the prompt.  Where these are not the row's, the prompt is
+        copied to the row's pages.
     """
 
     begin_P: np.ndarray
-    block_PJ: np.ndarray
+    page_PJ: np.ndarray
     prompt_PJ: np.ndarray

@@ -29,10 +29,10 @@ from mesh_transformer.model.lora import Adapter
 def decode_specs(
     config: Config, *, pool: bool = False, draft: Config | None = None
 ) -> decode.DecodeState:
-    """Return the PartitionSpecs of a `DecodeState`: rows or blocks split over dp, heads over mp.
+    """Return the PartitionSpecs of a `DecodeState`: rows or pages split over dp, heads over mp.
 
     Args:
-      pool: whether the batch has a pool of blocks.
+      pool: whether the batch has a pool of pages.
     """
     rows, cache = P("dp"), P("dp", "mp")
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
@@ -83,10 +83,10 @@ def compile_weights(
 def compile_empty(
     layout: WeightLayout, pool: bool, draft: Config | None = None
 ) -> Callable[..., decode.DecodeState]:
-    """Return a jitted function (rows, slots, blocks, block) -> state of a batch without prompts.
+    """Return a jitted function (rows, slots, pages, page) -> state of a batch without prompts.
 
-    `rows` and `blocks` are the numbers of rows and of the pool's blocks on all replicas together;
-    `slots` and `block` are the numbers of positions of each (see `decode.empty`).
+    `rows` and `pages` are the numbers of rows and of the pool's pages on all replicas together;
+    `slots` and `page` are the numbers of positions of each (see `decode.empty`).
     """
     return jax.jit(
         functools.partial(decode.empty, layout.config, mp=layout.mesh.shape["mp"], draft=draft),

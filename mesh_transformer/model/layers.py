@@ -48,7 +48,7 @@ class Context(NamedTuple):
     bias_BHTS: Array | None  # None if `attend` is given, which applies the mask itself
     slots: Array | None = None  # cache slots of the new keys and values, [B, T], or of the first
     rows: Array | None = None  # the rows of the cache that the batch rows stand for; None for all
-    table: paged.Table | None = None  # if the cache is in blocks: those of each row
+    table: paged.Table | None = None  # if the cache is in pages: those of each row
     attend: attention.Attend | None = None  # used instead of `attention.attend` and `bias_BHTS`
     dropout: Dropout | None = None  # the layer's random numbers; None without dropout
     lora_scale: lora.Scale | None = None  # used instead of `config.lora_scale`
@@ -481,12 +481,12 @@ class TransformerLayer(hk.Module):
             return attention.attend_after(q_BTHK, cache, new, bias_BHTS), new
         new = new.like(cache)
         if table is not None and table.written is not None:
-            rows = paged.rows_in_blocks(cache, table.block_BJ)
+            rows = paged.rows_in_pages(cache, table.page_BJ)
             rows = write_rows(rows, new, jnp.arange(len(q_BTHK)), context.slots)
             attended_BTHK = attention.attend_to_cache(q_BTHK, rows, bias_BHTS)
-            return attended_BTHK, paged.write_blocks(cache, rows, *table.written)
+            return attended_BTHK, paged.write_pages(cache, rows, *table.written)
         if table is not None:
-            cache = paged.write(cache, new, table.block_BJ, context.slots)
+            cache = paged.write(cache, new, table.page_BJ, context.slots)
             return paged.attend(q_BTHK, cache, table, bias_BHTS), cache
         if context.rows is not None:
             cache = write_rows(cache, new, context.rows, context.slots)

@@ -1,12 +1,12 @@
-"""A KV cache in blocks: each row has a table of the blocks that hold its slots.
+"""A KV cache in pages: each row has a table of the pages that hold its slots.
 
-A block holds `C` consecutive slots, so slot s of a row is in the block of its table's entry s // C.
-Rows take only as many blocks as they need, and rows whose texts begin alike can share blocks.  The
-entries without a block are -1: nothing is written there, and what is read there must be masked.
+A page holds `C` consecutive slots, so slot s of a row is in the page of its table's entry s // C.
+Rows take only as many pages as they need, and rows whose texts begin alike can share pages.  The
+entries without a page are -1: nothing is written there, and what is read there must be masked.
 
 Array names end in their shape: B rows, P prompts, T query, S slots, H heads, K head size, J entries
-of a row's table, C slots of a block, G blocks that are read together.  The arrays of the cache are
-[L, H, C, K], or [L, H, C, 1] for scales, where L is the number of blocks.
+of a row's table, C slots of a page, G pages that are read together.  The arrays of the cache are
+[L, H, C, K], or [L, H, C, 1] for scales, where L is the number of pages.
 """
 
 from typing import NamedTuple
@@ -18,15 +18,15 @@ from jax import Array
 from mesh_transformer.model.attention import MASKED, masked, scores_of
 from mesh_transformer.model.cache import LayerCache, write_at, write_rows
 
-# Attention reads as many blocks of each row together as hold this number of slots.  A smaller
+# Attention reads as many pages of each row together as hold this number of slots.  A smaller
 # number reads less beyond the end of the longest row, and makes more steps.
 SLOTS_TOGETHER = 256
 # The same for all rows together: so much stays in a TPU's vector memory until it is used.
 SLOTS_OF_ALL_ROWS = 8192
 
-# Dimension numbers for gathering blocks of [L, H, C, K] as [P, H, J, C, K], so that no axes need be
+# Dimension numbers for gathering pages of [L, H, C, K] as [P, H, J, C, K], so that no axes need be
 # exchanged afterwards.  H is a batching dimension, as in `cache.write_at`.
-_BLOCKS = jax.lax.GatherDimensionNumbers(
+_PAGES = jax.lax.GatherDimensionNumbers(
     offset_dims=(3, 4),
     collapsed_slice_dims=(0,),
     start_index_map=(0,),
@@ -36,35 +36,35 @@ _BLOCKS = jax.lax.GatherDimensionNumbers(
 
 
 class Table(NamedTuple):
-    """The blocks that hold the slots of each row.
+    """The pages that hold the slots of each row.
 
     Attributes:
-      block_BJ: the numbers of the blocks, or -1.
+      page_BJ: the numbers of the pages, or -1.
       used_B: in a decode step, the number of first slots that each row attends to at most.
       written: for a chunk of a prompt, where to write the contents of these slots (see
-        `write_blocks`); elsewhere None.
+        `write_pages`); elsewhere None.
     """
 
-    block_BJ: Array
+    page_BJ: Array
     used_B: Array | None = None
     written: tuple[Array, ...] | None = None
 
 
-def rows_in_blocks(cache: LayerCache, block_PJ: Array) -> LayerCache:
-    """Return the keys and values in some blocks, [P, H, J * C, K] each."""
+def rows_in_pages(cache: LayerCache, page_PJ: Array) -> LayerCache:
+    """Return the keys and values in some pages, [P, H, J * C, K] each."""
 
     heads = cache.k_BHSK.shape[1]
-    index_PHJ1 = jnp.repeat(block_PJ[:, None, :, None], heads, axis=1)
+    index_PHJ1 = jnp.repeat(page_PJ[:, None, :, None], heads, axis=1)
 
     def rows(x: Array) -> Array:
         _, _, size, width = x.shape
-        x_PHJCK = jax.lax.gather(x, index_PHJ1, _BLOCKS, (1, 1, size, width), mode="clip")
+        x_PHJCK = jax.lax.gather(x, index_PHJ1, _PAGES, (1, 1, size, width), mode="clip")
         return x_PHJCK.reshape(*x_PHJCK.shape[:2], -1, width)
 
     return jax.tree.map(rows, cache)
 
 
-def write(cache: LayerCache, new: LayerCache, block_BJ: Array, slot_BT: Array) -> LayerCache:
+def write(cache: LayerCache, new: LayerCache, page_BJ: Array, slot_BT: Array) -> LayerCache:
     """Return the cache with the keys and values of one or several slots per row replaced.
 
     Args:
@@ -72,37 +72,37 @@ def write(cache: LayerCache, new: LayerCache, block_BJ: Array, slot_BT: Array) -
       slot_BT: the slots; nothing is written to slots from J * C on.
     """
     size, count = cache.k_BHSK.shape[2], len(cache.k_BHSK)
-    block_BT = jnp.take_along_axis(block_BJ, slot_BT // size, axis=1, mode="fill", fill_value=count)
-    return write_at(cache, new, jnp.where(block_BT < 0, count, block_BT), slot_BT % size)
+    page_BT = jnp.take_along_axis(page_BJ, slot_BT // size, axis=1, mode="fill", fill_value=count)
+    return write_at(cache, new, jnp.where(page_BT < 0, count, page_BT), slot_BT % size)
 
 
-def write_blocks(cache: LayerCache, rows: LayerCache, *to: Array) -> LayerCache:
-    """Return the cache with whole blocks replaced.
+def write_pages(cache: LayerCache, rows: LayerCache, *to: Array) -> LayerCache:
+    """Return the cache with whole pages replaced.
 
     Args:
       rows: the contents of the rows' first slots, [P, H, S, K] each, as in the cache.
-      to: arrays [P, J] of the blocks to write each row to, or -1 for what is not written.
+      to: arrays [P, J] of the pages to write each row to, or -1 for what is not written.
     """
     size = cache.k_BHSK.shape[2]
     padding = (0, -rows.k_BHSK.shape[2] % size)
     rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), padding, (0, 0))), rows)
-    for block_PJ in to:
-        cache = _write_blocks(cache, rows, block_PJ[:, : rows.k_BHSK.shape[2] // size])
+    for page_PJ in to:
+        cache = _write_pages(cache, rows, page_PJ[:, : rows.k_BHSK.shape[2] // size])
     return cache
 
 
-def _write_blocks(cache: LayerCache, rows: LayerCache, block_PJ: Array) -> LayerCache:
+def _write_pages(cache: LayerCache, rows: LayerCache, page_PJ: Array) -> LayerCache:
     size, count = cache.k_BHSK.shape[2], len(cache.k_BHSK)
 
     def body(at: Array, cache: LayerCache) -> LayerCache:
         part = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis=2), rows
         )
-        block_P = block_PJ[:, at]
-        to_P = jnp.where(block_P < 0, count, block_P)  # out of range, so that it is not written
+        page_P = page_PJ[:, at]
+        to_P = jnp.where(page_P < 0, count, page_P)  # out of range, so that it is not written
         return write_rows(cache, part, to_P, jnp.zeros_like(to_P))
 
-    is_written_J = jnp.any(block_PJ >= 0, axis=0)
+    is_written_J = jnp.any(page_PJ >= 0, axis=0)
     place_J = jnp.arange(len(is_written_J))
     first = jnp.min(jnp.where(is_written_J, place_J, len(place_J)))
     end = jnp.max(jnp.where(is_written_J, place_J + 1, 0))
@@ -113,7 +113,7 @@ def slots_together(rows: int, size: int) -> int:
     """Return the number of slots of each row that attention reads together.
 
     Args:
-      size: number of slots of a block.
+      size: number of slots of a page.
     """
     return max(min(SLOTS_TOGETHER, SLOTS_OF_ALL_ROWS // rows) // size, 1) * size
 
@@ -131,19 +131,19 @@ def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> 
     Args:
       bias_BHTS: as for `attention.attend`; S is J * C.
     """
-    block_BJ, size = table.block_BJ, cache.k_BHSK.shape[2]
-    places = block_BJ.shape[1]
+    page_BJ, size = table.page_BJ, cache.k_BHSK.shape[2]
+    places = page_BJ.shape[1]
     together = min(slots_together(len(q_BTHK), size) // size, places)
     more = -places % together
-    block_BJ = jnp.pad(block_BJ, ((0, 0), (0, more)))
+    page_BJ = jnp.pad(page_BJ, ((0, 0), (0, more)))
     padding = ((0, 0), (0, 0), (0, 0), (0, more * size))
     bias_BHTS = jnp.pad(bias_BHTS, padding, constant_values=MASKED)
     width = together * size
 
     def body(at: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         most_BHT1, sum_BHT1, y_BHTK = carry
-        block_BG = jax.lax.dynamic_slice_in_dim(block_BJ, at * together, together, axis=1)
-        part = rows_in_blocks(cache, block_BG)
+        page_BG = jax.lax.dynamic_slice_in_dim(page_BJ, at * together, together, axis=1)
+        part = rows_in_pages(cache, page_BG)
         bias = jax.lax.dynamic_slice_in_dim(bias_BHTS, at * width, width, axis=3)
         scores_BHTS = masked(scores_of(q_BTHK, part), bias)
         new_BHT1 = jnp.maximum(most_BHT1, scores_BHTS.max(axis=-1, keepdims=True))

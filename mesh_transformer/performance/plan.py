@@ -380,9 +380,9 @@ class DecodePlan:
       dp, mp: number of data-parallel replicas, and of devices per replica.
       guesses: number of tokens that a step guesses; it then generates up to so many more per row.
       rows: batch rows of all replicas together.
-      cache_length: number of positions in the KV cache of each row; if the cache is in blocks, on
+      cache_length: number of positions in the KV cache of each row; if the cache is in pages, on
         average.
-      cache_tokens: number of positions in the blocks of each replica; None for rows of their own.
+      cache_tokens: number of positions in the pages of each replica; None for rows of their own.
       weights_bytes, cache_bytes: those of the model and of the draft, if there is one.
       draft_bytes: weights and cache of the draft.
       flops_per_token: those of the model.
@@ -431,7 +431,7 @@ class DecodePlan:
         lines = [
             f"{self.topology}: {self.devices} devices, dp {self.dp} x mp {self.mp}, generation of "
             f"{self.rows} rows with {self.cache_length} positions each"
-            + (f", in blocks for {self.cache_tokens} per replica" if self.cache_tokens else "")
+            + (f", in pages for {self.cache_tokens} per replica" if self.cache_tokens else "")
             + (f", {self.guesses} guesses per step" if self.guesses else ""),
             f"{weights} {self.weights_bytes / 1e9:.2f} GB and {cache} "
             f"{self.cache_bytes / 1e9:.2f} GB per device, "
@@ -468,7 +468,7 @@ def decode_plan(
       config: the config.  The mesh has mp = `cores_per_replica` devices per replica, and dp =
         (number of devices) / mp replicas.
       topology: the devices to compile for.
-      cache_tokens: number of positions in the blocks of each replica, as of a server; these are
+      cache_tokens: number of positions in the pages of each replica, as of a server; these are
         divided evenly among the rows.  None gives each row a cache for the window of its own.
       guesses: number of tokens that a step guesses.
       draft: the config of the model that guesses; None: guesses are looked up.
@@ -497,10 +497,10 @@ def decode_plan(
         models.append((1 + guesses, draft, weights[DRAFT], state.draft_caches))
     length, turns, used = config.window, 1, 1.0
     if pool is not None:
-        room = pool.blocks * pool.block
+        room = pool.pages * pool.page
         length = min(room // config.per_replica_batch, config.window)
-        # How often attention over blocks loops is not in the program.
-        turns = -(-length // slots_together(config.per_replica_batch, pool.block))
+        # How often attention over pages loops is not in the program.
+        turns = -(-length // slots_together(config.per_replica_batch, pool.page))
         used = length * config.per_replica_batch / room
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
@@ -586,9 +586,9 @@ def abstract_rows(
     """
     config, mesh = layout.config, layout.mesh
     slots = most_slots(config.window, guesses, pool)
-    blocks, block = pool or (0, 1)
-    blocks *= mesh.shape["dp"]
+    pages, page = pool or (0, 1)
+    pages *= mesh.shape["dp"]
     empty = programs.compile_empty(layout, pool is not None, draft)
-    shapes = jax.eval_shape(functools.partial(empty, rows, slots, blocks, block))
+    shapes = jax.eval_shape(functools.partial(empty, rows, slots, pages, page))
     specs = programs.decode_specs(config, pool=pool is not None, draft=draft)
     return abstract(shapes, named(mesh, specs))

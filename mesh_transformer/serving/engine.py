@@ -5,7 +5,7 @@ most one prefill or scoring call, which limits the delay for the requests that a
 batch.  A long prompt is inserted in chunks, one per call.  Chunks and the prompts of other requests
 take turns.
 
-A request joins the batch once the pool has enough blocks for its prompt and answer.
+A request joins the batch once the pool has enough pages for its prompt and answer.
 """
 
 import collections
@@ -23,8 +23,8 @@ import numpy as np
 from mesh_transformer.generation.finite import NO_TOKEN
 from mesh_transformer.generation.sampling import SamplingOptions
 from mesh_transformer.network import Network
-from mesh_transformer.serving.blocks import of_adapter
 from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.serving.pages import of_adapter
 from mesh_transformer.serving.prefill import (
     ALTERNATIVES,
     CHUNK,
@@ -401,7 +401,7 @@ class Engine:
 
         The result is either one request to score or embed, requests to insert in chunks, or the
         requests for one prefill call, which have rows then.  The result is empty if no request is
-        waiting, if no row or too few blocks are free, or if it is the turn of the chunks.
+        waiting, if no row or too few pages are free, or if it is the turn of the chunks.
         """
         if not self._waiting or (self._filling and self._chunks_first):
             return []

@@ -52,7 +52,7 @@ class Metrics:
         self._active = gauge("rows_active", "Batch rows with a request")
         gauge("rows", "Batch rows").set(rows)
         self._used = gauge(
-            "cache_tokens_used", "Tokens that the blocks of active rows have room for"
+            "cache_tokens_used", "Tokens that the pages of active rows have room for"
         )
         rate = f"Generated tokens per second over the last {RATE_SECONDS:.0f} s"
         self._rate = gauge("tokens_per_second", rate)
@@ -74,7 +74,7 @@ class Metrics:
         Args:
           waiting: returns the length of the queue.
           active: returns the number of active rows.
-          used: returns the number of tokens that the blocks of active rows have room for.
+          used: returns the number of tokens that the pages of active rows have room for.
         """
         self._waiting.set_function(waiting)
         self._active.set_function(active)

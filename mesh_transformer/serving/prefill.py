@@ -1,7 +1,7 @@
 """Putting prompts into the rows of a batch: short ones together, long ones in chunks.
 
-The keys and values of all rows are in the batch's pool of blocks.  A prompt that begins with the
-same tokens as an earlier one uses the blocks of that one (see `serving.blocks`).
+The keys and values of all rows are in the batch's pool of pages.  A prompt that begins with the
+same tokens as an earlier one uses the pages of that one (see `serving.pages`).
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.generation.pool import BLOCK, Chunks, Pool, most_slots, pool_of
+from mesh_transformer.generation.pool import PAGE, Chunks, Pool, most_slots, pool_of
 from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
-from mesh_transformer.serving.blocks import Blocks, NoBlockError, Row, of_adapter
 from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.serving.pages import NoPageError, Pages, Row, of_adapter
 from mesh_transformer.util import bucket
 
 ALTERNATIVES = 20  # number of most likely tokens delivered with each logprob
@@ -87,18 +87,18 @@ class Prefiller:
         self._seconds: dict[int, float] = {}  # the time of a chunk's call, on average, by width
         kept = KEPT_WINDOWS * window if kept_tokens is None else kept_tokens
         self._rows, self._rows_per_replica = rows, rows // network.dp
-        block = self._longest if fixed_shapes else BLOCK
-        slots = most_slots(window, guesses, Pool(0, block))
+        page = self._longest if fixed_shapes else PAGE
+        slots = most_slots(window, guesses, Pool(0, page))
         tokens = cache_tokens or self._rows_per_replica * slots + kept
-        pool = pool_of(tokens, window + guesses, block)
-        self._blocks = [Blocks(pool, slots, keep=kept > 0) for _ in range(network.dp)]
-        self._in_rows: dict[int, Row] = {}  # the blocks of each row that is in use
+        pool = pool_of(tokens, window + guesses, page)
+        self._pages = [Pages(pool, slots, keep=kept > 0) for _ in range(network.dp)]
+        self._in_rows: dict[int, Row] = {}  # the pages of each row that is in use
         self.batch = network.batch(rows, pool, guesses)
 
     @property
     def used_tokens(self) -> int:
-        """Number of tokens that the blocks of all rows in use have room for."""
-        return sum(blocks.used * blocks.pool.block for blocks in self._blocks)
+        """Number of tokens that the pages of all rows in use have room for."""
+        return sum(pages.used * pages.pool.page for pages in self._pages)
 
     def programs(self) -> list[tuple[int, Callable[[], None]]]:
         """Return functions that each compile some of what `insert` and `insert_chunk` need.
@@ -126,7 +126,7 @@ class Prefiller:
             return
         begin = self._window - count
         if not begin and self._guesses:  # the cache has more slots than the window
-            begin = min(BLOCK, self._window - 1)
+            begin = min(PAGE, self._window - 1)
         for _ in range(2 if begin else 0):
             began = time.perf_counter()
             self._insert([0], [prompt], [1], [none], begin)
@@ -145,7 +145,7 @@ class Prefiller:
         prompt = prompt[-self._window :]
         if self._fixed or len(prompt) > self._longest:
             return True
-        kept = max(self._kept(prompt, blocks) for blocks in self._blocks)
+        kept = max(self._kept(prompt, pages) for pages in self._pages)
         return self.cost(len(prompt)) - self.cost(len(prompt) - kept) >= SAVING
 
     def cost(self, tokens: int) -> int:
@@ -169,7 +169,7 @@ class Prefiller:
     ) -> list[int]:
         """Return rows for as many of some requests, in their order, as there is room for.
 
-        Each gets a row in a replica with enough free blocks, if possible in the one that keeps most
+        Each gets a row in a replica with enough free pages, if possible in the one that keeps most
         of its prompt's beginning.
 
         Args:
@@ -178,45 +178,45 @@ class Prefiller:
           free: the rows that are not in use.
         """
         rows: list[int] = []
-        available = [blocks.available for blocks in self._blocks]
+        available = [pages.available for pages in self._pages]
         for prompt, length in zip(prompts, lengths, strict=True):
             chunks, prompt = self.in_chunks(prompt), prompt[-self._window :]
             positions = self._positions(prompt, length)
-            needed = [b.needed(prompt, positions, use_kept=chunks) for b in self._blocks]
+            needed = [b.needed(prompt, positions, use_kept=chunks) for b in self._pages]
             fits = [most >= count for most, count in zip(available, needed, strict=True)]
             fitting = [row for row in free if row not in rows and fits[self._replica(row)]]
             if not fitting:
                 break
-            row = max(fitting, key=lambda r: self._kept(prompt, self._blocks[self._replica(r)]))
+            row = max(fitting, key=lambda r: self._kept(prompt, self._pages[self._replica(r)]))
             rows.append(row)
             available[self._replica(row)] -= needed[self._replica(row)]
         return rows
 
     def take(self, row: int, prompt: np.ndarray, length: int, *, chunks: bool) -> bool:
-        """Take the blocks for a new prompt and its answer.
+        """Take the pages for a new prompt and its answer.
 
         Args:
           prompt, length: as for `rows_for`.
           chunks: whether the prompt is for `insert_chunk`.
 
         Returns:
-          Whether there were enough free blocks.  There always are for the first one that `rows_for`
-          has given a row.  Its blocks may be kept ones that a later one was to share.
+          Whether there were enough free pages.  There always are for the first one that `rows_for`
+          has given a row.  Its pages may be kept ones that a later one was to share.
         """
-        prompt, blocks = prompt[-self._window :], self._blocks[self._replica(row)]
+        prompt, pages = prompt[-self._window :], self._pages[self._replica(row)]
         positions = self._positions(prompt, length)
         try:
-            self._in_rows[row] = blocks.add_row(prompt, positions, use_kept=chunks)
-        except NoBlockError:
+            self._in_rows[row] = pages.add_row(prompt, positions, use_kept=chunks)
+        except NoPageError:
             return False
         return True
 
     def release(self, rows: Sequence[int]) -> None:
-        """Make rows idle, and give back their blocks."""
+        """Make rows idle, and give back their pages."""
         self.batch.release(rows)
         for row in rows:
             if row in self._in_rows:
-                self._blocks[self._replica(row)].remove_row(self._in_rows.pop(row))
+                self._pages[self._replica(row)].remove_row(self._in_rows.pop(row))
 
     def insert(
         self,
@@ -237,9 +237,9 @@ class Prefiller:
         allowed = allowed_in(rows, constraints)
         chosen = self._insert(rows, prompts, lengths, settings, 0, allowed)
         for row, prompt, own in zip(rows, prompts, settings, strict=True):
-            blocks = self._blocks[self._replica(row)]
-            blocks.keep(self._in_rows[row], of_adapter(prompt, own.adapter))
-            blocks.end_prompt(self._in_rows[row])
+            pages = self._pages[self._replica(row)]
+            pages.keep(self._in_rows[row], of_adapter(prompt, own.adapter))
+            pages.end_prompt(self._in_rows[row])
         self._metrics.prefill(time.perf_counter() - began, sum(map(len, prompts)))
         return chosen
 
@@ -269,8 +269,8 @@ class Prefiller:
         began, prompt = time.perf_counter(), prompt[-self._window :]
         named = of_adapter(prompt, settings.adapter)
         unused = dataclasses.replace(EVALUATION_DEFAULTS, adapter=settings.adapter)
-        own, blocks = self._in_rows[row], self._blocks[self._replica(row)]
-        begin = blocks.share(own, named, filled)
+        own, pages = self._in_rows[row], self._pages[self._replica(row)]
+        begin = pages.share(own, named, filled)
         end = min(begin + most, len(prompt))
         last = end == len(prompt)
         chosen = self._insert(
@@ -282,9 +282,9 @@ class Prefiller:
             allowed_in([row], [constraint if last else None]),
             is_last=last,
         )
-        blocks.keep(own, named[:end])
+        pages.keep(own, named[:end])
         if last:
-            blocks.end_prompt(own)
+            pages.end_prompt(own)
         took = time.perf_counter() - began
         self._metrics.prefill(took, end - begin)
         self._metrics.cached(begin - filled)
@@ -318,17 +318,17 @@ class Prefiller:
           allowed: see `Batch.insert`.  All calls have this argument, so that one program suffices.
           is_last: whether the prompts are complete after this call.
         """
-        none = self._blocks[0].no_row  # of rows that are not in use, when the programs are compiled
+        none = self._pages[0].no_row  # of rows that are not in use, when the programs are compiled
         in_rows = [self._in_rows.get(row, none) for row in rows]
         prompt_PJ = np.stack([row.prompt_J for row in in_rows])
-        block_PJ = np.stack([row.block_J for row in in_rows]) if is_last else prompt_PJ
+        page_PJ = np.stack([row.page_J for row in in_rows]) if is_last else prompt_PJ
         return self.batch.insert(
             rows,
             prompts,
             np.array(lengths, np.int32),
             SamplingOptions.stacked(settings),
             alternatives=ALTERNATIVES,  # even if unused: one program per width
-            chunks=Chunks(np.full(len(prompts), begin, np.int32), block_PJ, prompt_PJ),
+            chunks=Chunks(np.full(len(prompts), begin, np.int32), page_PJ, prompt_PJ),
             allowed=dict(allowed),
             longest=self._longest if self._fixed else None,
         )
@@ -337,9 +337,9 @@ class Prefiller:
         """Return how many positions a row writes for a prompt and its answer."""
         return len(prompt) + length + self._guesses
 
-    def _kept(self, prompt: np.ndarray, blocks: Blocks) -> int:
+    def _kept(self, prompt: np.ndarray, pages: Pages) -> int:
         """Return how many of the prompt's first tokens a replica keeps."""
-        return len(blocks.find(prompt)) * blocks.pool.block
+        return len(pages.find(prompt)) * pages.pool.page
 
     def _replica(self, row: int) -> int:
         return row // self._rows_per_replica

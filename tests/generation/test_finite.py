@@ -12,7 +12,7 @@ import pytest
 import mesh_transformer
 from mesh_transformer.generation import finite
 from mesh_transformer.generation.finite import NO_TOKEN
-from mesh_transformer.generation.pool import BLOCK, Chunks, Pool
+from mesh_transformer.generation.pool import PAGE, Chunks, Pool
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.mesh.parallel import Auto
@@ -182,13 +182,13 @@ def test_only_the_rows_that_overflow_lack_a_token():
     first = expected.insert(range(4), prompts, [5] * 4, settings).token
     rest = expected.decode(4).token
     bad = [prompts[0], np.append(prompts[1], TOKEN), prompts[2], prompts[3]]
-    for pool in (None, Pool(16, BLOCK)):
+    for pool in (None, Pool(16, PAGE)):
         batch = network.batch(4, pool)
         chunks = None
         if pool is not None:
-            slots = network.config.window // BLOCK or 1
-            block_PJ = np.arange(4 * slots, dtype=np.int32).reshape(4, slots)
-            chunks = Chunks(np.zeros(4, np.int32), block_PJ, block_PJ)
+            slots = network.config.window // PAGE or 1
+            page_PJ = np.arange(4 * slots, dtype=np.int32).reshape(4, slots)
+            chunks = Chunks(np.zeros(4, np.int32), page_PJ, page_PJ)
         actual = batch.insert(range(4), bad, [5] * 4, settings, chunks=chunks).token
         later = batch.decode(4).token
         assert actual[1] == NO_TOKEN
@@ -202,34 +202,34 @@ def test_only_the_rows_that_overflow_lack_a_token():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paged", [True, False], ids=["blocks", "rows"])
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
 @pytest.mark.parametrize("way", ["one device", "shard_map", "jit", "int8"])
 def test_rows_are_as_new_after_texts_that_overflow(way, paged):
     """A probability of 0 times the value of an earlier text must be 0, not NaN."""
     network, rng = with_bad_token(way, layers=2, seq=64), np.random.default_rng(len(way))
     vocabulary, window = network.config.n_vocab, network.config.window
-    blocks = 4 * window // BLOCK // network.dp
+    pages = 4 * window // PAGE // network.dp
     settings = sampler_settings({"temp": [0, 1, 0, 1], "logit_bias": {TOKEN: -100}}, 4)
     lengths = rng.integers(window // 2 + 1, window - 8, 4)
     prompts = [rng.integers(TOKEN + 1, vocabulary, length) for length in lengths]
-    block_PJ = np.arange(4 * window // BLOCK, dtype=np.int32).reshape(4, -1) % blocks
-    block_PJ = block_PJ if paged else block_PJ[:, :0]
+    page_PJ = np.arange(4 * window // PAGE, dtype=np.int32).reshape(4, -1) % pages
+    page_PJ = page_PJ if paged else page_PJ[:, :0]
     begins = [np.zeros(4, np.int32), np.minimum(lengths // 2, window // 2).astype(np.int32)]
 
     def answers(texts: list[np.ndarray], batch: Any, *, chunks: bool = False) -> list[Any]:
         results, begun = [], begins[0]
         for begin in begins[1:] if chunks else []:
             parts = [text[:end] for text, end in zip(texts, begin, strict=True)]
-            place = Chunks(begun, block_PJ, block_PJ)
+            place = Chunks(begun, page_PJ, page_PJ)
             batch.insert(range(4), parts, [1] * 4, settings, chunks=place)
             begun = begin
-        place = Chunks(begun, block_PJ, block_PJ) if paged or chunks else None
+        place = Chunks(begun, page_PJ, page_PJ) if paged or chunks else None
         results.append(batch.insert(range(4), texts, [9] * 4, settings, chunks=place).token)
         results.append(batch.decode(8).token)
         batch.release(range(4))
         return results
 
-    pool = Pool(blocks, BLOCK) if paged else None
+    pool = Pool(pages, PAGE) if paged else None
     used, bad = network.batch(4, pool), [text.copy() for text in prompts]
     for text in bad:
         text[rng.integers(len(text))] = TOKEN

@@ -10,7 +10,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation.pool import Pool
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import transformer
-from mesh_transformer.serving.blocks import Blocks, of_adapter
+from mesh_transformer.serving.pages import Pages, of_adapter
 from mesh_transformer.util import InputError
 
 pytest_plugins = ["tests.support.live_fixtures"]
@@ -76,11 +76,11 @@ def test_kept_beginnings_belong_to_one_adapter(live):
 
 
 def test_the_keys_of_different_adapters_differ():
-    blocks, tokens = Blocks(Pool(9, 2), 8), np.array([3, 1, 4, 1, 5, 9])
-    blocks.keep(blocks.add_row(tokens, 8), of_adapter(tokens, 1))
-    assert len(blocks.find(of_adapter(tokens, 1))) == 2
+    pages, tokens = Pages(Pool(9, 2), 8), np.array([3, 1, 4, 1, 5, 9])
+    pages.keep(pages.add_row(tokens, 8), of_adapter(tokens, 1))
+    assert len(pages.find(of_adapter(tokens, 1))) == 2
     for other in (tokens, of_adapter(tokens, 0), of_adapter(tokens, 2), of_adapter(tokens, 2**20)):
-        assert blocks.find(other) == []
+        assert pages.find(other) == []
 
 
 def test_names_are_parsed_and_must_differ(monkeypatch, capsys):

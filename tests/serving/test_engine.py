@@ -503,14 +503,14 @@ def test_equal_beginnings_are_computed_once(start):
     engine.submit([client.request for client in clients])
     for client in clients:
         assert client.numbers() == network.answer(client.request.prompt, 0, 3)
-    # Each row computes at least the tokens after the last complete block.
+    # Each row computes at least the tokens after the last complete page.
     computed = sum(count * width for _, count, width in calls_of(network, "insert", "chunk"))
     assert computed <= 1000 + 4 * 17
     assert sum(client.request.cached for client in clients) == 4 * 1001 - computed
     again = Client([*common[:500], 7], 3)
     engine.submit([again.request])
     again.finish()
-    assert again.request.cached == 496  # 31 blocks of 16
+    assert again.request.cached == 496  # 31 pages of 16
     short = Client([*common[:30], 7], 3)
     engine.submit([short.request])
     short.finish()
@@ -545,7 +545,7 @@ def test_nothing_is_kept_if_the_pool_is_empty(start):
 
 
 @pytest.mark.parametrize("kept_tokens", [0, None])
-def test_requests_wait_for_blocks_and_give_them_back(start, kept_tokens):
+def test_requests_wait_for_pages_and_give_them_back(start, kept_tokens):
     """Memory for one longest request, and four rows, some of whose clients leave."""
     network = long_network()
     window = network.config.window
@@ -579,7 +579,7 @@ def test_a_request_waits_if_another_of_its_turn_takes_what_it_was_to_share():
                 row, prompt, filled, length, settings, None, 32
             )
 
-    insert(0, running, 32)  # its answer is written over two blocks, so it has these twice at first
+    insert(0, running, 32)  # its answer is written over two pages, so it has these twice at first
     insert(1, ended, 1)
     prefiller.release([1])
     assert prefiller.rows_for([other, running], [20, 32], [1, 2, 3]) == [1, 2]
@@ -598,7 +598,7 @@ def test_rows_take_as_much_memory_as_their_tokens():
         prompt, length = np.zeros(rng.integers(20, 400), int), int(rng.integers(1, 100))
         prefiller.take(row, prompt, length, chunks=True)
         tokens += len(prompt) + length
-    assert tokens <= prefiller.used_tokens <= tokens + 64 * 15  # blocks of 16
+    assert tokens <= prefiller.used_tokens <= tokens + 64 * 15  # pages of 16
     assert prefiller.used_tokens <= 1.3 * tokens
     prefiller.release(range(64))
     assert prefiller.used_tokens == 0
@@ -727,7 +727,7 @@ def compilations() -> Iterator[list[str]]:
 def test_engine_on_a_real_network_matches_generate(
     small, partitioning, drafts, compilations, tmp_path
 ):
-    """With a draft, the model itself: its keys and values of chunks and kept blocks are right too.
+    """With a draft, the model itself: its keys and values of chunks and kept pages are right too.
 
     Otherwise some of its guesses would be wrong.
     """
@@ -740,7 +740,7 @@ def test_engine_on_a_real_network_matches_generate(
         network.wait()
         network.add_draft(tmp_path)
         options = {"speculate": 2, "chunk": 8, "fixed_shapes": True}
-        for client in clients:  # equal beginnings, in chunks and blocks of 8
+        for client in clients:  # equal beginnings, in chunks and pages of 8
             client.request.prompt = np.concatenate((np.arange(17), client.request.prompt[:9]))
     engine = Engine(network, metrics, rows=8, **options)
     engine.warm_up()

@@ -1,4 +1,4 @@
-"""Prompts inserted in parts, and the pool of blocks that rows take and share."""
+"""Prompts inserted in parts, and the pool of pages that rows take and share."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.generator import SMALLEST_CACHE
 from mesh_transformer.generation.pool import Chunks, Pool
 from mesh_transformer.generation.sampling import sampler_settings
-from mesh_transformer.serving.blocks import Blocks, NoBlockError
+from mesh_transformer.serving.pages import NoPageError, Pages
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.generation.test_decode import (
     EVERYWHERE,
@@ -23,23 +23,23 @@ from tests.generation.test_decode import (
 from tests.model.test_transformer import small_config
 
 WINDOW = 40
-POOL = Pool(blocks=35, block=4)  # the window is 10 blocks: room for three rows and a half
+POOL = Pool(pages=35, page=4)  # the window is 10 pages: room for three rows and a half
 STEPS = 3
 
 
-def insert_in_parts(batch, number, prompt, parts, blocks, **options):
+def insert_in_parts(batch, number, prompt, parts, pages, **options):
     """Insert one prompt, `parts` tokens per call.
 
     Args:
-      blocks: the `Blocks` of the row's replica.
+      pages: the `Pages` of the row's replica.
 
     Returns:
-      The blocks of the row, the first token and all calls' parts.
+      The pages of the row, the first token and all calls' parts.
     """
-    row = blocks.add_row(prompt, len(prompt) + options["length"])
+    row = pages.add_row(prompt, len(prompt) + options["length"])
     begin, calls = 0, []
     while begin < len(prompt):
-        begin = blocks.share(row, prompt, begin)
+        begin = pages.share(row, prompt, begin)
         end = min(begin + parts, len(prompt))
         chosen = batch.insert(
             [number],
@@ -49,26 +49,26 @@ def insert_in_parts(batch, number, prompt, parts, blocks, **options):
             alternatives=options["alternatives"],
             chunks=Chunks(
                 np.array([begin]),
-                (row.block_J if end == len(prompt) else row.prompt_J)[None],
+                (row.page_J if end == len(prompt) else row.prompt_J)[None],
                 row.prompt_J[None],
             ),
         )
         calls.append((begin, end))
-        blocks.keep(row, prompt[:end])
+        pages.keep(row, prompt[:end])
         begin = end
-    blocks.end_prompt(row)
+    pages.end_prompt(row)
     return row, chosen, calls
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "place"), EVERYWHERE)
-def test_logits_after_parts_and_blocks_match_a_full_pass(kind, place):
+def test_logits_after_parts_and_pages_match_a_full_pass(kind, place):
     """Prompts in parts, with beginnings that others have computed, while other rows generate.
 
     Two prompts fill the window, so that their answers are written over their first positions.
     """
-    block, pe = kind
-    config = small_config(block=block, pe=pe, seq=64, attention_window=WINDOW, layers=3)
+    page, pe = kind
+    config = small_config(page=page, pe=pe, seq=64, attention_window=WINDOW, layers=3)
     rng = np.random.default_rng(5)
     first, second, full = random_prompts(config, [33, 21, WINDOW])
     # Pairs of prompts, of which the second one begins like the first one.
@@ -84,16 +84,16 @@ def test_logits_after_parts_and_blocks_match_a_full_pass(kind, place):
     ]
     network = network_of(config, place)
     batch, replicas = network.batch(4, POOL), place[1]
-    indices = [Blocks(POOL, POOL.slots(WINDOW)) for _ in range(replicas)]
+    indices = [Pages(POOL, POOL.slots(WINDOW)) for _ in range(replicas)]
     rows, every = {}, config.n_vocab
     for seed, (number, prompt, kept) in enumerate(prompts):
         settings = sampler_settings(SAMPLED | {"seed": seed}, 1)
         options = {"length": STEPS + 4, "settings": settings, "alternatives": every}
-        blocks = indices[number * replicas // 4]
+        pages = indices[number * replicas // 4]
         if number in rows:
             batch.release([number])
-            blocks.remove_row(rows[number])
-        rows[number], chosen, calls = insert_in_parts(batch, number, prompt, 16, blocks, **options)
+            pages.remove_row(rows[number])
+        rows[number], chosen, calls = insert_in_parts(batch, number, prompt, 16, pages, **options)
         # What others have computed in the same replica is not computed again.
         assert calls[0][0] == (kept if replicas == 1 or seed < 7 else 0)
         more = batch.decode(STEPS, every)
@@ -111,12 +111,12 @@ def test_logits_after_parts_and_blocks_match_a_full_pass(kind, place):
 def test_nothing_is_compiled_again_as_rows_grow():
     """Prompts of several lengths, whose answers fill the window and go on."""
     config = small_config(seq=64, attention_window=WINDOW)
-    network, pool = network_of(config), Pool(blocks=60, block=4)
-    batch, blocks = network.batch(4, pool), Blocks(pool, pool.slots(WINDOW))
+    network, pool = network_of(config), Pool(pages=60, page=4)
+    batch, pages = network.batch(4, pool), Pages(pool, pool.slots(WINDOW))
     options = {"settings": sampler_settings(SAMPLED, 1), "alternatives": None}
     compiled = network._generator.decode(None, MOST_STEPS, True, 0, False)
     for number, prompt in enumerate(random_prompts(config, [3, 16, WINDOW, 1])):
-        insert_in_parts(batch, number, prompt, 16, blocks, length=WINDOW, **options)
+        insert_in_parts(batch, number, prompt, 16, pages, length=WINDOW, **options)
         for steps in (1, 9):
             batch.decode(steps)
             assert compiled._cache_size() == 1
@@ -126,91 +126,91 @@ def test_nothing_is_compiled_again_as_rows_grow():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_hold_the_tokens_of_their_rows(seed):
+def test_pages_hold_the_tokens_of_their_rows(seed):
     """Random prompts over two tokens, so that many begin alike, in pools that are often full."""
     rng = np.random.default_rng(seed)
     size, places = int(rng.integers(1, 4)), int(rng.integers(2, 8))
-    pool = Pool(blocks=places + int(rng.integers(1, 3 * places)), block=size)
-    blocks, slots = Blocks(pool, places * size), places * size
-    contents = {}  # what is written in each block
+    pool = Pool(pages=places + int(rng.integers(1, 3 * places)), page=size)
+    pages, slots = Pages(pool, places * size), places * size
+    contents = {}  # what is written in each page
     rows = []  # the rows in use, with what each holds
     shared = shared_by_wrapped = refused = 0
     for _ in range(300):
         prompt = rng.integers(0, 2, rng.integers(1, slots + 1))
         positions = len(prompt) + int(rng.integers(0, 6))
-        while blocks.needed(prompt, positions) > blocks.available:
-            with pytest.raises(NoBlockError):
-                blocks.add_row(prompt, positions)
+        while pages.needed(prompt, positions) > pages.available:
+            with pytest.raises(NoPageError):
+                pages.add_row(prompt, positions)
             refused += 1
-            blocks.remove_row(rows.pop(int(rng.integers(len(rows))))[0])
-        expected = blocks.available - blocks.needed(prompt, positions)
-        row = blocks.add_row(prompt, positions)
-        assert blocks.available == expected
+            pages.remove_row(rows.pop(int(rng.integers(len(rows))))[0])
+        expected = pages.available - pages.needed(prompt, positions)
+        row = pages.add_row(prompt, positions)
+        assert pages.available == expected
         # Some prompts are inserted in two calls, the first of which ends anywhere.
         begin = 0
         for end in sorted({int(rng.integers(1, len(prompt) + 1)), len(prompt)}):
-            filled = blocks.share(row, prompt, begin)
+            filled = pages.share(row, prompt, begin)
             shared += filled - begin
             shared_by_wrapped += (filled - begin) * (positions > slots)
             begin = filled
             # What is written from here on belongs to no other row, and is not kept.
             for at in range(begin, end):
                 contents[int(row.prompt_J[at // size]), at % size] = prompt[at]
-            blocks.keep(row, prompt[:end])
+            pages.keep(row, prompt[:end])
             begin = end
-        for at in range(len(prompt)):  # what is not in the row's own blocks is copied there
-            contents[int(row.block_J[at // size]), at % size] = contents[
+        for at in range(len(prompt)):  # what is not in the row's own pages is copied there
+            contents[int(row.page_J[at // size]), at % size] = contents[
                 int(row.prompt_J[at // size]), at % size
             ]
-        blocks.end_prompt(row)
+        pages.end_prompt(row)
         held = dict(enumerate(prompt))
         for at in range(slots, positions):  # the answer is written over the first positions
             place = at % slots
-            contents[int(row.block_J[place // size]), place % size] = -1
+            contents[int(row.page_J[place // size]), place % size] = -1
             held[place] = -1
         rows.append((row, held))
         for row, held in rows:
-            found = {at: contents[int(row.block_J[at // size]), at % size] for at in held}
+            found = {at: contents[int(row.page_J[at // size]), at % size] for at in held}
             assert found == held
-            assert all(row.block_J[at // size] >= 0 for at in held)
+            assert all(row.page_J[at // size] >= 0 for at in held)
     for row, _ in rows:
-        blocks.remove_row(row)
-    assert blocks.used == 0
+        pages.remove_row(row)
+    assert pages.used == 0
     assert shared > shared_by_wrapped > 0
     assert refused > 0
 
 
-def test_the_least_recently_used_blocks_are_given_away():
-    blocks = Blocks(Pool(blocks=4, block=2), 8)
+def test_the_least_recently_used_pages_are_given_away():
+    pages = Pages(Pool(pages=4, page=2), 8)
 
     def insert(*prompt):
         tokens = np.array(prompt)
-        row = blocks.add_row(tokens, len(prompt))
-        blocks.share(row, tokens, 0)
-        blocks.keep(row, tokens)
-        blocks.remove_row(row)
+        row = pages.add_row(tokens, len(prompt))
+        pages.share(row, tokens, 0)
+        pages.keep(row, tokens)
+        pages.remove_row(row)
 
     def kept(*prompt):
-        return len(blocks.find(np.array([*prompt, 0])))
+        return len(pages.find(np.array([*prompt, 0])))
 
     insert(1, 1, 2, 2)
     insert(3, 3, 4, 4)
     assert kept(1, 1, 2, 2) == kept(3, 3, 4, 4) == 2
     insert(5, 5)  # takes the place of the end of the oldest prompt
     assert (kept(1, 1, 2, 2), kept(3, 3, 4, 4), kept(5, 5)) == (1, 2, 1)
-    insert(3, 3, 6, 6)  # uses a block again, which counts as new
+    insert(3, 3, 6, 6)  # uses a page again, which counts as new
     insert(7, 7)
     assert (kept(3, 3, 6, 6), kept(7, 7), kept(1, 1)) == (2, 1, 0)
 
 
-def test_blocks_are_neither_shared_nor_kept_if_not_wanted():
-    prompt, blocks = np.arange(8), Blocks(Pool(blocks=4, block=2), 8, keep=False)
-    row = blocks.add_row(prompt, 12)
-    assert blocks.available == 0
-    blocks.keep(row, prompt)
-    assert blocks.find(prompt) == []
-    blocks.remove_row(row)
-    assert blocks.available == 4
+def test_pages_are_neither_shared_nor_kept_if_not_wanted():
+    prompt, pages = np.arange(8), Pages(Pool(pages=4, page=2), 8, keep=False)
+    row = pages.add_row(prompt, 12)
+    assert pages.available == 0
+    pages.keep(row, prompt)
+    assert pages.find(prompt) == []
+    pages.remove_row(row)
+    assert pages.available == 4
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_other_rows_generate_between_the_parts_of_a_prompt_without_a_pool():
     network = CausalTransformer(small_config(seq=1024, layers=1), devices=jax.devices()[:1])
     prompt, other = random_prompts(network.config, [SMALLEST_CACHE + 20, 5])
     settings = sampler_settings({"temp": 0.0}, 1)
-    no_blocks = np.full((1, 0), -1)
+    no_pages = np.full((1, 0), -1)
 
     def first_token(decodes: bool) -> Any:
         batch = network.batch(2)
@@ -231,7 +231,7 @@ def test_other_rows_generate_between_the_parts_of_a_prompt_without_a_pool():
                 1,
                 settings,
                 alternatives=1,
-                chunks=Chunks(np.array([begin]), no_blocks, no_blocks),
+                chunks=Chunks(np.array([begin]), no_pages, no_pages),
             )
             if decodes and not begin:
                 batch.decode(STEPS)

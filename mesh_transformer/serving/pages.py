@@ -1,0 +1,244 @@
+"""Which pages of a batch's pool hold the keys and values of each row, and which are kept.
+
+A batch with a pool stores keys and values in pages of consecutive positions (see
+`generation.pool`).  This module keeps account of them in Python.  A row gets as many pages as its
+prompt and answer need.  The pages of a prompt are kept after its row has ended, and later prompts
+that begin with the same tokens use them too.
+"""
+
+import collections
+
+import numpy as np
+
+from mesh_transformer.generation.pool import Pool
+
+
+class NoPageError(Exception):
+    """The pool has too few free pages."""
+
+
+class Row:
+    """The pages of one row of a batch.
+
+    Attributes:
+      page_J: the numbers of the pages, in order; -1 after the last one.
+      prompt_J: the pages that hold the prompt until it is complete.  Other rows may use these too,
+        so the first ones are not those of `page_J` if the answer is written over them.
+      shares: whether other rows may use its prompt's pages, and it theirs.
+      first: the first pages of the prompt that it has given back already, and their tokens.
+    """
+
+    def __init__(self, page_J: np.ndarray, prompt_J: np.ndarray, shares: bool):
+        self.page_J = page_J
+        self.prompt_J = prompt_J
+        self.shares = shares
+        self.first: list[tuple[int, bytes | None]] = []
+
+
+class Pages:
+    """The pages in the pool of one replica: which are free, in use, or kept for later prompts.
+
+    A page's keys and values depend on all tokens before its end.  It is found by exactly these
+    tokens, so a prompt never gets the page of another one, or of another adapter (see
+    `of_adapter`).  If no page is free, the kept one that was not used for the longest time is
+    given away.
+
+    Args:
+      pool: the size of the pool.
+      slots: number of slots of a row (see `Pool.slots`).
+      keep: whether pages are shared and kept.
+    """
+
+    def __init__(self, pool: Pool, slots: int, *, keep: bool = True):
+        self.pool = pool
+        self._places, self._keep = slots // pool.page, keep
+        self._free = list(reversed(range(pool.pages)))
+        self._users = [0] * pool.pages  # number of rows that use each page
+        self._pages: dict[bytes, int] = {}  # each kept page, by the tokens up to its end
+        self._keys: dict[int, bytes] = {}  # the reverse
+        # Kept pages that no row uses; the one that was not used for the longest time comes first.
+        self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Number of pages that new rows can get, kept ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """Number of pages that rows use."""
+        return self.pool.pages - self.available
+
+    @property
+    def no_row(self) -> Row:
+        """A row without pages."""
+        page_J = np.full(self._places, -1, np.int32)
+        return Row(page_J, page_J.copy(), shares=False)
+
+    def needed(self, prompt: np.ndarray, positions: int, *, use_kept: bool = True) -> int:
+        """Return by how many pages `add_row`, with these arguments, reduces `available`."""
+        count, twice, found = self._planned(prompt, positions, use_kept)
+        return self._taken(count + twice, found)
+
+    def find(self, prompt: np.ndarray) -> list[int]:
+        """Return the kept pages that begin a prompt, in order.
+
+        At least one token of the prompt is in none of these pages, because its logits must be
+        computed.
+
+        Args:
+          prompt: token ids [T].
+        """
+        found = []
+        for end in range(self.pool.page, len(prompt), self.pool.page):
+            page = self._pages.get(_key(prompt[:end]))
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def add_row(self, prompt: np.ndarray, positions: int, *, use_kept: bool = True) -> Row:
+        """Return the pages of a new row.
+
+        A row with more positions than slots writes over its first ones.  Until its prompt is
+        complete, it has further pages for the part of the prompt there, so that these can be
+        shared; or it shares none, if the pool is too small for that.
+
+        Args:
+          prompt: token ids [T].
+          positions: number of positions that the row may have, those of the prompt included.
+          use_kept: whether the row uses the kept pages that begin its prompt, in place of its own.
+
+        Raises:
+          NoPageError: if too few pages are available; nothing is taken then.
+        """
+        count, twice, found = self._planned(prompt, positions, use_kept)
+        needed = self._taken(count + twice, found)
+        if needed > self.available:
+            raise NoPageError(f"{needed} pages are needed, and {self.available} available")
+        for page in found:  # before any is given away
+            self._use(page)
+        row = self.no_row
+        row.prompt_J[: len(found)] = found
+        row.prompt_J[len(found) : count] = [self._take() for _ in range(count - len(found))]
+        row.page_J[:] = row.prompt_J
+        row.page_J[:twice] = [self._take() for _ in range(twice)]
+        row.shares = self._shares(prompt, positions)
+        return row
+
+    def share(self, row: Row, prompt: np.ndarray, filled: int) -> int:
+        """Let a row use the kept pages that begin its prompt, in place of its own.
+
+        Args:
+          prompt: token ids [T].
+          filled: number of positions that the row holds.  If the kept pages hold no more, the row
+            stays as it is.
+
+        Returns:
+          The number of positions that the row holds now.
+        """
+        found = self.find(prompt) if row.shares else []
+        if len(found) * self.pool.page <= filled:
+            return filled
+        for at, page in enumerate(found):
+            old = int(row.prompt_J[at])
+            if page != old:
+                self._use(page)
+                self._give_back(row.prompt_J[at : at + 1])
+                row.prompt_J[at] = page
+                row.page_J[at] = page if row.page_J[at] == old else row.page_J[at]
+        return len(found) * self.pool.page
+
+    def keep(self, row: Row, prompt: np.ndarray) -> None:
+        """Keep the complete pages of a prompt that a row now holds.
+
+        Args:
+          prompt: token ids [T], up to the last one whose keys and values are computed.
+        """
+        if not row.shares:
+            return
+        size = self.pool.page
+        for at in range(len(prompt) // size):
+            key, page = _key(prompt[: (at + 1) * size]), int(row.prompt_J[at])
+            if key not in self._pages and page not in self._keys:
+                self._pages[key], self._keys[page] = page, key
+
+    def end_prompt(self, row: Row) -> None:
+        """Give back the pages that the row needed only until its prompt was complete."""
+        first = row.prompt_J[row.prompt_J != row.page_J]
+        row.first = [(page, self._keys.get(page)) for page in first.tolist()]
+        self._give_back(first)
+        row.prompt_J[:] = row.page_J
+        row.shares = False
+
+    def remove_row(self, row: Row) -> None:
+        """Give back the pages of a row."""
+        if row.shares:
+            self.end_prompt(row)
+        self._give_back(row.page_J[row.page_J >= 0])
+        row.page_J[:] = row.prompt_J[:] = -1
+        # The later pages of the prompt are useless without its first ones.
+        for page, key in reversed(row.first):
+            if page in self._idle and self._keys[page] == key:
+                self._idle.move_to_end(page)
+
+    def _planned(
+        self, prompt: np.ndarray, positions: int, use_kept: bool
+    ) -> tuple[int, int, list[int]]:
+        """Return a row's number of pages, how many it has twice, and the kept ones it can use."""
+        count = min(-(-positions // self.pool.page), self._places)
+        if not self._shares(prompt, positions):
+            return count, 0, []
+        return count, self._twice(prompt, positions), self.find(prompt) if use_kept else []
+
+    def _taken(self, count: int, found: list[int]) -> int:
+        """Return how many of `count` pages no row uses yet, if the `found` ones are among them."""
+        return count - sum(self._users[page] > 0 for page in found)
+
+    def _shares(self, prompt: np.ndarray, positions: int) -> bool:
+        """Return whether a new row may share its prompt's pages."""
+        twice = self._twice(prompt, positions)
+        return self._keep and (not twice or self._places + twice <= self.pool.pages)
+
+    def _twice(self, prompt: np.ndarray, positions: int) -> int:
+        """Return how many complete pages of a prompt the row's answer is written over."""
+        over = max(positions - self._places * self.pool.page, 0)
+        return min(-(-over // self.pool.page), len(prompt) // self.pool.page)
+
+    def _use(self, page: int) -> None:
+        """Count a row that uses a kept page."""
+        self._idle.pop(page, None)
+        self._users[page] += 1
+
+    def _take(self) -> int:
+        """Return a free page, or the kept one that was not used for the longest time."""
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._idle.popitem(last=False)
+            del self._pages[self._keys.pop(page)]
+        self._users[page] += 1
+        return page
+
+    def _give_back(self, pages: np.ndarray) -> None:
+        # Later pages are useless without the earlier ones, so they are the first to be given away.
+        for page in reversed(pages.tolist()):
+            self._users[page] -= 1
+            if not self._users[page] and page in self._keys:
+                self._idle[page] = None
+            elif not self._users[page]:
+                self._free.append(page)
+
+
+def of_adapter(prompt: np.ndarray, adapter: int) -> np.ndarray:
+    """Return a prompt for `Pages` whose keys and values depend on a LoRA adapter.
+
+    Args:
+      prompt: token ids [T].
+      adapter: the adapter's number; 0 for none.
+    """
+    return prompt.astype(np.int64) | adapter << 32
+
+
+def _key(tokens: np.ndarray) -> bytes:
+    return np.ascontiguousarray(tokens, np.int64).tobytes()
