@@ -167,10 +167,11 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
     The peak is either in the backward pass or right before the update, whichever needs more
     memory.  Both include the parameters and the optimizer state.
 
-    * The backward pass adds the weights in the compute dtype, everything saved for it, the
-      gradients of all layers (`_gradient_bytes`) and what it has in memory for a short time
-      (`_transient_bytes`).  With several microbatches, it also adds the f32 gradient sum.  With
-      ZeRO 3, weights and sum are split over dp.
+    * The backward pass adds the weights in the compute dtype and everything saved for it.  It
+      begins with the logits of a loss chunk (`_logit_bytes`).  The gradients of all layers
+      (`_gradient_bytes`) and what it has in memory for a short time (`_transient_bytes`) take their
+      place.  With several microbatches, it also adds the f32 gradient sum.  With ZeRO 3, weights
+      and sum are split over dp.
     * The update adds the f32 gradients, and those of the largest parameter in the compute dtype.
 
     What `offload` keeps in host memory is not counted.  With LoRA, the state consists of the frozen
@@ -184,9 +185,9 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
     dp, part = devices // mp, _part(config)
     tokens = config.per_replica_batch * config.seq
     activations = config.layers * tokens * saved_activation_bytes(config, attention)
-    activations += _transient_bytes(config, attention)
+    logits, transient = _logit_bytes(config), _transient_bytes(config, attention)
     if config.lora_rank:
-        return _width(config) * part + activations
+        return _width(config) * part + activations + max(logits, transient)
     per_parameter = 0.0
     if config.offload != "params":
         per_parameter += BF16 if config.early_cast else F32
@@ -197,12 +198,18 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
     own = part // (dp if zero == 3 else 1)
     is_copied = zero == 1 or config.dtype == "bfloat16"
     weights, sums = _width(config) * own if is_copied else 0, F32 * own
-    backward = weights + activations + _gradient_bytes(config, dp)
+    backward = weights + activations + max(logits, transient + _gradient_bytes(config, dp))
     if config.gradient_accumulation_steps > 1:
         return state + sums + backward
     largest = config.layers * config.d_model * config.d_ff // mp
     update = sums + (0 if zero else _width(config) * largest)
     return state + max(update, backward)
+
+
+def _logit_bytes(config: Config) -> int:
+    """Return the bytes of a loss chunk's f32 logits, and of their gradients in compute dtype."""
+    positions = config.per_replica_batch * min(config.seq, config.loss_chunk)
+    return (F32 + _width(config)) * positions * config.n_vocab // config.cores_per_replica
 
 
 def _gradient_bytes(config: Config, dp: int) -> int:

@@ -376,11 +376,9 @@ def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any]
 
 
 def _memory(config: Config, device: Device) -> int:
-    """Estimate the bytes that a step needs per device, including the logits of one loss chunk."""
+    """Estimate the bytes that a step needs per device."""
     attention = attention_on(config, device.hardware) if device.hardware else "xla"
-    positions = config.per_replica_batch * min(config.seq, config.loss_chunk)
-    logits = 2 * 4 * positions * config.n_vocab // config.cores_per_replica
-    return memory_bytes(config, device.count, attention) + logits
+    return memory_bytes(config, device.count, attention)
 
 
 def _val_batches(held_out: SetSize | None, steps: int, rows: int) -> int:

@@ -3,8 +3,9 @@
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.families import SIZES
 from mesh_transformer.mesh.accelerators import GIB
-from mesh_transformer.performance import search
+from mesh_transformer.performance import recipe, search
 from mesh_transformer.performance.analytic import estimate_step
 from mesh_transformer.performance.topology import topology
 
@@ -68,6 +69,23 @@ def test_the_estimated_memory_is_that_of_the_compiler(row):
     )
     estimate = estimate_step(config, slice_.hardware(config.dtype), slice_.devices)
     assert estimate.peak_bytes == pytest.approx(peak * GIB, rel=search.PAPER_ERROR)
+
+
+@pytest.mark.parametrize(("rows", "peak"), [(8, 1494), (64, 10838)])
+def test_the_logits_of_a_small_model_are_estimated(rows, peak):
+    """The peaks, in MiB, are those of `plan` for a v5e-8 with the model on each device.
+
+    A search and `mesh-transformer config` use the same estimate.
+    """
+    slice_ = topology("v5e-8")
+    architecture = next(size.architecture for size in SIZES if size.name == "tiny")
+    keys = {"n_vocab": 50400, "seq": 512, "dtype": "bfloat16", "remat": "none", "tpu_size": 8}
+    config = Config(**architecture | keys, cores_per_replica=1, per_replica_batch=rows)
+    estimate = estimate_step(config, slice_.hardware(config.dtype), 8).peak_bytes
+    # With 50400 tokens and 4 layers of width 128, nearly all of it is logits.
+    assert 0.9 * peak * 2**20 < estimate < peak * 2**20
+    device = recipe.device_of(slice_)
+    assert recipe._memory(config, device) == estimate
 
 
 @pytest.mark.parametrize(("name", "batch", "peak"), [("v5e-8", 16, 14.68), ("v3-8", 8, 12.93)])
