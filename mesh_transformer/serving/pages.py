@@ -123,7 +123,7 @@ class Pages:
         row.prompt_J[len(found) : count] = [self._take() for _ in range(count - len(found))]
         row.page_J[:] = row.prompt_J
         row.page_J[:twice] = [self._take() for _ in range(twice)]
-        row.shares = self._shares(prompt, positions)
+        row.shares = self._shares(len(prompt), positions)
         return row
 
     def share(self, row: Row, prompt: np.ndarray, filled: int) -> int:
@@ -187,23 +187,23 @@ class Pages:
     ) -> tuple[int, int, list[int]]:
         """Return a row's number of pages, how many it has twice, and the kept ones it can use."""
         count = min(-(-positions // self.pool.page), self._places)
-        if not self._shares(prompt, positions):
+        if not self._shares(len(prompt), positions):
             return count, 0, []
-        return count, self._twice(prompt, positions), self.find(prompt) if use_kept else []
+        return count, self._twice(len(prompt), positions), self.find(prompt) if use_kept else []
 
     def _taken(self, count: int, found: list[int]) -> int:
         """Return how many of `count` pages no row uses yet, if the `found` ones are among them."""
         return count - sum(self._users[page] > 0 for page in found)
 
-    def _shares(self, prompt: np.ndarray, positions: int) -> bool:
-        """Return whether a new row may share its prompt's pages."""
-        twice = self._twice(prompt, positions)
+    def _shares(self, tokens: int, positions: int) -> bool:
+        """Return whether a new row may share the pages of its prompt, which has `tokens` tokens."""
+        twice = self._twice(tokens, positions)
         return self._keep and (not twice or self._places + twice <= self.pool.pages)
 
-    def _twice(self, prompt: np.ndarray, positions: int) -> int:
+    def _twice(self, tokens: int, positions: int) -> int:
         """Return how many complete pages of a prompt the row's answer is written over."""
         over = max(positions - self._places * self.pool.page, 0)
-        return min(-(-over // self.pool.page), len(prompt) // self.pool.page)
+        return min(-(-over // self.pool.page), tokens // self.pool.page)
 
     def _use(self, page: int) -> None:
         """Count a row that uses a kept page."""

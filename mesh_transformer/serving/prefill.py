@@ -181,7 +181,7 @@ class Prefiller:
         available = [pages.available for pages in self._pages]
         for prompt, length in zip(prompts, lengths, strict=True):
             chunks, prompt = self.in_chunks(prompt), prompt[-self._window :]
-            positions = self._positions(prompt, length)
+            positions = self._positions(len(prompt), length)
             needed = [b.needed(prompt, positions, use_kept=chunks) for b in self._pages]
             fits = [most >= count for most, count in zip(available, needed, strict=True)]
             fitting = [row for row in free if row not in rows and fits[self._replica(row)]]
@@ -204,7 +204,7 @@ class Prefiller:
           has given a row.  Its pages may be kept ones that a later one was to share.
         """
         prompt, pages = prompt[-self._window :], self._pages[self._replica(row)]
-        positions = self._positions(prompt, length)
+        positions = self._positions(len(prompt), length)
         try:
             self._in_rows[row] = pages.add_row(prompt, positions, use_kept=chunks)
         except NoPageError:
@@ -333,9 +333,9 @@ class Prefiller:
             longest=self._longest if self._fixed else None,
         )
 
-    def _positions(self, prompt: np.ndarray, length: int) -> int:
+    def _positions(self, tokens: int, length: int) -> int:
         """Return how many positions a row writes for a prompt and its answer."""
-        return len(prompt) + length + self._guesses
+        return tokens + length + self._guesses
 
     def _kept(self, prompt: np.ndarray, pages: Pages) -> int:
         """Return how many of the prompt's first tokens a replica keeps."""
