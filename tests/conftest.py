@@ -1,6 +1,8 @@
 """Settings and fixtures for all tests: eight virtual CPU devices, small models and batches."""
 
+import functools
 import gc
+import hashlib
 import json
 import os
 import signal
@@ -42,6 +44,50 @@ jax.config.update("jax_enable_compilation_cache", False)
 # Tracing creates many objects that live as long as the program, and by default Python looks through
 # all of them again and again: a tenth of a test's time.
 gc.set_threshold(200_000, 20, 100)
+# Programs that this process has compiled, by platform, hash of the text, options and devices.
+_programs: dict[tuple[Any, ...], Any] = {}
+
+
+def share_programs() -> None:
+    """Let this process compile equal programs only once.
+
+    Each network traces its own functions, so a test that creates several equal networks, or saves
+    and loads them, would compile the same programs several times.  JAX's compilation cache would
+    write every program to a file.  In a JAX version that lacks the private function, nothing
+    changes.
+    """
+    try:
+        from jax._src import compiler
+
+        compile_program = compiler.compile_or_get_cached
+    except (ImportError, AttributeError):
+        return
+
+    @functools.wraps(compile_program)
+    def compile_once(
+        backend: Any,
+        module: Any,
+        devices: Any,
+        options: Any,
+        callbacks: Any,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        if callbacks:  # functions of this program alone
+            return compile_program(backend, module, devices, options, callbacks, *rest, **more)
+        text = hashlib.sha256(module.operation.get_asm().encode()).digest()
+        places = tuple(device.id for device in devices.flat)
+        key = (backend.platform, text, options.SerializeAsString(), places)
+        if key not in _programs:
+            _programs[key] = compile_program(
+                backend, module, devices, options, callbacks, *rest, **more
+            )
+        return _programs[key]
+
+    compiler.compile_or_get_cached = compile_once
+
+
+share_programs()
 # A background process ignores SIGINT (Ctrl-C), a process under nohup ignores SIGHUP, and the
 # processes that they start would inherit this.  Signals with a handler in this process are reset to
 # the default in the processes that it starts.
@@ -133,6 +179,7 @@ def pytest_runtest_teardown() -> None:
     and XLA aborts the process when it gets no more.
     """
     if MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > MOST_MAPPINGS:
+        _programs.clear()
         jax.clear_caches()
         gc.collect()
 
