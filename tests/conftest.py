@@ -24,8 +24,9 @@ from mesh_transformer.config import Config
 jax.config.update("jax_num_cpu_devices", 8)
 # Most of a test's time is compilation.  Using XLA's older code generation for fusions and disabling
 # LLVM's optimisations (which take minutes for some programs) reduces it to a fifth.  XLA's passes
-# over the program stay the same, except that scatters become loops.
-QUICK_COMPILATION = "--xla_backend_optimization_level=0"
+# over the program stay the same, except that scatters become loops.  Splitting a program into parts
+# for several threads would cost a tenth more, as every core has a worker.
+QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 # Compiler options for tests that compile a single program as users do.
 AS_USERS_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 3}
 if jaxlib.version.__version_info__ < (0, 11, 1):  # newer ones lack the older code generation
