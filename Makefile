@@ -16,8 +16,9 @@ help:
 	@echo "make docs         build the documentation site"
 
 # Trains tiny GPT-J on real text on 8 virtual devices; see scripts/quickstart.py.
+QUICKSTART :=
 quickstart: .venv/run
-	$(BIN)/python scripts/quickstart.py
+	$(BIN)/python scripts/quickstart.py $(QUICKSTART)
 
 # Installs what the tests need and runs all but the slow ones: three workers for two cores, as some
 # tests mostly wait.
@@ -67,8 +68,8 @@ docs: .venv-docs/done
 
 # torch is the oracle of the Hugging Face tests; its builds differ by platform, hence no hashes.
 .venv/test: requirements-dev.txt requirements-torch.txt .venv/run
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-torch.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r requirements-torch.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-dev.txt
 	touch $@
 
 # Pins anew, from setup.py; needs uv.

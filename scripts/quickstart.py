@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mesh_transformer.cli.arguments import Parser
+from mesh_transformer.cli.arguments import Parser, positive
 from mesh_transformer.util import InputError, run_script
 
 FOLDER = Path("build/quickstart")
@@ -21,7 +21,7 @@ TINY = Path("configs/tiny.json")
 GUIDE = "docs/your-text.md"
 TRAIN = ["hamlet", "henry_v", "julius_caesar", "lear", "othello", "richard_iii", "tempest"]
 VALIDATE = ["macbeth"]
-RESHARD_AT, END = 80, 120
+STEPS = 120
 
 
 def call(*words: object) -> None:
@@ -70,7 +70,14 @@ Next, after `. .venv/bin/activate`:
 
 
 def main() -> int:
-    Parser(description=__doc__).parse_args()
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=STEPS,
+        help=f"number of training steps, a third of them on the second mesh (default {STEPS})",
+    )
+    steps = parser.parse_args().steps
     if not TINY.exists():
         raise InputError(f"{TINY} is not in this folder; run quickstart.py in its checkout")
     folder = new_folder()
@@ -95,8 +102,9 @@ def main() -> int:
         folder / "tiny_1x8.json", **data, cores_per_replica=8, per_replica_batch=16
     )
     until = ("--model-dir", model, "--max-steps")
-    call("mesh-transformer", "pod", "--config", first, "--local-hosts", 2, *until, RESHARD_AT)
-    call("mesh-transformer", "train", "--config", second, *until, END)
+    reshard_at = -(-2 * steps // 3)
+    call("mesh-transformer", "pod", "--config", first, "--local-hosts", 2, *until, reshard_at)
+    call("mesh-transformer", "train", "--config", second, *until, steps)
 
     curve = folder / "loss.png"
     call("mesh-transformer", "plot", model / "metrics.jsonl", curve)

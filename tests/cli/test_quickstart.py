@@ -82,7 +82,7 @@ def test_help_starts_nothing(place, monkeypatch, capsys, fake_programs):
     with pytest.raises(SystemExit) as ended:
         quickstart.main()
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: quickstart.py [-h]\n")
+    assert capsys.readouterr().out.startswith("usage: quickstart.py [-h] [--steps STEPS]\n")
     assert commands == []
     assert {path.name for path in place.iterdir()} == {"configs"}
 
@@ -109,6 +109,19 @@ def test_commands_are_printed_as_they_run_and_valid(place, monkeypatch, capsys, 
         assert Path(words[-1]).is_dir()
         check_arguments(words[1:], monkeypatch)
     assert (ROOT / end[-1].split()[0]).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "until"), [([], ["80", "120"]), (["--steps", "61"], ["41", "61"])]
+)
+def test_a_third_of_the_steps_is_on_the_second_mesh(
+    place, monkeypatch, fake_programs, words, until
+):
+    commands = fake_programs(10, 5)
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *words])
+    assert quickstart.main() == 0
+    trained = [command for command in commands if "--max-steps" in command]
+    assert [command[command.index("--max-steps") + 1] for command in trained] == until
 
 
 @pytest.mark.parametrize(("last", "status"), [(7.9, 0), (8.1, 1)])
