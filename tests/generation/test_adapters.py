@@ -92,23 +92,30 @@ def test_each_row_generates_as_the_model_with_its_adapter_merged(checkpoints, pl
     later = batch.decode(11, 4)
     tokens = np.concatenate((first.token[:, None], later.token[: len(prompts)]), axis=1)
     logprobs = np.concatenate((first.logprob[:, None], later.logprob[: len(prompts)]), axis=1)
+
+    def padded(text: np.ndarray) -> np.ndarray:
+        """Return a batch of one text, of the same shape for all: one program."""
+        return np.pad(text, (0, max(PROMPTS) + 12 - len(text)))[None]
+
     seen = set()
     for path, number in ((base, 0), *zip(paths, (1, 2, 3), strict=True)):
         merged = load(path, config_of(block, MESHES[0]))
         for row in np.flatnonzero(np.equal(CHOSEN, number)):
-            text = np.concatenate((prompts[row], tokens[row]))
-            expected = merged.score(text[None], 1)
+            text, end = padded(np.concatenate((prompts[row], tokens[row]))), len(prompts[row]) + 11
+            expected, answer = merged.score(text, 1), slice(end - 12, end)
             # f32 sums in another order: logits of about 1, a few hundred terms.
-            np.testing.assert_allclose(logprobs[row], expected.logprob[0, -12:], rtol=0, atol=2e-5)
-            assert (tokens[row] == expected.top_token[0, -12:, 0]).mean() > 0.9  # but for ties
-            actual = network.score(text[None], 1, adapter=number).logprob
+            np.testing.assert_allclose(
+                logprobs[row], expected.logprob[0, answer], rtol=0, atol=2e-5
+            )
+            assert (tokens[row] == expected.top_token[0, answer, 0]).mean() > 0.9  # but for ties
+            actual = network.score(text, 1, adapter=number).logprob
             np.testing.assert_allclose(actual, expected.logprob, rtol=0, atol=2e-5)
             vectors = [
-                model.embed(text[None], [len(text)], "last", adapter)
+                model.embed(text, [end + 1], "last", adapter)
                 for model, adapter in ((network, number), (merged, 0))
             ]
             np.testing.assert_allclose(*vectors, rtol=0, atol=2e-5)
-        seen.add(float(merged.score(prompts[1][None], 1).logprob.sum()))
+        seen.add(float(merged.score(padded(prompts[1]), 1).logprob.sum()))
         merged.close()
     assert len(seen) == 4  # the adapters differ
     network.close()
@@ -210,10 +217,15 @@ def test_wrong_adapters_are_one_line(checkpoints, tmp_path):
         with pytest.raises(InputError, match=r"adapter is 1, expected 0 for none$"):
             network.generate(np.ones((1, 3), int), [3], 4, {"adapter": 1})
         if replace != network.init:
-            network.add_adapters(paths)
-    wide = config_of(block, MESHES[0])
-    with pytest.raises(InputError, match=f"sum to .*, expected at most d_model .{wide.d_model}"):
-        network.add_adapters(paths * (1 + wide.d_model // 6))  # their ranks are 2, 3 and 1
+            network.add_adapters(paths[:1])
+    most, targets = network.config.d_model, list(BLOCKS[block].lora_targets)
+    wide = CausalTransformer(
+        config_of(block, MESHES[0], lora_rank=most - 1, lora_targets=targets), init=False
+    )
+    wide.load(base)
+    wide.save(tmp_path / "wide")
+    with pytest.raises(InputError, match=f"sum to .*, expected at most d_model .{most}"):
+        network.add_adapters([paths[0], tmp_path / "wide"])  # of ranks 2 and d_model - 1
     with pytest.raises(InputError, match=r"adapter is 1, expected 0 for none$"):
         other.generate(np.ones((1, 3), int), [3], 4, {"adapter": 1})
     tuned = load(
