@@ -198,7 +198,7 @@ def test_generation_is_lowered_for_gpus(place, changes):
     generator, texts = on_devices(batch)._generator, []
 
     def lowered(compile_program: Any) -> Any:
-        """Lower a program for CUDA each time before it is called."""
+        """Lower a program for CUDA where it is called; its results are zeros, as for any device."""
 
         def program(*args: Any, **options: Any) -> Any:
             run = compile_program(*args, **options)
@@ -206,7 +206,7 @@ def test_generation_is_lowered_for_gpus(place, changes):
             def call(*inputs: Any) -> Any:
                 traced = run.trace(*inputs)
                 texts.append(traced.lower(lowering_platforms=("cuda",)).as_text())
-                return run(*inputs)
+                return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), traced.out_info)
 
             return call
 
