@@ -1,5 +1,6 @@
 """Loading checkpoints of any format onto a mesh, in the layout of the training state."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from mesh_transformer.training.step import State, StateLayout, init_state
 from mesh_transformer.util import InputError, NonFiniteError
 
 
+@functools.cache
 def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
     """Return a jitted function from frozen parameters to their checksums after a cast to `dtype`.
 

@@ -1,6 +1,7 @@
 """Detection of weights, logits and results that are NaN or infinite."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,7 +68,23 @@ def describe_bad_weights(weights: Any, mesh: Mesh) -> str:
         for path, x in jax.tree_util.tree_leaves_with_path(weights)
         if jnp.issubdtype(x.dtype, jnp.floating)
     ]
-    in_host = [is_in_host(x) for _, x in leaves]
+    compiled = _compile_counts(mesh, tuple(is_in_host(x) for _, x in leaves))
+    for (path, x), bad in zip(leaves, np.asarray(compiled([x for _, x in leaves])), strict=True):
+        if bad:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return (
+                f"{int(bad):,} of the {x.size:,} values of the weights {name} are NaN or infinite"
+            )
+    return ""
+
+
+@functools.cache
+def _compile_counts(mesh: Mesh, in_host: tuple[bool, ...]) -> Callable[[list[Array]], Array]:
+    """Return a jitted function from arrays to the number of values in each that are not finite.
+
+    Args:
+      in_host: whether each array is in host memory.
+    """
 
     def count(x: Array) -> Array:
         return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)  # int32 could overflow
@@ -82,11 +99,4 @@ def describe_bad_weights(weights: Any, mesh: Mesh) -> str:
             [(count_in_host if h else count)(x) for x, h in zip(arrays, in_host, strict=True)]
         )
 
-    compiled = jax.jit(counts, out_shardings=NamedSharding(mesh, P()))
-    for (path, x), bad in zip(leaves, np.asarray(compiled([x for _, x in leaves])), strict=True):
-        if bad:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            return (
-                f"{int(bad):,} of the {x.size:,} values of the weights {name} are NaN or infinite"
-            )
-    return ""
+    return jax.jit(counts, out_shardings=NamedSharding(mesh, P()))
