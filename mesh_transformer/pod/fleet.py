@@ -233,11 +233,11 @@ class Fleet(TrainableNetwork):
         self._save_failed = False
         self._run(call, agree=self.patience)  # others may be writing when one raises an error
 
-    @_dispatch.register
-    def _in_folder(self, call: Claim | Restore) -> Any:
+    @_dispatch.register(Claim)
+    @_dispatch.register(Restore)
+    def _in_folder(self, call: Any) -> Any:
         self._check_shared(call.folder)
-        either: Call[Any] = call
-        return self._run(either)
+        return self._run(call)
 
     def _run(
         self, call: Call[Result], size: int | None = None, agree: float = SECONDS_TO_AGREE
