@@ -127,7 +127,6 @@ HOMES = {
     "ray": {
         "mesh_transformer/pod/ray_head.py",
         "mesh_transformer/pod/hosts.py",
-        "mesh_transformer/pod/keeper.py",
         "mesh_transformer/pod/cluster.py",
     },
 }
