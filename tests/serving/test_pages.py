@@ -67,8 +67,8 @@ def test_logits_after_parts_and_pages_match_a_full_pass(kind, place):
 
     Two prompts fill the window, so that their answers are written over their first positions.
     """
-    page, pe = kind
-    config = small_config(page=page, pe=pe, seq=64, attention_window=WINDOW, layers=3)
+    block, pe = kind
+    config = small_config(block=block, pe=pe, seq=64, attention_window=WINDOW, layers=3)
     rng = np.random.default_rng(5)
     first, second, full = random_prompts(config, [33, 21, WINDOW])
     # Pairs of prompts, of which the second one begins like the first one.
