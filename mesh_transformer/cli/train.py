@@ -98,7 +98,8 @@ def main() -> int | None:
             all_steps.evaluate_all(network, folder, functools.partial(saved_steps, folder))
             return None
         loop.train(network, folder, ledger=ledger, **options)
-        if network.step < (args.max_steps or config.total_steps or 0) and args.stop_status:
+        complete = network.step >= (args.max_steps or config.total_steps or 0)
+        if network.signals and not complete and args.stop_status:
             sys.exit(args.stop_status)  # with --every-host, of all processes
     return None
 

@@ -107,7 +107,7 @@ class ConnectedMember:
             while True:
                 kind, *content = self._connection.receive()
                 if kind == "signal":
-                    self._fleet.signals += content
+                    self._fleet.receive_signal(*content)
                     continue
                 number, value, error = content
                 result = self._results.pop(number)
@@ -184,6 +184,17 @@ class EveryHost(Fleet):
         if self._ending.acquire(blocking=False):
             for member in self.members[1:]:
                 member.end(line, status, together=together)
+
+    def receive_signal(self, number: int) -> None:
+        """Handle a signal that another process has received like one of this process.
+
+        It ends this process unless training handles signals, or has handled one.
+        """
+        defaults = (signal.SIG_DFL, signal.default_int_handler)
+        if not self.signals and signal.getsignal(number) in defaults:
+            os.kill(os.getpid(), number)
+        else:
+            self.signals.append(number)
 
     def lose(self, line: str) -> None:
         """End all processes with an error, unless they are about to end anyway."""

@@ -12,8 +12,6 @@ the current step.  A fleet ends if a member fails.
 
 import functools
 import itertools
-import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -40,6 +38,7 @@ from mesh_transformer.network import (
 )
 from mesh_transformer.pod.faults import LostError, PermanentError, RaisedError
 from mesh_transformer.pod.runner import MeshPlace
+from mesh_transformer.pod.shared_folder import marker_in
 from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.storage.access import is_uri
@@ -105,6 +104,7 @@ class Fleet(TrainableNetwork):
         self._why = ""  # " (FAILURE)" once a failure has shut down the members
         self._save_failed = False  # whether a member has reported that the last save failed
         self._unread: deque[DispatchedStep] = deque()
+        self._shared: set[str] = set()  # folders that all members are known to share
         self._adapters = 0
         self._batches = 0  # number of batches that were created; the members hold the newest
 
@@ -160,8 +160,14 @@ class Fleet(TrainableNetwork):
         Unread metrics of earlier steps are fetched first.
         """
         while reading.values is None:
+            if reading.failed is not None:
+                raise reading.failed
             oldest = self._unread.popleft()
-            results = self._results([*oldest.dispatched, *self._submit("metrics")])
+            try:
+                results = self._results([*oldest.dispatched, *self._submit("metrics")])
+            except Exception as error:
+                oldest.failed = error
+                raise
             measured = results[len(self.members) :]
             oldest.values = self._merge_reports(oldest.step, measured)
             self._save_failed |= any(report.save_failed for report in measured)
@@ -230,6 +236,8 @@ class Fleet(TrainableNetwork):
 
     @_dispatch.register
     def _save(self, call: Save | Wait) -> None:
+        if isinstance(call, Save):
+            self._check_shared(call.folder)
         self._save_failed = False
         self._run(call, agree=self.patience)  # others may be writing when one raises an error
 
@@ -268,13 +276,16 @@ class Fleet(TrainableNetwork):
 
         Without a shared folder, a save would wait forever for the files of the other members.
         """
-        if is_uri(folder) or len({member.disks for member in self.members}) == 1:
+        one_machine = len({member.disks for member in self.members}) == 1
+        if is_uri(folder) or one_machine or folder in self._shared:
             return
-        path = os.path.join(folder, f".{secrets.token_hex(8)}.shared")
-        first = self.members[0]
+        path, first = marker_in(folder), self.members[0]
         self._results([first.send("create_marker", (path,))])
-        seen = self.call("marker_exists", *[(path,)] * len(self.members))
-        self._results([first.send("delete_marker", (path,))])
+        try:
+            seen = self.call("marker_exists", *[(path,)] * len(self.members))
+        finally:
+            first.send("delete_marker", (path,))
+        self._shared.add(folder)
         if not all(seen):
             self.kill()
             raise InputError(
@@ -320,7 +331,7 @@ class Fleet(TrainableNetwork):
         own: Sequence[tuple[Any, ...]] = arguments or [()] * len(self.members)
         try:
             return [member.send(method, own) for member, own in zip(self.members, own, strict=True)]
-        except KeyboardInterrupt:  # some members got the call and would wait for the rest
+        except BaseException:  # some members got the call and would wait for the rest
             self.kill()
             raise
 
@@ -365,7 +376,13 @@ class Fleet(TrainableNetwork):
                 return self._lost("; ".join(gone))
             # All members should report the same bad input.  One that has not done so may be waiting
             # for one that has already raised the error.
-            if wait(sent, agree).not_done:
+            deadline = time.monotonic() + agree
+            while (left := deadline - time.monotonic()) > 0:
+                if not wait(sent, min(left, self.silence)).not_done:
+                    break
+                if gone := self._unresponsive(self.silence):
+                    return self._lost("; ".join(gone))
+            if not all(result.done() for result in sent):
                 self.kill()
             errors = [result.exception() if result.done() else None for result in sent]
             others = [error for error in errors if not isinstance(error, InputError | None)]

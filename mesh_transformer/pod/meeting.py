@@ -196,13 +196,19 @@ def joined(
     deadline = time.monotonic() + seconds
     connection = _connected(place, seconds, heartbeat)
     hello = {"count": place.count, "index": place.index, "host": socket.gethostname()}
+    answer: dict[str, Any] = {}
     try:
         connection.send(hello | {"facts": facts})
         connection.limit(max(deadline - time.monotonic(), 0) + 2 * HELLO_SECONDS)
-        answer = connection.receive()
+        answer = dict(connection.receive())
         connection.limit(None)
-    except OSError:
-        answer = {}
+    except TimeoutError:
+        answer = {
+            "refused": f"process 0 at {place.address} has not begun the run within "
+            f"{seconds:.0f} s; see its output, or increase --start-seconds"
+        }
+    except (OSError, TypeError, ValueError):
+        pass
     if "hosts" not in answer:
         connection.close()
         lost = f"process 0 at {place.address} ended before all processes were connected"
@@ -214,7 +220,7 @@ class _Gathering:
     """The processes that have connected to process 0 so far; see `gathered`."""
 
     def __init__(self, place: Place, facts: dict[str, Any], seconds: float, heartbeat: int):
-        self._place, self._facts, self._seconds = place, facts, seconds
+        self._place, self._facts, self._seconds = place, _json(facts), seconds
         self._heartbeat = heartbeat
         self._deadline = time.monotonic() + seconds
         self._listener = _listener(place)
@@ -288,9 +294,9 @@ class _Gathering:
         connection.limit(HELLO_SECONDS)
         try:
             hello = connection.receive(MOST_BYTES)
-            index, count, facts = int(hello["index"]), int(hello["count"]), dict(hello["facts"])
-            host = str(hello["host"])
-        except (OSError, KeyError, TypeError, ValueError):
+            index, count, host = int(hello["index"]), int(hello["count"]), str(hello["host"])
+            facts = _json(dict(hello["facts"]))
+        except (OSError, LookupError, TypeError, ValueError, OverflowError):
             connection.close()
             return None
         connection.limit(None)
@@ -324,6 +330,15 @@ class _Gathering:
                     "config, flags and versions"
                 )
         return None
+
+
+def _json(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as they are after the way through JSON.
+
+    Raises:
+      TypeError, ValueError: if they are no JSON values.
+    """
+    return json.loads(json.dumps(values, allow_nan=False))
 
 
 def _refuse(connection: Connection, problem: str) -> None:

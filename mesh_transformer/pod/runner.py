@@ -30,7 +30,7 @@ from mesh_transformer.mesh.program import (
 from mesh_transformer.network import Train
 from mesh_transformer.pod import meeting
 from mesh_transformer.pod.faults import host_error
-from mesh_transformer.pod.shared_folder import create_marker
+from mesh_transformer.pod.shared_folder import create_marker, is_marker
 from mesh_transformer.pod.steps import StepReport
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -93,6 +93,24 @@ def check_versions(hosts: Mapping[str, Mapping[str, str | None]]) -> None:
             raise InputError(f"{what} is {differing}; install the same version on all of them")
 
 
+# The methods of `NetworkRunner` that a leader may call.
+CALLS = [
+    "pid",
+    "free_port",
+    "versions",
+    "start",
+    "open_train_set",
+    "record_files",
+    "read",
+    "metrics",
+    "run",
+    "create_marker",
+    "marker_exists",
+    "delete_marker",
+    "close",
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshPlace:
     """How a process joins the others of a mesh.
@@ -147,7 +165,7 @@ class NetworkRunner:
         self._device_ids = device_ids
         self.network: CausalTransformer | None = None
         self._batch: Run | None = None  # runs the calls of the newest batch
-        self._unread: deque[tuple[int, dict[str, Any]]] = deque()
+        self._unread: deque[tuple[int, dict[str, Any] | Exception]] = deque()
         self._clock = StepClock()
         self._notice = False  # whether SIGTERM was received
         self._train_set: TFRecordNewInputs | None = None
@@ -161,6 +179,8 @@ class NetworkRunner:
             leader, so it is replaced by the result of `host_error`, which names this process.  Its
             traceback is printed.
         """
+        if method not in CALLS:
+            raise InputError(f"{method!r} is no call of a leader")
         try:
             return getattr(self, method)(*arguments)
         except (InputError, StoppedError):
@@ -297,15 +317,29 @@ class NetworkRunner:
         self._batch = None  # the weights of a running batch become outdated
         if not self._unread:
             self._clock.restart()
-        metrics = network.train(sample)
+        try:
+            metrics = network.train(sample)
+        except Exception as error:
+            self._unread.append((network.step + 1, error))
+            raise
         self._unread.append((network.step, metrics))
-        self._clock.record_finished(metrics for _, metrics in self._unread)
+        self._record_finished()
+
+    def _record_finished(self, read: int = 0) -> int:
+        started = [values for _, values in self._unread if not isinstance(values, Exception)]
+        return self._clock.record_finished(started, read=read)
 
     def metrics(self) -> StepReport:
-        """Wait for the oldest step that has not been reported yet, and return its report."""
+        """Wait for the oldest step that has not been reported yet, and return its report.
+
+        Raises:
+          Exception: the error of that step, if it has failed.
+        """
         step, values = self._unread.popleft()
+        if isinstance(values, Exception):
+            raise values
         numbers = {name: float(value) for name, value in values.items()}
-        ended = self._clock.record_finished((metrics for _, metrics in self._unread), read=1)
+        ended = self._record_finished(read=1)
         seconds, failed = self._clock.pop_seconds(), self._started.save_failed
         return StepReport(step, seconds, numbers, ended, failed, self._notice)
 
@@ -341,7 +375,8 @@ class NetworkRunner:
 
     def delete_marker(self, path: str) -> None:
         """Delete a file that `create_marker` created."""
-        os.remove(path)
+        if is_marker(path):
+            os.remove(path)
 
     def close(self) -> None:
         """Wait for the last save and unlock the model folder; the process keeps running."""

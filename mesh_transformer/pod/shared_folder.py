@@ -1,8 +1,22 @@
 """A marker file in a folder, by which several hosts find out whether they share the folder."""
 
 import os
+import secrets
 
 from mesh_transformer.util import InputError
+
+ENDING = ".shared"
+
+
+def marker_in(folder: str) -> str:
+    """Return the path of a new marker in a folder."""
+    return os.path.join(folder, f".{secrets.token_hex(8)}{ENDING}")
+
+
+def is_marker(path: str) -> bool:
+    """Return whether a path can be that of a marker."""
+    name = os.path.basename(path)
+    return name.startswith(".") and name.endswith(ENDING)
 
 
 def create_marker(path: str, creator: str) -> None:

@@ -36,12 +36,14 @@ class DispatchedStep:
       step: number of the step.
       dispatched: the results of the `Train` calls, one per host, which come later.
       values: metrics of the step; None until `Fleet.read` has fetched them.
+      failed: the error of the step, if it has failed.
       ended: whether all hosts have reported that the step has finished.
     """
 
     step: int
     dispatched: list[Future[Any]]
     values: dict[str, float] | None = None
+    failed: Exception | None = None
     ended: bool = False
 
 

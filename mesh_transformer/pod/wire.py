@@ -1,8 +1,8 @@
 """Values as bytes, for messages between processes that may not trust each other's code.
 
-MessagePack carries plain values.  Extension types add arrays, tuples, and objects of this package's
-dataclasses, named tuples and exceptions, which are rebuilt from their fields.  So bytes from a
-stranger can create such objects, but unlike pickles they cannot run code.
+MessagePack carries plain values.  Extension types add arrays, tuples, and objects of the
+dataclasses, named tuples and exceptions in `MODULES`, which are rebuilt from their fields.  So
+bytes from a stranger can create such objects, but unlike pickles they cannot run other code.
 """
 
 import dataclasses
@@ -13,7 +13,21 @@ import jax
 import msgpack
 import numpy as np
 
-PACKAGE = __name__.partition(".")[0]
+# The modules whose dataclasses, named tuples and exceptions messages may contain.
+MODULES = frozenset(
+    f"mesh_transformer.{name}"
+    for name in (
+        "generation.batch",
+        "generation.decode",
+        "generation.pool",
+        "generation.sampling",
+        "network",
+        "pod.faults",
+        "pod.runner",
+        "pod.steps",
+        "util",
+    )
+)
 ARRAY, TUPLE, OBJECT = 1, 2, 3  # MessagePack's extension types
 
 
@@ -55,7 +69,7 @@ def _extended(value: Any) -> msgpack.ExtType:
     kind = type(value)
     if kind is tuple:
         return msgpack.ExtType(TUPLE, encode(list(value)))
-    if kind.__module__.partition(".")[0] != PACKAGE:
+    if kind.__module__ not in MODULES:
         raise TypeError(f"a message cannot contain an object of {kind.__module__}.{kind.__name__}")
     if dataclasses.is_dataclass(kind):
         fields = [getattr(value, field.name) for field in dataclasses.fields(kind)]
@@ -79,10 +93,11 @@ def _plain(code: int, content: bytes) -> Any:
     if code != OBJECT:
         raise ValueError(f"extension type {code}")
     module, name, fields = parts
-    if module.partition(".")[0] != PACKAGE:
+    if module not in MODULES:
         raise ValueError(f"an object of {module}.{name}")
     kind = getattr(importlib.import_module(module), name)
     named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    if not (dataclasses.is_dataclass(kind) or named_tuple or issubclass(kind, Exception)):
+    is_plain = dataclasses.is_dataclass(kind) or named_tuple or issubclass(kind, Exception)
+    if kind.__module__ != module or not is_plain:
         raise ValueError(f"an object of {module}.{name}")
     return kind(*fields)

@@ -1,5 +1,6 @@
 """`mesh-transformer train --every-host` as users run it: processes that form one mesh."""
 
+import contextlib
 import functools
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,6 +350,26 @@ def test_flags_that_contradict_each_other_are_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train", "--config", "tiny", "--process-count", "2"])
     with pytest.raises(InputError, match="--process-count requires --every-host; give both, or"):
         train.parse_args()
+
+
+@pytest.mark.parametrize(
+    ("step", "signals", "status"),
+    [(10, [15], None), (5, [15], 75), (5, [], None)],
+    ids=["complete", "stopped by a signal", "stopped early"],
+)
+def test_the_stop_status_is_for_runs_that_a_signal_stops(
+    monkeypatch, tmp_path, step, signals, status
+):
+    config = write_config(tmp_path / "config.json", run_values(tmp_path, total_steps=10))
+    words = ["--config", config, "--model-dir", str(tmp_path), "--every-host"]
+    monkeypatch.setattr("sys.argv", ["train", *words, "--stop-status", "75"])
+    network = SimpleNamespace(step=step, signals=signals)
+    monkeypatch.setattr(train, "_network", lambda *_: contextlib.nullcontext(network))
+    monkeypatch.setattr("mesh_transformer.training.loop.train", lambda *_, **__: None)
+    expected = contextlib.nullcontext() if status is None else pytest.raises(SystemExit)
+    with expected as caught:
+        assert train.main() is None
+    assert status is None or caught.value.code == status
 
 
 def test_the_address_where_process_0_listens(monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import signal
 import socket
 import threading
 import time
@@ -18,12 +19,19 @@ from mesh_transformer.pod.every_host import ADVICE, EveryHost, follow
 from mesh_transformer.pod.faults import LostError, PermanentError, RaisedError
 from mesh_transformer.pod.fleet import Fleet
 from mesh_transformer.pod.meeting import Connection, Peer
+from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.util import DamagedError, HostError, InputError, NonFiniteError, StoppedError
-from tests.conftest import SMALL
+from tests.conftest import SMALL, random_batch
 from tests.support.waiting import SECONDS, wait_until
 
 CONFIG = Config(**SMALL)
 SILENCE = 0.5  # seconds
+
+
+def done(value: Any) -> Future[Any]:
+    result: Future[Any] = Future()
+    result.set_result(value)
+    return result
 
 
 class ThreadMember:
@@ -40,11 +48,10 @@ class ThreadMember:
         return self.thread.submit(self.act, self.rank, *arguments)
 
     def ping(self) -> Future[Any]:
-        answer: Future[Any] = Future()
+        answer = done(None) if self.answers else Future()
         if self.is_lost:
+            answer = Future()
             answer.set_exception(LostError("died"))
-        elif self.answers:
-            answer.set_result(None)
         return answer
 
 
@@ -175,6 +182,60 @@ def test_bad_input_of_one_member_that_others_wait_for_ends_the_fleet(monkeypatch
         wait.set()
 
 
+def test_a_call_that_cannot_be_sent_to_all_members_ends_the_fleet():
+    with fleet_of(3, lambda rank: rank) as made:
+        made.members[1].send = lambda method, arguments: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            made.call("run")
+        assert made.ended
+
+
+def test_members_are_watched_while_others_may_report_the_same_error():
+    wait = threading.Event()
+
+    def act(rank: int) -> None:
+        if rank == 0:
+            raise InputError("the disk is full")
+        wait.wait(SECONDS)
+
+    with fleet_of(2, act) as made:
+        answers = iter([True])  # to the first ping
+        ping = made.members[1].ping
+        made.members[1].ping = lambda: ping() if next(answers, False) else Future()
+        with pytest.raises(HostError, match=r"^host 1 does not answer$"):
+            made.call("run", agree=SECONDS)
+        wait.set()
+
+
+def test_a_step_that_fails_on_all_members_raises_its_error():
+    """The error comes with the results of two calls: the step, and the report about it."""
+    network: Any = SimpleNamespace(step=0, save_failed=False)
+
+    def train(sample: Any) -> None:
+        raise NonFiniteError("train: the weights are NaN")
+
+    network.train = train
+    runners = [NetworkRunner(rank) for rank in range(2)]
+    for each in runners:
+        each.network = network
+    made = Fleet(CONFIG, silence=SILENCE)
+    made.members = [ThreadMember(rank, lambda *_: None) for rank in range(2)]
+    for member, each in zip(made.members, runners, strict=True):
+        member.act = each.call
+        member.send = lambda method, own, member=member: member.thread.submit(
+            member.act, method, *own
+        )
+    made.dp, made.replicas = 2, [[0], [1]]
+    batch = random_batch(CONFIG, 1, 2)
+    metrics = made.train(batch)
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match=r"^train: the weights are NaN$"):
+            float(metrics["loss"])
+    assert not made.ended
+    with pytest.raises(InputError, match="'kill' is no call of a leader"):
+        runners[0].call("kill")
+
+
 def runner(act: Callable[..., Any], rank: int) -> Any:
     """Imitate a `NetworkRunner`: `act` is called in place of its methods."""
     return SimpleNamespace(call=lambda method, *arguments: act(rank, *arguments))
@@ -241,11 +302,24 @@ def test_a_signal_of_any_process_reaches_the_first_one(monkeypatch, ends):
             yield received[-1]
 
     monkeypatch.setattr(every_host, "stop_signals", stop_signals)
-    with processes(3, lambda *own: own) as (led, _):
+    with processes(3, lambda *own: own) as (led, _), signals(led.signals):
         wait_until(lambda: len(received) == 2, "the other processes follow")
         received[1].append(15)
         wait_until(lambda: led.signals, "the signal")
         assert led.signals == [15]
+    assert not ends
+
+
+def test_a_signal_ends_the_first_process_if_it_does_not_train(monkeypatch, ends):
+    sent: list[int] = []
+    monkeypatch.setattr(every_host.os, "kill", lambda pid, number: sent.append(number))
+    with processes(2, lambda *own: own) as (led, _):
+        led.receive_signal(signal.SIGTERM)
+        assert (sent, led.signals) == ([signal.SIGTERM], [])
+        with every_host.stop_signals(led.signals):
+            led.receive_signal(signal.SIGTERM)
+        led.receive_signal(signal.SIGTERM)  # after the first one, training ends
+        assert (sent, led.signals) == ([signal.SIGTERM], [signal.SIGTERM] * 2)
     assert not ends
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mesh_transformer.pod.meeting import MOST_BYTES, Connection, Place, gathered, joined
@@ -110,6 +111,16 @@ def test_processes_that_do_not_fit_are_refused_everywhere():
     refused("processes 3, 4 of 5 have not connected to 127.0.0.1:", **lonely)
 
 
+STRANGE = (
+    [],
+    np.arange(3),
+    {"index": 1},
+    {"index": float("inf"), "count": 3, "host": "a", "facts": {}},
+    {"index": 1, "count": 3, "host": "a", "facts": {"lr": np.arange(3)}},
+    {"index": 1, "count": 3, "host": "a", "facts": {"lr": float("nan")}},
+)
+
+
 def test_strangers_are_ignored_and_a_restarted_process_is_accepted():
     port = free_port()
     with ThreadPoolExecutor(3) as pool:
@@ -126,6 +137,9 @@ def test_strangers_are_ignored_and_a_restarted_process_is_accepted():
 
         with wait_until(reach, "process 0 listens") as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            for hello in STRANGE:
+                strange = Connection(wait_until(reach, "process 0 listens"), 10)
+                strange.send(hello)
             ended = wait_until(reach, "process 0 listens")
             hello = {"index": 1, "count": 3, "host": "a", "facts": {}}
             killed = Connection(ended, 10)
@@ -134,6 +148,13 @@ def test_strangers_are_ignored_and_a_restarted_process_is_accepted():
         # Connections are accepted in the order in which they were made.
         met = [each.result() for each in (first, join(1), join(2))]
     close(met)
+
+
+def test_a_process_does_not_wait_forever_for_the_start():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = Place(f"127.0.0.1:{silent.getsockname()[1]}", 2, 1)
+        with pytest.raises(InputError, match=r"127.* has not begun the run within 1 s; see its"):
+            connect(place, {}, 1)
 
 
 def test_process_0_that_cannot_be_reached_or_cannot_listen_is_an_error():
