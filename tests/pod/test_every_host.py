@@ -369,7 +369,7 @@ def test_the_stop_status_is_for_runs_that_a_signal_stops(
     expected = contextlib.nullcontext() if status is None else pytest.raises(SystemExit)
     with expected as caught:
         assert train.main() is None
-    assert status is None or caught.value.code == status
+    assert caught is None or caught.value.code == status
 
 
 def test_the_address_where_process_0_listens(monkeypatch):
