@@ -109,7 +109,17 @@ def _finish_saves_at_exit() -> None:
 class Checkpoints:
     """The checkpoints of one model folder, saved in the background and restored onto any mesh.
 
-    With several processes, all of them must make the same calls.
+    With several processes, all of them must make the same calls.  The phases of a save are:
+
+    1. `save`, in all processes: arrays in host memory are copied.
+    2. Process 0 locks the folder, checks that the step is vacant, and deletes unfinished steps.
+    3. Barrier "vacant": all processes wait for that.
+    4. All processes start checksums on the devices, and Orbax copies arrays to the host.  `save`
+       returns.
+    5. In the background, all processes write their parts to step_N with a temporary name, and meet
+       at Orbax's barriers, for which those of `JointSave` stand in: they fail together.
+    6. Process 0 writes the checksums (`_write_integrity`), checks the lock, and renames the step.
+    7. `_commit`: process 0 records the best step, and deletes old steps in another thread.
     """
 
     def __init__(
@@ -338,8 +348,8 @@ class Checkpoints:
     def _new_checkpointer(self) -> ocp.AsyncCheckpointer:
         """Return an asynchronous Orbax checkpointer that saves the items `state` and `aux`."""
         handlers, joint = ocp.type_handlers, self._joint
-        # Each process is configured as Orbax's only active process.  The processes synchronise at
-        # the barriers of `joint` instead of Orbax's.
+        # To Orbax, each process is the only active one, so that it meets no others at barriers of
+        # its own, which would wait for a process that has failed.  They meet at those of `joint`.
         processes = ocp.options.MultiprocessingOptions(
             active_processes=None if joint.alone else {jax.process_index()}
         )

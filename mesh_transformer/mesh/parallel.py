@@ -72,7 +72,16 @@ class Parallel(abc.ABC):
     on all devices of a replica.  With `split_stream`, it is instead split by position (T) over mp
     (sequence parallelism, Korthikanti 2022).
 
-    In all methods, `declared` is a tree with the `Declaration` of each parameter.
+    In all methods, `declared` is a tree with the `Declaration` of each parameter.  A training step
+    converts parameters and gradients in this order; "split" means along the axis that ZeRO splits
+    over dp (`Declaration.zero_axis`):
+
+        method          ZeRO 0               ZeRO 1               ZeRO 3
+        at_rest         f32                  f32, split           f32, split
+        compute_copy    cast                 cast and gathered    trained: f32, frozen: cast; split
+        collect         -                    -                    cast and gathered, by layer
+        (backward)      own gradients        own gradients        f32, summed over dp, split
+        mean            summed over dp       summed, split        divided by dp
 
     Attributes:
       axes: the mesh axes over which collectives are explicit; the compiler partitions over the
@@ -182,8 +191,9 @@ class Parallel(abc.ABC):
     ) -> Callable[..., Any]:
         """Wrap `function` to run on each mp shard of its arguments, with `check_vma` disabled.
 
-        This is for kernels that do not declare along which mesh axes their outputs vary.  All
-        results are typed as varying along all axes in `self.axes`.
+        Unlike `_on_parts`, which is for collectives over dp, this is for kernels that do not
+        declare along which mesh axes their outputs vary.  All results are typed as varying along
+        all axes in `self.axes`.
 
         Args:
           in_axes: for each argument, a tuple with the mesh axis that splits each array axis, or

@@ -134,7 +134,15 @@ def _calls_stay(mesh: Mesh) -> bool:
 
 
 class _Program(Blocks):
-    """The program of one real device; see `Blocks` for `blocks`."""
+    """The program of one real device, which runs those of its virtual devices.
+
+    It does so in two steps: which mesh axes the virtual devices differ along is found for each
+    variable (forward through the equations, and through loops until nothing changes), and then the
+    equations are run, those between two collectives in a loop over the virtual devices that differ.
+
+    Args:
+      blocks: see `Blocks`.
+    """
 
     def __init__(self, blocks: dict[str, int], mesh: Mesh):
         super().__init__(blocks, dict(mesh.shape))
@@ -433,24 +441,34 @@ def _split_sums(
     These add a microbatch's gradients to the gradient sum.  In a branch, the new sum would need
     memory beside the old one.  An addition has the same bits wherever it is compiled.  bf16
     gradients are converted to f32 in both parts, so that none is stored in f32.
+
+    For example, with the known arrays `total` (f32) and `gradient` (bf16), this segment has both
+    parts, and the conversion is in both:
+
+        wide = convert(gradient)           rest, sums
+        norm = reduce_sum(wide * wide)     rest
+        new = add(total, wide)             sums
+
+    Returns:
+      The other equations, and the additions with the conversions that they need.
     """
-    ready = {*known}
+    summed = {*known}  # the known arrays, and their sums
     for eqn in segment:
-        if _is_sum(eqn) and _variables(eqn) <= ready:
-            ready.update(eqn.outvars)
-    used: set[Var] = set()
-    rest, sums = [], []
+        if _is_sum(eqn) and _variables(eqn) <= summed:
+            summed.update(eqn.outvars)
+    used_by_rest: set[Var] = set()
+    rest, sums = [], []  # in reverse order
     for eqn in reversed(segment):
-        if eqn.outvars[0] in ready and eqn.outvars[0] not in used:
+        if eqn.outvars[0] in summed and eqn.outvars[0] not in used_by_rest:
             sums.append(eqn)
         else:
             rest.append(eqn)
-            used |= _variables(eqn)
-    needed: set[Var] = set().union(*map(_variables, sums))
-    for eqn in rest:  # from the last to the first
-        if eqn.outvars[0] in needed:
+            used_by_rest |= _variables(eqn)
+    used_by_sums: set[Var] = set().union(*map(_variables, sums))
+    for eqn in rest:
+        if eqn.outvars[0] in used_by_sums:
             sums.append(eqn)
-            needed |= _variables(eqn)
+            used_by_sums |= _variables(eqn)
     return rest[::-1], sums[::-1]
 
 

@@ -361,9 +361,17 @@ class Fleet(TrainableNetwork):
     def _raised(
         self, failed: Sequence[Future[Any]], sent: Sequence[Future[Any]], agree: float
     ) -> Exception:
-        """Return the exception to raise in the leader for one that a member has raised.
+        """Return the exception to raise in the leader for those that members have raised.
 
-        Shuts down the members if necessary; see `_results`, also for `sent` and `agree`.
+        Shuts down the members unless they can go on; see `_results`, also for `sent` and `agree`.
+
+            raised by members                  raised in the leader            can they go on?
+            LostError                          HostError, PermanentError       no
+            anything, while a member is silent HostError that names it         no
+            InputError only, others agree      InputError (`_joint_error`)     yes
+            InputError, others do not answer   InputError                      no
+            PermanentError, RaisedError        the same                        no
+            another StoppedError               HostError with its text         no
         """
         error = failed[0].exception()
         assert isinstance(error, Exception)

@@ -413,7 +413,8 @@ class Engine:
         rows = self._prefiller.rows_for([r.named for r in first], [r.length for r in first], free)
         longest, fitting = 0, 0
         chunks = self._prefiller.in_chunks(self._waiting[0].named)
-        for request, request.row in zip(first, rows, strict=False):
+        for request, row in zip(first, rows, strict=False):
+            request.row = row
             longest = max(longest, len(request.prompt))
             room = chunks or not fitting or self._prefiller.may_share_call(fitting + 1, longest)
             request.chunks = self._prefiller.in_chunks(request.named)
@@ -421,9 +422,12 @@ class Engine:
                 break
             fitting += 1
         size = fitting if chunks else next((n for n in PREFILL_SIZES if n <= fitting), 0)
-        take = self._prefiller.take
-        taken = (take(r.row, r.named, r.length, chunks=chunks) for r in first[:size])
-        return [self._waiting.popleft() for _ in itertools.takewhile(bool, taken)]
+        requests = []
+        for request in first[:size]:
+            if not self._prefiller.take(request.row, request.named, request.length, chunks=chunks):
+                break  # its pages have been taken by the requests before it
+            requests.append(self._waiting.popleft())
+        return requests
 
     def _turn(self) -> None:
         """Prefill or read new requests, then decode."""

@@ -104,6 +104,13 @@ class Pages:
         complete, it has further pages for the part of the prompt there, so that these can be
         shared; or it shares none, if the pool is too small for that.
 
+        For example, with 2 slots per page and 4 per row, a prompt of 4 tokens and an answer of 1
+        have 5 positions, and the last one is written over slot 0.  The prompt is in two pages, say
+        7 and 3; the row's own first page is another one, say 5:
+
+            prompt_J = [7, 3]   until the prompt is complete; 7 may be shared
+            page_J   = [5, 3]   afterwards; 7 is kept for later prompts, and 5 is written over
+
         Args:
           prompt: token ids [T].
           positions: number of positions that the row may have, those of the prompt included.
@@ -185,11 +192,11 @@ class Pages:
     def _planned(
         self, prompt: np.ndarray, positions: int, use_kept: bool
     ) -> tuple[int, int, list[int]]:
-        """Return a row's number of pages, how many it has twice, and the kept ones it can use."""
+        """Return a row's number of pages, how many are written over, and the kept ones to use."""
         count = min(-(-positions // self.pool.page), self._places)
         if not self._shares(len(prompt), positions):
             return count, 0, []
-        return count, self._twice(len(prompt), positions), self.find(prompt) if use_kept else []
+        return count, self._wrapped(len(prompt), positions), self.find(prompt) if use_kept else []
 
     def _taken(self, count: int, found: list[int]) -> int:
         """Return how many of `count` pages no row uses yet, if the `found` ones are among them."""
@@ -197,10 +204,10 @@ class Pages:
 
     def _shares(self, tokens: int, positions: int) -> bool:
         """Return whether a new row may share the pages of its prompt, which has `tokens` tokens."""
-        twice = self._twice(tokens, positions)
+        twice = self._wrapped(tokens, positions)
         return self._keep and (not twice or self._places + twice <= self.pool.pages)
 
-    def _twice(self, tokens: int, positions: int) -> int:
+    def _wrapped(self, tokens: int, positions: int) -> int:
         """Return how many complete pages of a prompt the row's answer is written over."""
         over = max(positions - self._places * self.pool.page, 0)
         return min(-(-over // self.pool.page), tokens // self.pool.page)

@@ -336,6 +336,17 @@ def _sum_of_first(
 MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro", "counted")
 
 
+def _is_skipped(config: Config, state: State, metrics: dict[str, Array]) -> Array:
+    """Return whether a step leaves the model unchanged: for its data, its loss or its norm."""
+    norm = metrics["grad_norm"]
+    skipped = metrics["counted"] == 0
+    if config.skip_nonfinite:
+        skipped |= ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm))
+    if config.skip_spikes:
+        skipped |= spikes.is_spike(state["norms"], norm, config.skip_spikes)
+    return skipped
+
+
 def compile_train(layout: StateLayout) -> Callable[..., Any]:
     """Return the compiled training step: a function (state, batch) -> (state, metrics).
 
@@ -356,10 +367,10 @@ def compile_train(layout: StateLayout) -> Callable[..., Any]:
         split_stream=config.shard_activations and config.shards > 1,
     )
 
-    whole = None
+    update_on_virtual_mesh = None
     if config.virtual_mesh is not None:  # elementwise rules may round differently in another layout
         results = specs["params"], specs["opt_state"]
-        whole = layout.partitioned(
+        update_on_virtual_mesh = layout.partitioned(
             lambda *args, config, par: layout.optimizer.update(*args),
             (*results, specs["params"], P(), P()),
             results,
@@ -380,17 +391,14 @@ def compile_train(layout: StateLayout) -> Callable[..., Any]:
             microbatches = count[0] if count else len(batch["obs"])
             new["sequences"] = state["sequences"] + microbatches * rows
         may_skip = "loss_mask" in batch or config.skip_nonfinite or config.skip_spikes
-        skipped = metrics["counted"] == 0
-        if config.skip_nonfinite:
-            skipped |= ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm))
+        skipped = _is_skipped(config, state, metrics)
         if config.skip_spikes:
-            skipped |= spikes.is_spike(state["norms"], norm, config.skip_spikes)
             added = jnp.where(metrics["counted"] > 0, norm, jnp.nan)  # NaN is not added
             new["norms"] = spikes.with_norm(state["norms"], added, step)
 
-        def change(optimizer: Optimizer, grads: Any, moments: Any, params: Any) -> Any:
+        def updated_or_kept(optimizer: Optimizer, grads: Any, moments: Any, params: Any) -> Any:
             # With `offload`, which excludes a virtual mesh, the optimizer is that of some matrices.
-            update = optimizer.update if whole is None else whole
+            update = update_on_virtual_mesh or optimizer.update
             updated = update(grads, moments, params, rate, norm)
             if not may_skip:
                 return updated
@@ -400,9 +408,9 @@ def compile_train(layout: StateLayout) -> Callable[..., Any]:
         # Each leaf is updated in the state's layout.  Elementwise rules need no collectives.
         arguments = layout.optimizer, grads, moments, params
         if config.offload == "none":
-            new["params"], new["opt_state"] = change(*arguments)
+            new["params"], new["opt_state"] = updated_or_kept(*arguments)
         else:
-            new["params"], new["opt_state"] = offload.update(change, *arguments)
+            new["params"], new["opt_state"] = offload.update(updated_or_kept, *arguments)
         metrics["learning_rate"] = rate
         metrics["skipped"] = skipped.astype(jnp.float32)
         return state | new, metrics
