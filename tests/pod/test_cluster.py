@@ -386,6 +386,8 @@ def test_eval_tasks_run_during_training(cluster, single, tmp_path, monkeypatch, 
     output = tmp_path / "told.json"
     path = write_config(tmp_path / "config.json", config.as_dict())
     flags = ["--config", path, "--model-path", folder, "--limit", "6", "--local-hosts", "2"]
+    # The hosts have saved the config with which they were started, and so another tokenizer.
+    flags += ["--set", f"tokenizer={config.tokenizer}"]
     monkeypatch.setattr("sys.argv", ["eval_harness.py", *flags, "--output", str(output)])
     eval_harness.main()
     assert harness.metric_values(json.loads(output.read_text())) == pytest.approx(scores, rel=1e-6)
