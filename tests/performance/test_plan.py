@@ -229,7 +229,7 @@ def test_a_plan_counts_two_4_bit_weights_per_byte():
 
 
 @pytest.mark.slow
-def test_a_plan_for_generation_with_a_cache_in_blocks():
+def test_a_plan_for_generation_with_a_cache_in_pages():
     """Attention's loop runs once per 256 positions of a row."""
     config = small(cores_per_replica=2, per_replica_batch=2, seq=1024)
     result = plan.decode_plan(config, slice_named("cpu-2"), cache_tokens=1200)
@@ -241,7 +241,7 @@ def test_a_plan_for_generation_with_a_cache_in_blocks():
     assert shorter.bytes_per_step is not None
     # One time more, for two rows.
     assert result.bytes_per_step - shorter.bytes_per_step >= 2 * 256 * position
-    assert "blocks for 1200 per replica" in result.table()
+    assert "pages for 1200 per replica" in result.table()
     # Rows have at most the window's positions; training's 8-bit matmuls are not those of decoding.
     changed = config.replace(int8_matmuls=["forward"], int8_weights=True)
     larger = plan.decode_plan(changed, slice_named("cpu-2"), cache_tokens=4096)
