@@ -346,8 +346,7 @@ class Config(Model):
         default in the copy.  For example, changing `d_model` also changes a `head_size` that is
         `d_model / n_heads`.
         """
-        _check_known(changes, "config")
-        return Config(**(self.as_dict() | changes))
+        return Config(**(self.as_dict() | _known(changes, "config")))
 
     def as_dict(self) -> dict[str, Any]:
         """Return all keys as a dict of JSON values, from which `from_dict` builds an equal config.
@@ -368,12 +367,12 @@ class Config(Model):
         Args:
           where: the source of the values, such as a file; error messages start with it.
         """
-        _check_known(values, where)
+        values = _known(values, where)
         missing = [k for k in ("layers", "d_model", "n_heads", "n_vocab") if k not in values]
         if missing:
             raise InputError(f"{where}: required key {missing[0]!r} is missing; add it")
         try:
-            return cls(**{key: values[key] for key in values if key not in REMOVED})
+            return cls(**values)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
 
@@ -489,8 +488,8 @@ def with_preset(values: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: values[key] for key in values if key not in replaced} | PRESETS[name]
 
 
-def _check_known(values: dict[str, Any], where: str) -> None:
-    """Raise InputError if a key of `values` is not a config key.
+def _known(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the values without removed keys; raise InputError if a key is not a config key.
 
     For keys of the original mesh-transformer-jax, the message says what replaces them.
     """
@@ -503,6 +502,7 @@ def _check_known(values: dict[str, Any], where: str) -> None:
         if key not in known | REMOVED.keys():
             hint = _key_hint(key, f"remove it; {LISTED}")
             raise InputError(f"{where}: unknown key {key!r}; {hint}")
+    return {key: value for key, value in values.items() if key in known}
 
 
 def _key_hint(key: str, otherwise: str) -> str:

@@ -44,6 +44,7 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"warmup_step": 3}, ["unknown key 'warmup_step'", "did you mean 'warmup_steps'?"]),
         ({"d_modle": 64}, ["unknown key 'd_modle'", "did you mean 'd_model'?"]),
         ({"xyzzy": 1}, ["unknown key 'xyzzy'", "remove it"]),
+        ({"memory_every": 5}, ["'memory_every' no longer exists", "set ckpt_every instead"]),
         ({"layers": "two"}, ["layers is str 'two'", "expected int"]),
         ({"layers": 2.0}, ["layers is float 2.0", "expected int"]),
         ({"layers": True}, ["layers is bool True", "expected int"]),
@@ -350,6 +351,12 @@ def test_setting_parses_json_and_bare_strings(text, expected):
 def test_invalid_settings_are_refused(text, line):
     with pytest.raises(InputError, match=re.escape(line)):
         Config.setting(text)
+
+
+def test_removed_keys_of_earlier_checkpoints_are_left_out():
+    config = Config(**SMALL)
+    assert Config.from_dict(config.as_dict() | {"memory_every": None}) == config
+    assert config.replace(memory_every=None) == config
 
 
 def test_unknown_key_to_replace_is_refused():
