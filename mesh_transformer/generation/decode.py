@@ -348,10 +348,9 @@ def _insert(
     tokens_PS, length_P, row_P, begin_P, page_PJ, prompt_PJ, settings, _ = prompts
     tokens_PS = _known(tokens_PS, config)
     slots, is_paged = tokens_PS.shape[1], page_PJ.shape[1] > 0  # without a pool, J is 0
-    are_whole = width == slots  # prompts are computed from their first token, without the cache
     copied_PJ = jnp.where(page_PJ == prompt_PJ, -1, page_PJ)
     slots_1S = jnp.arange(slots)[None]
-    if are_whole:
+    if width == slots:  # prompts are computed from their first token, without the cache
         begin_P = jnp.zeros_like(begin_P)
         context = context_of(weights, slots_1S, slots_1S, None, config, par, settings.adapter_B)
         x_PTD, new_caches = forward(weights, tokens_PS, context, None, config, par)
@@ -367,7 +366,6 @@ def _insert(
         if is_paged:
             size = slots // page_PJ.shape[1]
             at_PJ = jnp.arange(page_PJ.shape[1]) - begin_P[:, None] // size
-            # From the page with the prompt's first new position on; see `begin_P` below.
             is_written_PJ = (at_PJ >= 0) & (at_PJ <= -(-width // size))
             written_PJ = jnp.where(is_written_PJ, prompt_PJ, -1)
             table = paged.Table(prompt_PJ, written=(written_PJ, copied_PJ))

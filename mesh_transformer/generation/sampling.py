@@ -470,9 +470,8 @@ def _draw_from_nucleus(
 def _draw_by_blocks(keys_B: Array, logits_BV: Array) -> Array:
     """Draw one token per row from softmax(logits): first a block of tokens, then a token in it.
 
-    This needs about 2 sqrt(V) values of Gumbel noise per row instead of V: one for each block, and
-    one for each place in a block.  All blocks have the same noise for their places, which changes
-    nothing, as only the noise of the drawn block is used.  The largest logit of each row must be 0.
+    This needs about 2 sqrt(V) values of Gumbel noise per row instead of V.  Blocks share the
+    noise for their places, as only one is drawn.  The largest logit of each row must be 0.
     """
     logits_BNM = _blocks(logits_BV)
     _, blocks, size = logits_BNM.shape

@@ -422,12 +422,9 @@ class Engine:
                 break
             fitting += 1
         size = fitting if chunks else next((n for n in PREFILL_SIZES if n <= fitting), 0)
-        requests = []
-        for request in first[:size]:
-            if not self._prefiller.take(request.row, request.named, request.length, chunks=chunks):
-                break  # its pages have been taken by the requests before it
-            requests.append(self._waiting.popleft())
-        return requests
+        take = self._prefiller.take
+        taken = (take(r.row, r.named, r.length, chunks=chunks) for r in first[:size])
+        return [self._waiting.popleft() for _ in itertools.takewhile(bool, taken)]
 
     def _turn(self) -> None:
         """Prefill or read new requests, then decode."""
