@@ -3,6 +3,7 @@
 Every command imports this module, so it imports no package that takes long to import.
 """
 
+import contextlib
 import difflib
 import importlib
 import math
@@ -14,7 +15,7 @@ import threading
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -212,6 +213,38 @@ def run_script(main: Callable[[], int | None]) -> None:
             raise
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextlib.contextmanager
+def stop_signals(received: list[int]) -> Iterator[list[int]]:
+    """Append the numbers of SIGTERM, SIGINT and SIGHUP signals to a list, and yield this list.
+
+    After the first signal, the previous handlers of SIGTERM and SIGINT (Ctrl-C) are restored.  A
+    second Ctrl-C therefore raises KeyboardInterrupt, so that callers can still clean up, for
+    example delete a TPU.  Interrupting a save is safe: the previous checkpoint stays intact.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # Python handles signals only on its main thread.
+        return
+    stops: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
+    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in (*stops, signal.SIGHUP)}
+    if handlers[signal.SIGHUP] is signal.SIG_IGN:  # as under nohup
+        del handlers[signal.SIGHUP]
+
+    def restore(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            signal.signal(number, handlers[number])
+
+    def receive(number: int, frame: object) -> None:
+        received.append(number)
+        restore(stops)  # not SIGHUP: a closing terminal may send it twice
+
+    for number in handlers:
+        signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        restore(handlers)
 
 
 def main_of(module: str) -> Callable[..., int | None]:

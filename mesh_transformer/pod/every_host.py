@@ -30,8 +30,14 @@ from mesh_transformer.pod.fleet import Fleet
 from mesh_transformer.pod.meeting import Connection, Peer, Place, free_port, gathered, joined
 from mesh_transformer.pod.runner import MeshPlace, NetworkRunner, versions
 from mesh_transformer.pod.train_set import ClusterTrainSet
-from mesh_transformer.training.signals import stop_signals
-from mesh_transformer.util import HostError, InputError, StoppedError, exit_now, start_thread
+from mesh_transformer.util import (
+    HostError,
+    InputError,
+    StoppedError,
+    exit_now,
+    start_thread,
+    stop_signals,
+)
 
 MOST_SECONDS = 1e7  # for one call: it may take as long as it needs
 SECONDS_TO_ANSWER = 1.0  # for the other processes to answer a ping

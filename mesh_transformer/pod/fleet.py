@@ -37,8 +37,7 @@ from mesh_transformer.network import (
     Wait,
 )
 from mesh_transformer.pod.faults import LostError, PermanentError, RaisedError
-from mesh_transformer.pod.runner import MeshPlace
-from mesh_transformer.pod.shared_folder import marker_in
+from mesh_transformer.pod.runner import MeshPlace, marker_in
 from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.storage.access import is_uri
@@ -236,7 +235,7 @@ class Fleet(TrainableNetwork):
 
     @_dispatch.register
     def _save(self, call: Save | Wait) -> None:
-        if isinstance(call, Save):
+        if isinstance(call, Save) and call.folder not in self._shared:
             self._check_shared(call.folder)
         self._save_failed = False
         self._run(call, agree=self.patience)  # others may be writing when one raises an error
@@ -276,16 +275,12 @@ class Fleet(TrainableNetwork):
 
         Without a shared folder, a save would wait forever for the files of the other members.
         """
-        one_machine = len({member.disks for member in self.members}) == 1
-        if is_uri(folder) or one_machine or folder in self._shared:
+        if is_uri(folder) or len({member.disks for member in self.members}) == 1:
             return
         path, first = marker_in(folder), self.members[0]
         self._results([first.send("create_marker", (path,))])
-        try:
-            seen = self.call("marker_exists", *[(path,)] * len(self.members))
-        finally:
-            first.send("delete_marker", (path,))
-        self._shared.add(folder)
+        seen = self.call("marker_exists", *[(path,)] * len(self.members))
+        self._results([first.send("delete_marker", (path,))])
         if not all(seen):
             self.kill()
             raise InputError(
@@ -293,6 +288,7 @@ class Fleet(TrainableNetwork):
                 f"{first.name} in this folder; give a folder that all hosts share, such as "
                 "gs://bucket/model"
             )
+        self._shared.add(folder)
 
     def close(self) -> None:
         """Wait for the last save, then shut down all members.

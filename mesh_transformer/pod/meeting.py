@@ -231,7 +231,7 @@ class _Gathering:
     def run(self) -> tuple[str, list[Peer]]:
         """Return the result of `gathered`."""
         if (problem := self._assemble()) is not None:
-            self._refuse(problem)
+            self._refuse_all(problem)
             raise InputError(problem)
         self._listener.close()
         others = range(1, self._place.count)
@@ -274,7 +274,7 @@ class _Gathering:
                 del self._connections[index]
         return sorted(set(range(1, self._place.count)) - self._connections.keys())
 
-    def _refuse(self, problem: str) -> None:
+    def _refuse_all(self, problem: str) -> None:
         """Tell all processes why the run cannot start, also those that connect soon."""
         for connection in self._connections.values():
             _refuse(connection, problem)

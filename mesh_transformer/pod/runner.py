@@ -5,8 +5,10 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import os
+import secrets
 import signal
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,6 @@ from mesh_transformer.mesh.program import (
 from mesh_transformer.network import Train
 from mesh_transformer.pod import meeting
 from mesh_transformer.pod.faults import host_error
-from mesh_transformer.pod.shared_folder import create_marker, is_marker
 from mesh_transformer.pod.steps import StepReport
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -50,6 +51,7 @@ def bypass_proxy(address: str) -> None:
         os.environ[name] = ",".join([*others, address])
 
 
+SECONDS_TO_SEE = 10.0  # for a new file to be seen through a network file system
 SECONDS_TO_SHUT_DOWN = 60  # for JAX to disconnect the processes at the end
 PACKAGE_VERSION = "the version of mesh_transformer (digest of its sources)"
 
@@ -91,6 +93,14 @@ def check_versions(hosts: Mapping[str, Mapping[str, str | None]]) -> None:
                 for version, machines in names.items()
             )
             raise InputError(f"{what} is {differing}; install the same version on all of them")
+
+
+MARKER = ".shared"  # the end of the names of files that show which hosts share a folder
+
+
+def marker_in(folder: str) -> str:
+    """Return the path of a new marker in a folder."""
+    return os.path.join(folder, f".{secrets.token_hex(8)}{MARKER}")
 
 
 # The methods of `NetworkRunner` that a leader may call.
@@ -366,16 +376,38 @@ class NetworkRunner:
         return jax.tree.map(np.asarray, result) if call.returns_rows else result
 
     def create_marker(self, path: str) -> None:
-        """Create an empty file at `path`, to test which other hosts share this host's disk."""
-        create_marker(path, self.name)
+        """Create an empty file at `path`, to test which other hosts share this host's disk.
+
+        Its folder is created too, if necessary.
+
+        Raises:
+          InputError: if the file cannot be created.
+        """
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "xb"):
+                pass
+        except OSError as error:
+            raise InputError(
+                f"{self.name} cannot write to {os.path.dirname(path)}: {error.strerror}; choose "
+                "another folder or fix the permissions"
+            ) from None
 
     def marker_exists(self, path: str) -> bool:
-        """Return whether this host can see a file at `path`."""
-        return os.path.exists(path)
+        """Return whether this host can see a file at `path`, which was just created."""
+        deadline = time.monotonic() + SECONDS_TO_SEE
+        while not os.path.exists(path):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+            with contextlib.suppress(OSError):  # refreshes what a network file system has cached
+                os.listdir(os.path.dirname(path))
+        return True
 
     def delete_marker(self, path: str) -> None:
         """Delete a file that `create_marker` created."""
-        if is_marker(path):
+        name = os.path.basename(path)
+        if name.startswith(".") and name.endswith(MARKER):
             os.remove(path)
 
     def close(self) -> None:

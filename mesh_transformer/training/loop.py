@@ -27,7 +27,6 @@ from mesh_transformer.training.metrics import MetricsLog, StepClock, row_of, sta
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes, warmup_remark
-from mesh_transformer.training.signals import stop_signals
 from mesh_transformer.util import (
     DamagedError,
     HostError,
@@ -35,6 +34,7 @@ from mesh_transformer.util import (
     NonFiniteError,
     StoppedError,
     UncountedWarning,
+    stop_signals,
 )
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
@@ -96,7 +96,8 @@ def train(
         raise InputError(f"--max-steps is {total}, expected at least 1")
     saved = False
     val_sets = config.val_set if val_sets is None else val_sets
-    with stop_signals(network.signals) as received, warnings.catch_warnings():
+    network.signals.clear()  # of an earlier run
+    with stop_signals(network.signals), warnings.catch_warnings():
         warnings.simplefilter("ignore", UncountedWarning)  # the loop reports these steps itself
         try:
             with closing(network):
@@ -112,17 +113,17 @@ def train(
                     on_row=on_row,
                     temporary=temporary,
                     ledger=ledger or Ledger(),
-                    received=received,
                 )
                 saved = True
         except HostError as error:
             if saved:  # the host failed while closing: nothing is lost
                 return
-            if not received:
+            if not network.signals:
                 raise
+            name = signal.Signals(network.signals[0]).name
             raise StoppedError(
-                f"stopped by {signal.Signals(received[0]).name} without saving: {error}; start "
-                "again to resume from the newest checkpoint"
+                f"stopped by {name} without saving: {error}; start again to resume from the newest "
+                "checkpoint"
             ) from None
 
 
@@ -139,13 +140,8 @@ def _train(
     on_row: Callable[[dict[str, Any]], None] | None,
     temporary: bool,
     ledger: Ledger,
-    received: list[int],
 ) -> None:
-    """Train until step `total` or until a signal is received, then save.
-
-    Args:
-      received: the list of the signals received so far (see `stop_signals`).
-    """
+    """Train until step `total` or until a signal is received, then save."""
     config = network.config
     with contextlib.ExitStack() as stack:
         wandb = start_wandb(folder, config)
@@ -206,7 +202,7 @@ def _train(
             logged=logged,
             temporary=temporary,
         )
-        run.run(received, unscored)
+        run.run(unscored)
 
 
 def _ended(step: int, total: int, best: BestStep) -> str:
@@ -305,7 +301,7 @@ class _Run:
 
     def __post_init__(self):
         network = self.network
-        self.config = network.config
+        self.config, self.signals = network.config, network.signals
         self.pending: deque[Step] = deque()  # the steps whose metrics have not been read
         self.saver = Saver(network, self.folder, self._state, self.best, self.ledger, self._report)
         self.first = network.step + 1
@@ -318,32 +314,31 @@ class _Run:
         )
         self.bar = tqdm(total=self.total, initial=self.logged, unit="step", dynamic_ncols=True)
 
-    def run(self, received: list[int], unscored: dict[str, Any] | None) -> None:
+    def run(self, unscored: dict[str, Any] | None) -> None:
         """Train until the last step, until `early_stop` or until a signal is received, then save.
 
         Args:
-          received: the list of the signals received so far (see `stop_signals`).
           unscored: the restored step's metrics row if that step must still be validated, else None.
         """
         with self.bar, self.ledger.spending("compile"), self._summary():
             try:
                 if unscored is not None:
-                    self._score(unscored, received)
-                while self.network.step < self.total and not (received or self.best.is_over):
-                    self._step(received)
+                    self._score(unscored)
+                while self.network.step < self.total and not (self.signals or self.best.is_over):
+                    self._step()
             except (StoppedError, NonFiniteError):  # not finite, or lost hosts: do not save
                 raise
             except Exception:
                 self._save_before_end()
                 raise
             self._finish()
-        print(self._outcome(received))
+        print(self._outcome())
 
-    def _outcome(self, received: list[int]) -> str:
+    def _outcome(self) -> str:
         """Say where training ended, and why."""
         step, where = self.network.step, "" if self.temporary else f"{self.folder}: "
-        if received:
-            name = signal.Signals(received[0]).name
+        if self.signals:
+            name = signal.Signals(self.signals[0]).name
             if self.temporary:
                 return f"{name}: stopped at step {step}"
             saved = f"and saved at step {step}" if step else "before the first step"
@@ -369,7 +364,7 @@ class _Run:
             raise
         self.bar.write(self.ledger.summary())
 
-    def _step(self, received: list[int]) -> None:
+    def _step(self) -> None:
         """Run one update, then any validation or save that is scheduled for this step."""
         network, config = self.network, self.config
         self.saver.restart_if_larger()
@@ -388,11 +383,11 @@ class _Run:
         if network.step == self.first:
             float(metrics["loss"])  # wait, so that the time of compilation is this step's alone
         self._log(self._rows(IN_FLIGHT))
-        if network.notice and not received:
+        if network.notice and not self.signals:
             self._save_before_end()
             raise HostError(f"{network.notice}, so its machine is about to shut down")
         if network.step % config.val_every == 0 and (self.val_sets or self.eval_tasks):
-            self._validate(received)
+            self._validate()
         self.saver.save_if_due(self._save)
 
     def _finish(self) -> None:
@@ -440,14 +435,14 @@ class _Run:
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
 
-    def _validate(self, received: list[int]) -> None:
+    def _validate(self) -> None:
         """Validate the network; log the pending metrics, with the results in the newest row."""
         older = len(self.pending) - 1
         rows = self._rows(0)
         self._log(islice(rows, older))
-        self._score(next(rows), received)
+        self._score(next(rows))
 
-    def _score(self, newest: dict[str, Any], received: list[int]) -> None:
+    def _score(self, newest: dict[str, Any]) -> None:
         """Validate on all validation sets and lm-eval tasks, and log the results with `newest`.
 
         If a signal or an error interrupts the validation, `newest` is logged without results, and
@@ -455,13 +450,12 @@ class _Run:
 
         Args:
           newest: the newest step's metrics row.
-          received: the list of the signals received so far; a signal interrupts the validation.
         """
         scores: dict[str, float] = {}
         summary, is_best = [], False
 
         def stopped() -> bool:
-            return bool(received)
+            return bool(self.signals)
 
         kind = self.ledger.switch("validation")
         try:

@@ -1,6 +1,7 @@
 """`Fleet` with members that run no model, and processes that follow over real connections."""
 
 import contextlib
+import functools
 import random
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.pod import every_host, fleet
+from mesh_transformer.pod import runner as pod_runner
 from mesh_transformer.pod.every_host import ADVICE, EveryHost, follow
 from mesh_transformer.pod.faults import LostError, PermanentError, RaisedError
 from mesh_transformer.pod.fleet import Fleet
@@ -182,6 +184,19 @@ def test_bad_input_of_one_member_that_others_wait_for_ends_the_fleet(monkeypatch
         wait.set()
 
 
+def test_a_marker_that_a_network_file_system_shows_late_is_seen(monkeypatch, tmp_path):
+    path = str(tmp_path / "model" / ".0123.shared")
+    runners = [NetworkRunner(rank) for rank in range(2)]
+    create = functools.partial(runners[0].call, "create_marker", path)
+    monkeypatch.setattr(pod_runner.time, "sleep", lambda _: create())
+    assert runners[1].call("marker_exists", path)
+    runners[0].call("delete_marker", path)
+    assert list((tmp_path / "model").iterdir()) == []
+    (tmp_path / "other").touch()
+    runners[0].call("delete_marker", str(tmp_path / "other"))
+    assert (tmp_path / "other").exists()
+
+
 def test_a_call_that_cannot_be_sent_to_all_members_ends_the_fleet():
     with fleet_of(3, lambda rank: rank) as made:
         made.members[1].send = lambda method, arguments: 1 / 0
@@ -312,6 +327,8 @@ def test_a_signal_of_any_process_reaches_the_first_one(monkeypatch, ends):
 
 def test_a_signal_ends_the_first_process_if_it_does_not_train(monkeypatch, ends):
     sent: list[int] = []
+    # Ray sets a handler in processes that have started it.
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     monkeypatch.setattr(every_host.os, "kill", lambda pid, number: sent.append(number))
     with processes(2, lambda *own: own) as (led, _):
         led.receive_signal(signal.SIGTERM)
@@ -320,6 +337,7 @@ def test_a_signal_ends_the_first_process_if_it_does_not_train(monkeypatch, ends)
             led.receive_signal(signal.SIGTERM)
         led.receive_signal(signal.SIGTERM)  # after the first one, training ends
         assert (sent, led.signals) == ([signal.SIGTERM], [signal.SIGTERM] * 2)
+    signal.signal(signal.SIGTERM, before)
     assert not ends
 
 

@@ -592,6 +592,16 @@ def test_a_signal_saves_even_if_the_previous_save_failed(counter, tmp_path, at):
     assert max(network.saved) == network.step == at
 
 
+def test_a_signal_ends_one_run_and_not_the_next_one_of_the_same_network(counter, tmp_path):
+    network = counter()
+    network.before_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 9 else None
+    loop.train(network, str(tmp_path))
+    assert network.step == 9
+    network.before_step = lambda step: None
+    loop.train(network, str(tmp_path))
+    assert network.step == 30
+
+
 @pytest.mark.parametrize("failing", ["train", "eval", "open_train_set"])
 def test_a_run_that_ends_with_an_error_saves_its_last_step(counter, tmp_path, failing):
     network = counter(ckpt_every=1000, val_every=10)
