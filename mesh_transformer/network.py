@@ -84,6 +84,13 @@ class Claim(StateCall[None]):
 
 
 @dataclass(frozen=True)
+class SetAside(StateCall[str]):
+    """See `TrainableNetwork.set_aside`."""
+
+    step: str
+
+
+@dataclass(frozen=True)
 class Save(StateCall[None]):
     """See `TrainableNetwork.save`."""
 
@@ -410,6 +417,10 @@ class TrainableNetwork(Network):
         where = None if base is None else local_path(base)
         self.step, aux = self.run(Restore(local_path(folder), where))
         return aux
+
+    def set_aside(self, step: str) -> str:
+        """Rename a damaged checkpoint folder, and return its new name; see `step_folders`."""
+        return self.run(SetAside(step))
 
     def claim(self, folder: AnyPath) -> None:
         """Lock a model folder against other writers until `close`.

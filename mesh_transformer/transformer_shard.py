@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer import old_names
 from mesh_transformer.calls import Call
-from mesh_transformer.checkpoint import adapters, loading
+from mesh_transformer.checkpoint import adapters, loading, step_folders
 from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.checkpoint.source import Source, check_vacant
 from mesh_transformer.checkpoint.state_tree import check_same_run
@@ -39,6 +39,7 @@ from mesh_transformer.network import (
     OnlyGenerate,
     Restore,
     Save,
+    SetAside,
     Train,
     TrainableNetwork,
     Wait,
@@ -250,6 +251,10 @@ class CausalTransformer(TrainableNetwork):
     @_dispatch.register
     def _claim(self, call: Claim) -> None:
         self._writer(call.folder).claim()
+
+    @_dispatch.register
+    def _set_aside(self, call: SetAside) -> str:
+        return step_folders.set_aside(call.step) if jax.process_index() == 0 else ""
 
     @property
     def save_failed(self) -> bool:

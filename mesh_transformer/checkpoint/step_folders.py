@@ -8,6 +8,7 @@ next writer deletes it.  Anything else named `step_*` is left alone.
 If the run keeps its best step, a file `best` names that step, and is replaced when it changes.
 """
 
+import itertools
 import json
 import os
 import re
@@ -17,15 +18,17 @@ from etils import epath
 
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import (
-    COMMIT_FILE,
-    MARK_FILE,
     convert_storage_errors,
+    delete_tree,
     entries,
+    files_below,
     is_uri,
     local_path,
 )
 from mesh_transformer.util import DamagedError, InputError
 
+COMMIT_FILE = "commit_success.txt"  # Orbax writes it last; it makes a step folder a complete step
+MARK_FILE = "_CHECKPOINT_METADATA"  # Orbax writes it first, `delete_step` deletes it last
 TEMPORARY = ".orbax-checkpoint-tmp"
 BEST = "best"  # the name of the file that names the best step
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
@@ -53,6 +56,51 @@ def is_unfinished(path: epath.Path) -> bool:
     if step_number(name) is None or not path.is_dir() or is_committed(path):
         return False
     return bool(temporary) or (path / MARK_FILE).exists()
+
+
+def delete_step(path: epath.Path) -> None:
+    """Delete a checkpoint step's folder; if `path` is a symbolic link, delete only the link.
+
+    Orbax's commit file is deleted first, so that a partly deleted step is never taken for a
+    complete step.  Orbax's metadata file is deleted last, so that an interrupted deletion can be
+    recognised and completed.
+    """
+    if os.path.islink(path):
+        delete_tree(path)
+        return
+    (path / COMMIT_FILE).unlink(missing_ok=True)
+    for item in path.iterdir():
+        if item.is_dir():
+            delete_tree(item)
+    delete_tree(path)
+
+
+def set_aside(step: str) -> str:
+    """Rename a damaged checkpoint folder, so that it is no longer read, and return the new name.
+
+    The new name is `step_N.damaged` or, if that exists, `step_N.damaged2` and so on.
+    """
+    folder, name = os.path.split(step)
+    taken = {path.name for path in entries(epath.Path(folder))}
+    numbered = (f"{name}.damaged{number}" for number in itertools.count(2))
+    new = next(new for new in itertools.chain([f"{name}.damaged"], numbered) if new not in taken)
+    source, target = epath.Path(step), epath.Path(folder) / new
+    with convert_storage_errors(f"{step} cannot be renamed"):
+        if is_uri(step):
+            # Object by object.  An interrupted move leaves a damaged step, which can be set aside
+            # again, or a partly deleted one.
+            marks = {source / COMMIT_FILE, source / MARK_FILE}
+            for path in sorted(files_below(source)):
+                moved = target / path.relative_to(source)
+                moved.parent.mkdir(parents=True, exist_ok=True)
+                if path in marks:
+                    path.copy(moved)
+                else:
+                    path.rename(moved)
+            delete_step(source)
+        else:
+            source.rename(target)
+    return new
 
 
 def committed_steps(folder: epath.Path) -> list[int]:

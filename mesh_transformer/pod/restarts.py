@@ -11,14 +11,14 @@ from etils import epath
 
 from mesh_transformer.calls import Call, Result
 from mesh_transformer.checkpoint.source import saved_steps
-from mesh_transformer.checkpoint.step_folders import BEST, own_steps
+from mesh_transformer.checkpoint.step_folders import BEST, delete_step, own_steps
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.evaluation import all_steps, validation
 from mesh_transformer.generation.batch import NewBatch
 from mesh_transformer.network import Eval, Network, TrainableNetwork
 from mesh_transformer.pod.faults import RaisedError
-from mesh_transformer.storage.access import delete_step, local_path, reason
+from mesh_transformer.storage.access import local_path, reason
 from mesh_transformer.storage.locks import lock_folder
 from mesh_transformer.training import loop
 from mesh_transformer.training.goodput import Ledger

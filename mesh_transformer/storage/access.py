@@ -5,7 +5,6 @@ import errno
 import functools
 import gc
 import http.client
-import itertools
 import logging
 import os
 import re
@@ -27,8 +26,6 @@ BUCKET_SECONDS = 10.0  # longest wait for an answer about a bucket
 BUCKET_PAUSES = (1.0, 2.0)  # seconds before another attempt
 KERAS_CHOICE = "TF_USE_LEGACY_KERAS"  # an environment variable that TensorFlow reads
 AnyPath = str | os.PathLike[str]  # a local path, or a URI such as gs://bucket/model
-COMMIT_FILE = "commit_success.txt"  # Orbax writes it last; it makes a step folder a complete step
-MARK_FILE = "_CHECKPOINT_METADATA"  # Orbax writes it first, `delete_step` deletes it last
 
 # Names of exception classes, because their packages are imported only where they are used.
 _STORAGE_ERRORS = {
@@ -183,23 +180,6 @@ def check_absent(path: str) -> None:
         raise InputError(f"{path} already exists; choose another name or move it away")
 
 
-def delete_step(path: epath.Path) -> None:
-    """Delete a checkpoint step's folder; if `path` is a symbolic link, delete only the link.
-
-    Orbax's commit file is deleted first, so that a partly deleted step is never taken for a
-    complete step.  Orbax's metadata file is deleted last, so that an interrupted deletion can be
-    recognised and completed.
-    """
-    if os.path.islink(path):
-        delete_tree(path)
-        return
-    (path / COMMIT_FILE).unlink(missing_ok=True)
-    for item in path.iterdir():
-        if item.is_dir():
-            delete_tree(item)
-    delete_tree(path)
-
-
 def files_below(folder: epath.Path) -> Iterator[epath.Path]:
     """Yield the files of a folder and of its subfolders."""
     for path in folder.iterdir():
@@ -207,34 +187,6 @@ def files_below(folder: epath.Path) -> Iterator[epath.Path]:
             yield from files_below(path)
         else:
             yield path
-
-
-def set_aside(step: str) -> str:
-    """Rename a damaged checkpoint folder, so that it is no longer read, and return the new name.
-
-    The new name is `step_N.damaged` or, if that exists, `step_N.damaged2` and so on.
-    """
-    folder, name = os.path.split(step)
-    taken = {path.name for path in entries(epath.Path(folder))}
-    numbered = (f"{name}.damaged{number}" for number in itertools.count(2))
-    new = next(new for new in itertools.chain([f"{name}.damaged"], numbered) if new not in taken)
-    source, target = epath.Path(step), epath.Path(folder) / new
-    with convert_storage_errors(f"{step} cannot be renamed"):
-        if is_uri(step):
-            # Object by object.  An interrupted move leaves a damaged step, which can be set aside
-            # again, or a partly deleted one.
-            marks = {source / COMMIT_FILE, source / MARK_FILE}
-            for path in sorted(files_below(source)):
-                moved = target / path.relative_to(source)
-                moved.parent.mkdir(parents=True, exist_ok=True)
-                if path in marks:
-                    path.copy(moved)
-                else:
-                    path.rename(moved)
-            delete_step(source)
-        else:
-            source.rename(target)
-    return new
 
 
 def delete_tree(path: epath.Path) -> None:

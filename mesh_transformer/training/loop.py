@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.network import TrainableNetwork, TrainSet
-from mesh_transformer.storage.access import AnyPath, local_path, set_aside
+from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, StepClock, row_of, start_wandb
@@ -230,7 +230,7 @@ def _restore(
             if not fall_back:
                 message = f"{error}; --fall-back resumes from that step"
                 raise DamagedError(message, *error.args[1:]) from None
-            name = set_aside(error.step)
+            name = network.set_aside(error.step)
             print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
 
 

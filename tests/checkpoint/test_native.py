@@ -29,13 +29,18 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.checkpoint import integrity, native, native_state, saved_step
+from mesh_transformer.checkpoint import (
+    integrity,
+    native,
+    native_state,
+    saved_step,
+    step_folders,
+)
 from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.state_tree import leaves
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import transformer
-from mesh_transformer.storage import access
 from mesh_transformer.storage.access import tensorflow
 from mesh_transformer.storage.locks import LocalLock
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -367,8 +372,8 @@ def test_interrupted_deletion_is_completed(tmp_path, monkeypatch):
         step = epath.Path(tmp_path / "step_1")
         # As if killed just before the folder as a whole was deleted.
         with monkeypatch.context() as patch:
-            patch.setattr(access, "delete_tree", lambda path: None)
-            access.delete_step(step)
+            patch.setattr(step_folders, "delete_tree", lambda path: None)
+            step_folders.delete_step(step)
         assert checkpoints.steps() == []
         assert step.exists()
         checkpoints.save(2, {"x": jnp.int32(2)}, {})

@@ -158,7 +158,10 @@ def test_hosts_answer_like_one_process_and_are_restarted(model, start, tmp_path)
         hosts = [p for p, title in members(head).items() if title.startswith("ray::NetworkRunner")]
         assert len(hosts) == 2
         os.kill(hosts[1], signal.SIGKILL)
-        assert "500" in answer()
+        # Between requests, the server compiles programs in advance.  If that is what fails, the
+        # hosts have been replaced before the next request.
+        first = answer()
+        assert first == text or "500" in first
         assert answer() == text  # from new hosts
         assert counted("right_guesses") == counted("guessed_tokens")
         assert client.get("/health").json()["status"] == "ok"
