@@ -4,10 +4,12 @@ If a host fails, all hosts are shut down and the driver raises one HostError.  `
 creates a new cluster and resumes from the newest saved state.
 """
 
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future
 from typing import Any
 
+import ray
 from ray import exceptions
 
 from mesh_transformer.config import Config
@@ -38,7 +40,7 @@ class ActorMember:
             # For example, a host whose version of this package cannot be imported.
             return LostError(line, permanent=getattr(error, "actor_init_failed", False))
 
-        return _result(self.actor.call.remote(method, *arguments), lost)
+        return RayResult(self.actor.call.remote(method, *arguments), lost)
 
     def ping(self) -> Future[Any]:
         """See `Member.ping`."""
@@ -48,31 +50,35 @@ class ActorMember:
             return LostError(f"died at its start: {last_line(error)}" if at_start else "died")
 
         pid = self.actor.pid.options(concurrency_group="health")
-        return _result(pid.remote(), lost)
+        return RayResult(pid.remote(), lost)
 
 
-def _result(ref: Any, lost: Callable[[exceptions.RayError], LostError]) -> Future[Any]:
-    """Return the result behind a Ray reference; its error is the one that the actor has raised.
+class RayResult(Future[Any]):
+    """The result behind a Ray reference; its error is the one that the actor has raised.
+
+    It completes in `TPUCluster._wait`: a callback of Ray's (`ref.future()`) runs in another thread,
+    which costs every call to the hosts about a millisecond.
 
     Args:
       lost: makes an error from one of Ray's own.
     """
-    result: Future[Any] = Future()
 
-    def complete(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is None:
-            result.set_result(done.result())
-        elif isinstance(error, exceptions.RayTaskError):
+    def __init__(self, ref: Any, lost: Callable[[exceptions.RayError], LostError]):
+        super().__init__()
+        self.ref = ref
+        self._lost = lost
+
+    def complete(self) -> None:
+        """Get the result, which is there."""
+        try:
+            self.set_result(ray.get(self.ref))
+        except exceptions.RayTaskError as error:
             known = isinstance(error.cause, (InputError, StoppedError, *STORE_FULL))
-            result.set_exception(error.cause if known else StoppedError(last_line(error)))
-        elif isinstance(error, exceptions.RayError) and not isinstance(error, STORE_FULL):
-            result.set_exception(lost(error))
-        else:
-            result.set_exception(error)
-
-    ref.future().add_done_callback(complete)
-    return result
+            self.set_exception(error.cause if known else StoppedError(last_line(error)))
+        except STORE_FULL as error:
+            self.set_exception(error)
+        except exceptions.RayError as error:
+            self.set_exception(self._lost(error))
 
 
 class TPUCluster(Fleet):
@@ -112,7 +118,8 @@ class TPUCluster(Fleet):
         may still try to connect to the old port.
         """
         pids = self._submit("pid")
-        if wait(pids, SECONDS_TO_START).not_done:
+        self._wait(pids, SECONDS_TO_START)
+        if not all(pid.done() for pid in pids):
             raise self.failed(fallback=f"host processes did not start in {SECONDS_TO_START:.0f} s")
         self._pids = self._results(pids)
         names = [f"host {rank} ({host.address})" for rank, host in enumerate(self.hosts)]
@@ -146,6 +153,30 @@ class TPUCluster(Fleet):
             return super()._submit(method, *arguments)
         except STORE_FULL:
             raise self._disk_full_error("this machine") from None
+
+    def _wait(
+        self, results: Sequence[Future[Any]], seconds: float, until: str = ALL_COMPLETED
+    ) -> None:
+        deadline = time.monotonic() + seconds
+        left = {r.ref: r for r in results if isinstance(r, RayResult) and not r.done()}
+
+        def is_over() -> bool:
+            done = (result for result in results if result.done())
+            return until == FIRST_EXCEPTION and any(result.exception() for result in done)
+
+        while left and not is_over():
+            try:
+                values = ray.get([*left], timeout=max(deadline - time.monotonic(), 0.0))
+            except exceptions.RayError as error:  # as soon as one of the results is an error
+                came, _ = ray.wait([*left], num_returns=len(left), timeout=0)
+                for ref in came:
+                    left.pop(ref).complete()
+                if isinstance(error, exceptions.GetTimeoutError):
+                    return
+            else:
+                for result, value in zip(left.values(), values, strict=True):
+                    result.set_result(value)
+                return
 
     def _raised(
         self, failed: Sequence[Future[Any]], sent: Sequence[Future[Any]], agree: float

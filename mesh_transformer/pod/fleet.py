@@ -15,7 +15,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
 
 import numpy as np
@@ -340,11 +340,11 @@ class Fleet(TrainableNetwork):
         """
         deadline = time.monotonic() + self.patience
         while True:
-            done, missing = wait(sent, self.silence, FIRST_EXCEPTION)
-            failed = [result for result in sent if result in done and result.exception()]
-            if failed:
+            self._wait(sent, self.silence, FIRST_EXCEPTION)
+            done = [result for result in sent if result.done()]
+            if failed := [result for result in done if result.exception()]:
                 raise self._raised(failed, sent, agree) from None
-            if not missing:
+            if len(done) == len(sent):
                 return [result.result() for result in sent]
             if gone := self._unresponsive(self.silence):
                 raise self._lost("; ".join(gone))
@@ -353,6 +353,12 @@ class Fleet(TrainableNetwork):
                     f"a call to the hosts took more than {self.patience:.0f} s; if the hosts are "
                     "only slow, increase --patience"
                 )
+
+    def _wait(
+        self, results: Sequence[Future[Any]], seconds: float, until: str = ALL_COMPLETED
+    ) -> None:
+        """Wait for results, at most `seconds`; `until` is the condition of `futures.wait`."""
+        wait(results, seconds, until)
 
     def _raised(
         self, failed: Sequence[Future[Any]], sent: Sequence[Future[Any]], agree: float
@@ -382,7 +388,8 @@ class Fleet(TrainableNetwork):
             # for one that has already raised the error.
             deadline = time.monotonic() + agree
             while (left := deadline - time.monotonic()) > 0:
-                if not wait(sent, min(left, self.silence)).not_done:
+                self._wait(sent, min(left, self.silence))
+                if all(result.done() for result in sent):
                     break
                 if gone := self._unresponsive(self.silence):
                     return self._lost("; ".join(gone))
@@ -417,7 +424,7 @@ class Fleet(TrainableNetwork):
     def _unresponsive(self, seconds: float) -> list[str]:
         """Return a line such as "host 1 died" for each member that does not respond in time."""
         pings = {member.name: member.ping() for member in self.members}
-        wait(pings.values(), seconds)
+        self._wait([*pings.values()], seconds)
         problems = []
         for name, ping in pings.items():
             if not ping.done():
