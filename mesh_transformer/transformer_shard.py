@@ -52,6 +52,20 @@ from mesh_transformer.util import InputError, NonFiniteError, UncountedWarning
 class CausalTransformer(TrainableNetwork):
     """A GPT-J (or related) model with its optimizer, sharded over a (dp, mp) mesh of JAX devices.
 
+    What is on the devices, and when it is freed:
+
+        attribute            contents                              freed by
+        state                parameters, moments of the optimizer  `only_generate`; steps donate it
+        _generator           weights as generation needs them      a step, `init`, `load`, `restore`
+        _generator.adapters  LoRA adapters to choose from          `init`, `load`, `restore`
+        _generator.draft     the draft model of `add_draft`        the end of the network
+        a `Batch`            its KV cache and settings             the end of the batch
+
+    Each program is compiled when it is first needed, once per network: those of `train`, `eval` and
+    `logits` are attributes of this class; those of generation depend on sizes and are cached in
+    `Generator`, and a server compiles them in advance (`Engine.warm_up`).  All are also in JAX's
+    compilation cache on disk (`mesh.program`).
+
     If the devices belong to several processes, all processes must make the same calls.  Each
     process passes in only the batch rows of its own `replicas`, and gets back the results of these
     rows as numpy arrays.  Scalar results are the same in all processes.

@@ -39,18 +39,18 @@ def main() -> None:
     config, folder, options = run_arguments(args)
 
     from mesh_transformer.evaluation import harness
-    from mesh_transformer.pod import restarts
+    from mesh_transformer.pod import preparation, restarts
 
     if args.mode in TRAIN_MODES:
         config.require_to_train(args.max_steps)
-        restarts.check_records(config, validate=options["validate"])
+        preparation.check_records(config, validate=options["validate"])
     if args.mode != "train":
         harness.load_harness(config)  # fails before a TPU is created if tasks are not available
     machines: Any = (
         elastic_machines_of(args, config, args.wait) if args.wait else machines_of(args, config)
     )
     if args.new:
-        restarts.delete_run(folder, yes=args.yes)
+        preparation.delete_run(folder, yes=args.yes)
     with machines as hosts:
         from mesh_transformer.pod.elastic import ElasticCluster
 

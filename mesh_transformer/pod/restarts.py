@@ -5,25 +5,18 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from etils import epath
+from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.calls import Call, Result
 from mesh_transformer.checkpoint.source import saved_steps
-from mesh_transformer.checkpoint.step_folders import BEST, delete_step, own_steps
-from mesh_transformer.config import Config
-from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.evaluation import all_steps, validation
 from mesh_transformer.generation.batch import NewBatch
 from mesh_transformer.network import Eval, Network, TrainableNetwork
 from mesh_transformer.pod.faults import RaisedError
-from mesh_transformer.storage.access import local_path, reason
-from mesh_transformer.storage.locks import lock_folder
+from mesh_transformer.storage.access import local_path
 from mesh_transformer.training import loop
 from mesh_transformer.training.goodput import Ledger
-from mesh_transformer.training.metrics import NAME
-from mesh_transformer.util import HostError, InputError, StoppedError
+from mesh_transformer.util import HostError, StoppedError
 
 if TYPE_CHECKING:
     from mesh_transformer.pod.cluster import TPUCluster
@@ -105,95 +98,74 @@ def train(
     make: Callable[[], TrainableNetwork],
     folder: str,
     *,
-    max_steps: int | None = None,
-    tune_model_path: str | None = None,
-    fresh_opt: bool = False,
-    fall_back: bool = False,
-    validate: bool = True,
     ledger: Ledger | None = None,
     retries: int = RETRIES,
+    **options: Any,
 ) -> None:
     """Run `training.loop.train`, and restart it on a new network after each host failure.
 
     Every attempt resumes from the newest saved state.  The wait before a new attempt is 1 s at
-    first, and doubles after each failure without progress, up to `LONGEST_WAIT` seconds.  An
-    attempt makes progress if it reaches a step that no earlier attempt has reached.
-
-    The arguments not listed here are those of `training.loop.train`.
+    first, and doubles after each failure without progress, up to `LONGEST_WAIT` seconds.
 
     Args:
       make: function that returns a new network; called for each attempt.
       retries: maximum number of consecutive restarts without progress.
+      folder, ledger, options: the other arguments of `training.loop.train`.
 
     Raises:
       StoppedError: if a host fails again after `retries` restarts without progress, or if
         `training.loop.train` raises StoppedError for another reason.
     """
-
     ledger = ledger or Ledger()
-
-    def attempt(network: TrainableNetwork) -> None:
-        loop.train(
-            network,
-            folder,
-            max_steps=max_steps,
-            tune_model_path=tune_model_path,
-            fresh_opt=fresh_opt,
-            fall_back=fall_back,
-            validate=validate,
-            ledger=ledger,
-        )
-
+    attempt = functools.partial(loop.train, folder=folder, ledger=ledger, **options)
     _run_with_retries(make, attempt, retries, ledger)
 
 
-def validate(make: Callable[[], TrainableNetwork], path: str, *, retries: int = RETRIES) -> None:
+def validate(make: Callable[[], TrainableNetwork], path: str) -> None:
     """Run `validation.validate`, and restart it on a new network after each host failure.
 
     Args:
       make: function that returns a new network; called for each attempt.
       path: path of the model to validate.
-      retries: maximum number of consecutive restarts without progress.
     """
-
-    def attempt(network: TrainableNetwork) -> None:
-        validation.validate(network, path)
-
-    _run_with_retries(make, attempt, retries, Ledger())
+    _run_with_retries(make, lambda network: validation.validate(network, path))
 
 
-def evaluate_all(
-    make: Callable[[], TrainableNetwork], folder: str, *, retries: int = RETRIES
-) -> None:
+def evaluate_all(make: Callable[[], TrainableNetwork], folder: str) -> None:
     """Run `all_steps.evaluate_all`, and restart it on a new network after each host failure.
 
     Args:
       make: function that returns a new network; called for each attempt.
       folder: the model folder.
-      retries: maximum number of consecutive restarts without progress.
     """
     folder = local_path(folder)
-
-    def attempt(network: TrainableNetwork) -> None:
-        all_steps.evaluate_all(network, folder, functools.partial(saved_steps, folder))
-
-    _run_with_retries(make, attempt, retries, Ledger())
+    steps = functools.partial(saved_steps, folder)
+    _run_with_retries(make, lambda network: all_steps.evaluate_all(network, folder, steps))
 
 
 def _run_with_retries(
     make: Callable[[], TrainableNetwork],
     attempt: Callable[[TrainableNetwork], None],
-    retries: int,
-    ledger: Ledger,
+    retries: int = RETRIES,
+    ledger: Ledger | None = None,
 ) -> None:
     """Call `attempt` with a new network from `make`, and repeat this after each host failure.
 
-    If a host raises the same `RaisedError` twice without progress in between, it is not repeated
-    again.
+        raised by the attempt                          then
+        HostError, also RaisedError                    a restart; after `retries`, StoppedError
+        RaisedError with the text of the one before,   StoppedError
+          without progress in between
+        PermanentError, other StoppedErrors            the same error
+        InputError                                     the same error
 
-    See `train` for the waits between two attempts, and for `retries`.  `ledger` counts the seconds
-    of the waits and of the calls of `make`.
+    An attempt makes progress if it reaches a step that no earlier attempt has reached.  Progress
+    resets the number of restarts and the wait before the next one.
+
+    Args:
+      retries: see `train`.
+      ledger: counts the seconds of the waits and of the calls of `make`.
     """
+    ledger = ledger or Ledger()
     furthest, failures, previous = -1, 0, ""
     while True:
         reached = furthest
@@ -225,66 +197,3 @@ def _run_with_retries(
             )
             with ledger.spending("machines"):
                 time.sleep(wait)
-
-
-def delete_run(folder: str, *, yes: bool) -> None:
-    """Delete a run's checkpoints, metrics and results; other files in the folder are kept.
-
-    Args:
-      folder: the run's model folder.
-      yes: delete without asking the user for confirmation.
-
-    Raises:
-      InputError: if the user declines, if the user cannot be asked because standard input is not a
-        terminal, if another process writes to the folder, or if a file cannot be deleted.
-    """
-    folder = local_path(folder)
-    steps = own_steps(folder)
-    records = [epath.Path(folder) / name for name in (NAME, BEST, all_steps.NAME)]
-    names = sorted(path.name for path in (*steps, *records) if path.exists())
-    if not names:
-        return
-    with lock_folder(folder):
-        if not yes:
-            _ask(folder, names)
-        try:
-            for path in steps:
-                delete_step(path)
-            for path in records:
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            failed_path = error.filename or folder
-            raise InputError(
-                f"--new: {failed_path} cannot be deleted: {reason(error)}; delete it manually"
-            ) from None
-
-
-def check_records(config: Config, *, validate: bool = True) -> None:
-    """Raise InputError if this process cannot read the config's training or validation records.
-
-    Call this before creating a TPU, so that a wrong path is reported before the TPU costs money.
-    If the config sets `hosts_read`, the training records are not checked, because only the hosts
-    need access to them.
-
-    Args:
-      validate: whether the run uses the validation records.
-    """
-    if not config.hosts_read:
-        open_train_set(config, 1).close()
-    if validate and config.val_batches:
-        for path in config.val_set.values():
-            TFRecordNewInputs(path, 1, config.seq, n_vocab=config.n_vocab, repeat=False).close()
-
-
-def _ask(folder: str, names: list[str]) -> None:
-    if not sys.stdin.isatty():
-        raise InputError(
-            f"--new would delete {', '.join(names)} in {folder}, but cannot ask for confirmation "
-            "because standard input is not a terminal; add --yes to delete without confirmation"
-        )
-    try:
-        answer = input(f"--new will delete {', '.join(names)} in {folder}. Continue? [y/N] ")
-    except EOFError:  # Ctrl-D
-        answer = "no"
-    if answer.strip().lower() not in ("y", "yes"):
-        raise InputError(f"nothing was deleted in {folder}; omit --new to resume the run there")

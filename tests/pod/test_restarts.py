@@ -1,22 +1,18 @@
-"""Restarts of training runs: attempts, their limits, and starting over with --new."""
+"""Restarts of training runs and their limits."""
 
 import errno
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from mesh_transformer.config import Config
 from mesh_transformer.pod import restarts
 from mesh_transformer.pod.faults import PermanentError, RaisedError, host_error
-from mesh_transformer.storage.locks import lock_folder
 from mesh_transformer.training import loop
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.util import HostError, InputError, StoppedError
-from tests.support.small_run import run_values
 
 
 class Attempt:
@@ -43,8 +39,7 @@ def attempts(monkeypatch):
 
     def attempt(network: Attempt, folder: str, **options: Any) -> None:
         assert isinstance(options.pop("ledger"), Ledger)
-        expected = {"max_steps": 7, "tune_model_path": None, "fresh_opt": False, "fall_back": False}
-        assert options == expected | {"validate": True}
+        assert options == {"max_steps": 7}
         network.step = network.reaches
         if network.error is not None:
             raise network.error
@@ -186,62 +181,6 @@ def test_waits_are_bounded(attempts):
     with pytest.raises(StoppedError):
         run([(0, HostError("x"))] * 11, retries=10)
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
-
-
-def make_run(folder: Path) -> None:
-    for name in ("step_1", "step_20", "step_30.orbax-checkpoint-tmp"):
-        (folder / name / "state").mkdir(parents=True)
-        (folder / name / "commit_success.txt").write_text("")
-    (folder / "step_5" / "shard_0").mkdir(parents=True, exist_ok=True)  # as the original names it
-    for name in ("metrics.jsonl", "notes.txt", "step_4.txt"):
-        (folder / name).write_text("")
-
-
-def test_begin_anew_deletes_only_what_a_run_wrote(tmp_path, monkeypatch):
-    make_run(tmp_path)
-    with pytest.raises(InputError, match=r"would delete metrics\.jsonl, step_1, step_20"):
-        restarts.delete_run(str(tmp_path), yes=False)  # pytest's standard input is not a terminal
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: "n")
-    with pytest.raises(InputError, match="nothing was deleted in"):
-        restarts.delete_run(str(tmp_path), yes=False)
-    assert len(list(tmp_path.iterdir())) == 7
-    monkeypatch.setattr("builtins.input", lambda question: "Yes ")
-    restarts.delete_run(str(tmp_path), yes=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_4.txt", "step_5"]
-    restarts.delete_run(str(tmp_path), yes=False)  # nothing is left to delete, so nothing is asked
-    make_run(tmp_path)
-    restarts.delete_run(str(tmp_path), yes=True)
-    assert len(list(tmp_path.iterdir())) == 3
-    restarts.delete_run(str(tmp_path / "missing"), yes=False)
-
-
-def test_begin_anew_refuses_a_folder_in_use_and_does_not_follow_links(tmp_path, monkeypatch):
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    make_run(theirs)
-    mine.mkdir()
-    (mine / "step_20").symlink_to(theirs / "step_20")
-    before = sorted(theirs.rglob("*"))
-    with lock_folder(str(mine)), pytest.raises(InputError, match=r"mine is in use by process \d+"):
-        restarts.delete_run(str(mine), yes=True)
-    assert (mine / "step_20").is_symlink()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    restarts.delete_run("~/mine", yes=True)
-    assert list(mine.iterdir()) == []
-    assert sorted(theirs.rglob("*")) == before
-
-
-def test_driver_reads_the_records_before_it_creates_a_tpu(tmp_path):
-    config = Config(**run_values(tmp_path))
-    restarts.check_records(config)
-    for changes, message in [
-        ({"train_set": str(tmp_path / "gone.index")}, "gone.index"),
-        ({"val_set": {"v": str(tmp_path / "away.index")}}, "away.index"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            restarts.check_records(config.replace(**changes))
-    # The driver needs no access to data that only the hosts read.
-    restarts.check_records(config.replace(train_set="gs://far/away.index", hosts_read=True))
 
 
 def test_an_evaluation_of_all_steps_continues_on_new_hosts(monkeypatch, tmp_path):
