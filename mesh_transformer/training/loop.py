@@ -12,8 +12,7 @@ import signal
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -303,6 +302,8 @@ class _Run:
         network = self.network
         self.config, self.signals = network.config, network.signals
         self.pending: deque[Step] = deque()  # the steps whose metrics have not been read
+        # What `MetricsRows.row` makes rows of, for the steps that are read but not logged.
+        self.read: deque[tuple[Step, dict[str, float], float]] = deque()
         self.saver = Saver(network, self.folder, self._state, self.best, self.ledger, self._report)
         self.first = network.step + 1
         self.clock = StepClock()
@@ -382,7 +383,7 @@ class _Run:
         self.pending.append(Step(network.step, length, metrics, before, self.loader.state()))
         if network.step == self.first:
             float(metrics["loss"])  # wait, so that the time of compilation is this step's alone
-        self._log(self._rows(IN_FLIGHT))
+        self._log_steps(IN_FLIGHT)
         if network.notice and not self.signals:
             self._save_before_end()
             raise HostError(f"{network.notice}, so its machine is about to shut down")
@@ -396,7 +397,7 @@ class _Run:
         Raises:
           InputError: if saving fails twice.
         """
-        self._log(self._rows(0))
+        self._log_steps(0)
         self.saver.save_last()
         self.log.upload()
 
@@ -407,40 +408,43 @@ class _Run:
         except Exception as save_error:
             self._report(f"the run ends without saving its last step: {save_error}")
 
-    def _rows(self, left: int) -> Iterator[dict[str, float]]:
-        """Return an iterator over the metrics rows of the pending steps except the `left` newest.
+    def _log_steps(self, left: int, *, but: int = 0) -> None:
+        """Log the pending steps except the `left` newest, after waiting until they have finished.
 
-        The call waits until these steps have finished.  The iterator builds one row at a time, so
-        that earlier rows can be logged even if building a later row raises StoppedError.
+        Rows are built and logged one by one: if one raises an error, the next call logs the rest.
+
+        Args:
+          but: number of the finished steps, the newest, that are read but not logged.
         """
-        read = []
         while len(self.pending) > left:
             step = self.pending.popleft()
             values = {name: float(value) for name, value in step.metrics.items()}
             self.clock.record_finished((later.metrics for later in self.pending), read=1)
-            read.append((step, values, self.clock.pop_seconds()))
+            self.read.append((step, values, self.clock.pop_seconds()))
             self.ledger.switch("steps")  # the first step, which compiles, is over
         self.clock.record_finished(later.metrics for later in self.pending)
-        return (self.rows.row(*measured) for measured in read)
+        while len(self.read) > but:
+            self._log(self._next_row())
 
-    def _log(self, rows: Iterable[dict[str, float]]) -> None:
-        for row in rows:
-            self.log.write(row)
-            if self.on_row is not None:
-                self.on_row(row)
-            shown = {"loss": f"{row['train/loss']:.4f}" if "train/loss" in row else "skipped"}
-            shown["tok/s"] = f"{row['train/tokens_per_sec']:,.0f}"
-            if self.rows.peak is not None and "train/mfu" in row:
-                shown["MFU"] = f"{row['train/mfu']:.1%} of {self.rows.peak / 1e12:,.4g} TFLOP/s"
-            self.bar.set_postfix(shown, refresh=False)
-            self.bar.update()
+    def _next_row(self) -> dict[str, float]:
+        """Return the metrics row of the oldest step that is read but not logged."""
+        return self.rows.row(*self.read.popleft())
+
+    def _log(self, row: dict[str, Any]) -> None:
+        self.log.write(row)
+        shown = {"loss": f"{row['train/loss']:.4f}" if "train/loss" in row else "skipped"}
+        shown["tok/s"] = f"{row['train/tokens_per_sec']:,.0f}"
+        if self.rows.peak is not None and "train/mfu" in row:
+            shown["MFU"] = f"{row['train/mfu']:.1%} of {self.rows.peak / 1e12:,.4g} TFLOP/s"
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+        if self.on_row is not None:
+            self.on_row(row)
 
     def _validate(self) -> None:
         """Validate the network; log the pending metrics, with the results in the newest row."""
-        older = len(self.pending) - 1
-        rows = self._rows(0)
-        self._log(islice(rows, older))
-        self._score(next(rows))
+        self._log_steps(0, but=1)
+        self._score(self._next_row())
 
     def _score(self, newest: dict[str, Any]) -> None:
         """Validate on all validation sets and lm-eval tasks, and log the results with `newest`.
@@ -484,7 +488,7 @@ class _Run:
             summary = [f"validation: {error}"]
         finally:
             self.ledger.switch(kind)
-            self._log([newest])
+            self._log(newest)
         if summary:
             self.bar.write(f"step {self.network.step}: {', '.join(summary)}")
         if is_best:
@@ -493,7 +497,7 @@ class _Run:
 
     def _save(self, *, again: bool = False) -> None:
         """Start saving a checkpoint of this step; see `Saver.save`."""
-        self._log(self._rows(0))  # raises if a loss is not finite, before anything is saved
+        self._log_steps(0)  # raises if a loss is not finite, before anything is saved
         self.saver.save(again=again)
         self.log.upload()
         self.clock.restart()

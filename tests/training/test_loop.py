@@ -625,6 +625,21 @@ def test_a_run_that_ends_with_an_error_saves_its_last_step(counter, tmp_path, fa
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 11))
 
 
+@pytest.mark.parametrize("at", range(5, 13))
+def test_an_error_of_on_row_loses_no_row(counter, tmp_path, at):
+    """Before a save (step 7) and a validation (step 10), several rows are logged at a time."""
+
+    def on_row(row: dict[str, Any]) -> None:
+        if row["step"] == at:
+            raise RuntimeError("no more rows, please")
+
+    network = counter(ckpt_every=7)
+    with pytest.raises(RuntimeError, match="no more rows"):
+        loop.train(network, str(tmp_path), on_row=on_row)
+    loop.train(counter(network.saved), str(tmp_path))
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 31))
+
+
 @pytest.mark.parametrize("total", [10, 15])
 def test_an_interrupted_validation_is_repeated_after_resuming(counter, tmp_path, total):
     loop.train(counter(val_every=10, val_batches=4), str(tmp_path / "whole"), max_steps=total)
