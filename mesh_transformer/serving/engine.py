@@ -407,24 +407,23 @@ class Engine:
             return []
         if self._waiting[0].reads_only:
             return [self._waiting.popleft()]
-        first = list(itertools.islice(self._waiting, PREFILL_SIZES[0]))
+        in_chunks = self._prefiller.in_chunks
+        chunks = in_chunks(self._waiting[0].named)
+        first = itertools.islice(self._waiting, PREFILL_SIZES[0])
+        alike = list(
+            itertools.takewhile(lambda r: not r.reads_only and in_chunks(r.named) == chunks, first)
+        )
         used = {*self._active, *(request.row for request in self._filling)}
         free = [row for row in range(self.rows) if row not in used]
-        rows = self._prefiller.rows_for([r.named for r in first], [r.length for r in first], free)
-        longest, fitting = 0, 0
-        chunks = self._prefiller.in_chunks(self._waiting[0].named)
-        for request, row in zip(first, rows, strict=False):
-            request.row = row
-            longest = max(longest, len(request.prompt))
-            room = chunks or not fitting or self._prefiller.may_share_call(fitting + 1, longest)
-            request.chunks = self._prefiller.in_chunks(request.named)
-            if request.reads_only or request.chunks != chunks or not room:
-                break
-            fitting += 1
-        size = fitting if chunks else next((n for n in PREFILL_SIZES if n <= fitting), 0)
-        take = self._prefiller.take
-        taken = (take(r.row, r.named, r.length, chunks=chunks) for r in first[:size])
-        return [self._waiting.popleft() for _ in itertools.takewhile(bool, taken)]
+        rows = self._prefiller.place(
+            [request.named for request in alike],
+            [request.length for request in alike],
+            free,
+            chunks=chunks,
+        )
+        for request, row in zip(alike, rows, strict=False):
+            request.row, request.chunks = row, chunks
+        return [self._waiting.popleft() for _ in rows]
 
     def _turn(self) -> None:
         """Prefill or read new requests, then decode."""

@@ -110,7 +110,7 @@ class Prefiller:
             (width, functools.partial(self._compile, width, size))
             for width in self._widths
             for size in (*reversed(PREFILL_SIZES), None)
-            if size in (1, None) or self.may_share_call(size, min(width, self._longest))
+            if size is None or self._fit_one_call(size, min(width, self._longest))
         ]
 
     def _compile(self, width: int, size: int | None) -> None:
@@ -132,8 +132,10 @@ class Prefiller:
             self._insert([0], [prompt], [1], [none], begin)
             self._seconds[width] = time.perf_counter() - began  # of the second call
 
-    def may_share_call(self, count: int, longest: int) -> bool:
+    def _fit_one_call(self, count: int, longest: int) -> bool:
         """Return whether `insert` may get `count` prompts at once, the longest of this length."""
+        if count == 1:
+            return True
         return not self._fixed and count <= self._rows and count * longest <= PREFILL_TOKENS
 
     def in_chunks(self, prompt: np.ndarray) -> bool:
@@ -164,25 +166,53 @@ class Prefiller:
         fast = [width for width in self._widths if self._seconds.get(width, 0) <= seconds]
         return min(max([*fast, SHORTEST_CHUNK]), self._longest)
 
-    def rows_for(
-        self, prompts: Sequence[np.ndarray], lengths: Sequence[int], free: Sequence[int]
+    def place(
+        self,
+        prompts: Sequence[np.ndarray],
+        lengths: Sequence[int],
+        free: Sequence[int],
+        *,
+        chunks: bool,
     ) -> list[int]:
-        """Return rows for as many of some requests, in their order, as there is room for.
+        """Give rows and pages to the first of some requests, and return these rows.
 
-        Each gets a row in a replica with enough free pages, if possible in the one that keeps most
-        of its prompt's beginning.
+        Each request gets a row in a replica with enough free pages, if possible in the one that
+        keeps most of its prompt's beginning.  The others must wait: those without room, and those
+        that are too many for one call of `insert`.
 
         Args:
           prompts: results of `of_adapter`.
           lengths: number of tokens to generate for each.
           free: the rows that are not in use.
+          chunks: whether all of the prompts are for `insert_chunk`; if not, all are for `insert`.
         """
+        cut = [prompt[-self._window :] for prompt in prompts]
+        positions = [
+            len(prompt) + length + self._guesses
+            for prompt, length in zip(cut, lengths, strict=True)
+        ]
+        rows = self._rows_for(cut, positions, free, chunks)
+        if not chunks:  # before pages are taken, as that may give kept ones away
+            sizes = (n for n in PREFILL_SIZES if n <= len(rows))
+            fitting = (n for n in sizes if self._fit_one_call(n, max(map(len, prompts[:n]))))
+            del rows[next(fitting, 0) :]
+        for index, row in enumerate(rows):
+            pages = self._pages[self._replica(row)]
+            try:
+                new = pages.add_row(cut[index], positions[index], use_kept=chunks)
+            except NoPageError:  # an earlier request has taken a kept page that this was to share
+                return rows[:index]
+            self._in_rows[row] = new
+        return rows
+
+    def _rows_for(
+        self, prompts: list[np.ndarray], positions: list[int], free: Sequence[int], use_kept: bool
+    ) -> list[int]:
+        """Return rows for the first of some prompts, as many as there seems to be room for."""
         rows: list[int] = []
         available = [pages.available for pages in self._pages]
-        for prompt, length in zip(prompts, lengths, strict=True):
-            chunks, prompt = self.in_chunks(prompt), prompt[-self._window :]
-            positions = self._positions(len(prompt), length)
-            needed = [b.needed(prompt, positions, use_kept=chunks) for b in self._pages]
+        for prompt, own in zip(prompts, positions, strict=True):
+            needed = [pages.needed(prompt, own, use_kept=use_kept) for pages in self._pages]
             fits = [most >= count for most, count in zip(available, needed, strict=True)]
             fitting = [row for row in free if row not in rows and fits[self._replica(row)]]
             if not fitting:
@@ -191,25 +221,6 @@ class Prefiller:
             rows.append(row)
             available[self._replica(row)] -= needed[self._replica(row)]
         return rows
-
-    def take(self, row: int, prompt: np.ndarray, length: int, *, chunks: bool) -> bool:
-        """Take the pages for a new prompt and its answer.
-
-        Args:
-          prompt, length: as for `rows_for`.
-          chunks: whether the prompt is for `insert_chunk`.
-
-        Returns:
-          Whether there were enough free pages.  There always are for the first one that `rows_for`
-          has given a row.  Its pages may be kept ones that a later one was to share.
-        """
-        prompt, pages = prompt[-self._window :], self._pages[self._replica(row)]
-        positions = self._positions(len(prompt), length)
-        try:
-            self._in_rows[row] = pages.add_row(prompt, positions, use_kept=chunks)
-        except NoPageError:
-            return False
-        return True
 
     def release(self, rows: Sequence[int]) -> None:
         """Make rows idle, and give back their pages."""
@@ -229,7 +240,7 @@ class Prefiller:
         """Put prompts into rows, and choose the first token of each answer; see `Batch.insert`.
 
         Args:
-          rows: rows that have been passed to `take`.
+          rows: rows from `place`.
           constraints: what limits each answer's tokens (an `engine.Constraint`), or None.
         """
         began = time.perf_counter()
@@ -253,7 +264,7 @@ class Prefiller:
         constraint: Any,
         most: int,
     ) -> tuple[int, int, Any]:
-        """Put the next chunk of a prompt into a row that has been passed to `take`.
+        """Put the next chunk of a prompt into a row from `place`.
 
         Args:
           prompt: token ids [T], of which the last `config.window` are used.
@@ -332,10 +343,6 @@ class Prefiller:
             allowed=dict(allowed),
             longest=self._longest if self._fixed else None,
         )
-
-    def _positions(self, tokens: int, length: int) -> int:
-        """Return how many positions a row writes for a prompt and its answer."""
-        return tokens + length + self._guesses
 
     def _kept(self, prompt: np.ndarray, pages: Pages) -> int:
         """Return how many of the prompt's first tokens a replica keeps."""

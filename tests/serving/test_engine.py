@@ -571,7 +571,7 @@ def test_a_request_waits_if_another_of_its_turn_takes_what_it_was_to_share():
     running, ended, other = (rng.integers(0, 100, length) for length in (160, 80, 100))
 
     def insert(row, prompt, length):
-        assert prefiller.take(row, prompt, length, chunks=True)
+        assert prefiller.place([prompt], [length], [row], chunks=True) == [row]
         filled, chosen = 0, None
         while chosen is None:
             settings = SamplingOptions()
@@ -582,9 +582,8 @@ def test_a_request_waits_if_another_of_its_turn_takes_what_it_was_to_share():
     insert(0, running, 32)  # its answer is written over two pages, so it has these twice at first
     insert(1, ended, 1)
     prefiller.release([1])
-    assert prefiller.rows_for([other, running], [20, 32], [1, 2, 3]) == [1, 2]
-    assert prefiller.take(1, other, 20, chunks=True)
-    assert not prefiller.take(2, running, 32, chunks=True)
+    assert prefiller._rows_for([other, running], [120, 192], [1, 2, 3], True) == [1, 2]
+    assert prefiller.place([other, running], [20, 32], [1, 2, 3], chunks=True) == [1]
     prefiller.release([1])
     insert(2, running, 32)
     prefiller.release([0, 2])
@@ -596,7 +595,7 @@ def test_rows_take_as_much_memory_as_their_tokens():
     rng, tokens = np.random.default_rng(0), 0
     for row in range(64):
         prompt, length = np.zeros(rng.integers(20, 400), int), int(rng.integers(1, 100))
-        prefiller.take(row, prompt, length, chunks=True)
+        assert prefiller.place([prompt], [length], [row], chunks=True) == [row]
         tokens += len(prompt) + length
     assert tokens <= prefiller.used_tokens <= tokens + 64 * 15  # pages of 16
     assert prefiller.used_tokens <= 1.3 * tokens
@@ -651,7 +650,7 @@ def test_chunks_are_short_while_other_rows_wait_for_them(network):
     seconds = (1.0, 0.2, 0.19, 0.1, 0.05, 0.03, 0.001, None)
     assert [prefiller.chunk(s) for s in seconds] == [256, 256, 128, 128, 64, 32, 32, 256]
     # The times follow what is measured: this network answers at once.
-    prefiller.take(0, np.zeros(200, int), 1, chunks=True)
+    prefiller.place([np.zeros(200, int)], [1], [0], chunks=True)
     for _ in range(30):
         prefiller.insert_chunk(0, np.zeros(200, int), 60, 1, SamplingOptions(), None, 128)
     assert prefiller._seconds[128] < 0.05
