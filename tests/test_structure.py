@@ -466,6 +466,7 @@ def test_every_folder_has_a_description():
         "model.attention",
         "generation.decode",
         "generation.sampling",
+        "generation.texts",
         "model.matrices",
     ],
 )

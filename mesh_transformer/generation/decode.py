@@ -14,8 +14,8 @@ its own, but in the same slots and pages, so that a row or page that holds those
 holds those of the draft.
 
 Array names end in their shape: B rows of the batch, P inserted prompts, T tokens of a prompt or
-text, S slots, D model, H heads, K head size, V vocabulary, M tokens per call, N alternatives, C
-slots of a page, J pages of a row, L pages of the pool.
+of a step, S slots, D model, H heads, K head size, V vocabulary, M tokens per call, N alternatives,
+G guesses, C slots of a page, J pages of a row, L pages of the pool.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from jax import Array
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.finite import tokens_or_none
-from mesh_transformer.generation.forward import context_of, forward, full_logits, own_logits
+from mesh_transformer.generation.forward import context_of, forward, full_logits
 from mesh_transformer.generation.sampling import (
     SamplerSettings,
     choose,
@@ -37,9 +37,8 @@ from mesh_transformer.generation.speculation import guess
 from mesh_transformer.generation.weights import DRAFT, Weights
 from mesh_transformer.mesh.declaration import padded_size
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model import paged, transformer
+from mesh_transformer.model import paged
 from mesh_transformer.model.cache import LayerCache, write_rows
-from mesh_transformer.model.loss import cross_entropy
 
 # The settings of idle rows: greedy decoding, which is the fastest, and no penalty or bias.
 IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0, "seed": 0}, ())
@@ -73,13 +72,6 @@ class Chosen(NamedTuple):
     logprob: Any = None  # of `token`, in nats
     top_token: Any = None  # the most likely tokens, [..., N]
     top_logprob: Any = None  # of `top_token`, in nats
-
-
-class Before(NamedTuple):
-    """The keys and values of a text that all rows of a batch follow."""
-
-    caches_1HSK: tuple[LayerCache, ...]  # one per layer
-    length: Any  # number of tokens of the text; the slots after it are padding
 
 
 class DecodeState(NamedTuple):
@@ -176,97 +168,6 @@ def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chose
     own_B1 = jnp.take_along_axis(logits_BV, token_B[:, None].astype(jnp.int32), axis=1)
     logprob_B1, top_logprob_BN = own_B1 - log_sum_B1, top_BN - log_sum_B1
     return Chosen(token_B, logprob_B1[:, 0], top_token_BN.astype(jnp.uint32), top_logprob_BN)
-
-
-def before(
-    weights: Weights,
-    tokens_1S: Array,
-    length: Array,
-    adapter_1: Array,
-    config: Config,
-    par: Parallel,
-) -> Before:
-    """Return the keys and values of the first `length` tokens of a text, for `score`."""
-    positions_1S = jnp.arange(tokens_1S.shape[1])[None]
-    context = context_of(weights, positions_1S, positions_1S, None, config, par, adapter_1)
-    return Before(forward(weights, tokens_1S, context, None, config, par)[1], length)
-
-
-def score(
-    weights: Weights,
-    tokens_BT: Array,
-    following_BT: Array,
-    text: Before | None,
-    adapter_1: Array,
-    alternatives: int,
-    config: Config,
-    par: Parallel,
-) -> Chosen:
-    """Return the logprob of each token in `following_BT`, and the most likely tokens in its place.
-
-    No device holds the logits of the full vocabulary: each computes those of its own shard.
-
-    Args:
-      tokens_BT: token ids of B texts.
-      following_BT: the token that follows each of `tokens_BT` in its text.
-      text: what all B texts begin with, before `tokens_BT`; None if that is nothing.
-      adapter_1: the number of the adapter that all texts use; 0 for none.
-      alternatives: number of most likely tokens to return for each position, at least 1.
-
-    Returns:
-      A `Chosen` that contains `following_BT`, the logprobs of these tokens [B, T], and the most
-      likely tokens at each position [B, T, N].
-    """
-    positions_1T = keys_1S = jnp.arange(tokens_BT.shape[1])[None]
-    if text is not None:
-        positions_1T += text.length
-        slots = jnp.arange(text.caches_1HSK[0].k_BHSK.shape[2])
-        in_text_1S = jnp.where(slots < text.length, slots, -1)[None]
-        keys_1S = jnp.concatenate((in_text_1S, positions_1T), axis=1)
-    context = context_of(weights, positions_1T, keys_1S, None, config, par, adapter_1)
-    caches = None if text is None else text.caches_1HSK
-    x_BTD, _ = forward(weights, tokens_BT, context, caches, config, par)
-    logits_BTV = own_logits(weights, x_BTD, config, par)
-    loss_BT, log_sum_BT, _ = cross_entropy(logits_BTV, following_BT, par)
-    # Find the most likely tokens of each shard of the vocabulary, then the most likely of these.
-    top_BTN, token_BTN = top_tokens(logits_BTV, min(alternatives, logits_BTV.shape[-1]))
-    token_BTN = par.gather(token_BTN + par.rank() * logits_BTV.shape[-1])
-    top_BTN, at_BTN = jax.lax.top_k(par.gather(top_BTN), alternatives)
-    token_BTN = jnp.take_along_axis(token_BTN, at_BTN, axis=-1)
-    top_logprob_BTN = top_BTN - top_BTN[..., :1] - log_sum_BT[..., None]
-    return Chosen(following_BT, -loss_BT, token_BTN.astype(jnp.uint32), top_logprob_BTN)
-
-
-def embed(
-    weights: Weights,
-    tokens_BT: Array,
-    length_B: Array,
-    adapter_1: Array,
-    pooling: str,
-    config: Config,
-    par: Parallel,
-) -> Array:
-    """Return one f32 vector per text, [B, D], from what the output head reads at its positions.
-
-    With the norm layernorm-desync, each shard of the head reads other values; these are averaged.
-
-    Args:
-      tokens_BT: token ids of B texts; the padding after a text is ignored.
-      length_B: number of tokens of each text.
-      adapter_1: as for `score`.
-      pooling: "mean" for the mean over the text's positions, or "last" for its last position.
-    """
-    positions_1T = jnp.arange(tokens_BT.shape[1])[None]
-    context = context_of(weights, positions_1T, positions_1T, None, config, par, adapter_1)
-    x_BTD, _ = forward(weights, tokens_BT, context, None, config, par)
-    if pooling == "last":
-        x_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
-        positions_1T, length_B = positions_1T[:, :1], jnp.ones_like(length_B)
-    norm = transformer.transforms(config, par)["proj"]
-    x_BTD = norm.apply(transformer.projection_params(weights), x_BTD, head=False)
-    x_BTD = par.sum(x_BTD.astype(jnp.float32)) / par.mp
-    in_text_BT = positions_1T < length_B[:, None]
-    return jnp.where(in_text_BT[..., None], x_BTD, 0).sum(axis=1) / length_B[:, None]
 
 
 def prefill(
@@ -404,7 +305,7 @@ def _step(
       The new state, the chosen tokens [B, 1 + guesses], and how many of them each row has
       generated; the others are meaningless.
     """
-    active_B, next_T = left_B > 0, jnp.arange(1 + guesses)
+    active_B = left_B > 0
     guess_BG, draft_caches = _guess(weights, state, active_B, guesses, draft, par)
     tokens_BT = jnp.concatenate((state.token_B[:, None], guess_BG), axis=1)
     # Idle rows use the settings `IDLE`, so that their old settings do not slow down other rows.
@@ -419,52 +320,70 @@ def _step(
     if config.n_vocab != state.seen_BV.shape[1]:  # a draft's, which has other padding
         more = state.seen_BV.shape[1] - config.n_vocab
         logits_NV = jax.lax.pad(logits_NV, -jnp.inf, ((0, 0, 0), (0, more, 0)))
-
-    def occurrences() -> tuple[Array, Array]:
-        """Return what each position has seen, and how often, if all guesses before it are right."""
-        if not guesses:
-            return state.seen_BV, state.count_BV
-        is_guess_BGV = guess_BG[..., None] == jnp.arange(config.n_vocab, dtype=guess_BG.dtype)
-        more_BGV = jnp.cumsum(is_guess_BGV, axis=1, dtype=jnp.int32)
-        more_BTV = jnp.pad(more_BGV, ((0, 0), (1, 0), (0, 0)))
-        seen_BTV = state.seen_BV[:, None] | (more_BTV > 0)
-        count_BTV = state.count_BV[:, None] + more_BTV
-        return seen_BTV.reshape(logits_NV.shape), count_BTV.reshape(logits_NV.shape)
-
     chosen_N = choose(
         logits_NV,
         jax.tree.map(lambda x: jnp.repeat(x, 1 + guesses, axis=0), settings),
-        (state.generated_B[:, None] + next_T).reshape(-1),
-        occurrences,
+        (state.generated_B[:, None] + jnp.arange(1 + guesses)).reshape(-1),
+        lambda: _occurrences(state, guess_BG),
         None if allowed_BW is None else jnp.repeat(allowed_BW, 1 + guesses, axis=0),
     )
     chosen_BT = tokens_or_none(chosen_N, own_NV).reshape(tokens_BT.shape)
-    added_B = active_B.astype(jnp.int32)
-    if guesses:
-        right_BG = jnp.cumprod(chosen_BT[:, :-1] == guess_BG, axis=1, dtype=jnp.int32)
-        added_B = jnp.minimum(added_B + right_BG.sum(axis=1), left_B) * added_B
     chosen_BT = jnp.where(active_B[:, None], chosen_BT, tokens_BT[:, :1])
+    added_B = _accepted(chosen_BT, guess_BG, left_B)
+    state = _add(state, chosen_BT, added_B)._replace(caches=caches, draft_caches=draft_caches)
+    chosen = _chosen(logits_NV, chosen_BT.reshape(-1), alternatives)
+    return state, jax.tree.map(lambda x: x.reshape(*chosen_BT.shape, *x.shape[1:]), chosen), added_B
+
+
+def _occurrences(state: DecodeState, guess_BG: Array) -> tuple[Array, Array]:
+    """Return what each position has seen, and how often, if all guesses before it are right.
+
+    Returns:
+      Both as [B * (1 + G), V]: the positions of the pending token and of the guesses of each row.
+    """
+    if not guess_BG.shape[1]:
+        return state.seen_BV, state.count_BV
+    vocabulary = state.seen_BV.shape[1]
+    is_guess_BGV = guess_BG[..., None] == jnp.arange(vocabulary, dtype=guess_BG.dtype)
+    more_BGV = jnp.cumsum(is_guess_BGV, axis=1, dtype=jnp.int32)
+    more_BTV = jnp.pad(more_BGV, ((0, 0), (1, 0), (0, 0)))
+    seen_BTV = state.seen_BV[:, None] | (more_BTV > 0)
+    count_BTV = state.count_BV[:, None] + more_BTV
+    return seen_BTV.reshape(-1, vocabulary), count_BTV.reshape(-1, vocabulary)
+
+
+def _accepted(chosen_BT: Array, guess_BG: Array, left_B: Array) -> Array:
+    """Return how many of the chosen tokens each row adds, [B]: at most `left_B`.
+
+    The first one counts, and each one after a right guess.  For example:
+
+        tokens run through the model   pending  a  b  c     (a, b, c are guesses)
+        tokens chosen after these      a        b  x  y     -> 3: a, b and x
+    """
+    is_right_BG = jnp.cumprod(chosen_BT[:, :-1] == guess_BG, axis=1, dtype=jnp.int32)
+    return jnp.minimum(1 + is_right_BG.sum(axis=1), left_B)
+
+
+def _add(state: DecodeState, chosen_BT: Array, added_B: Array) -> DecodeState:
+    """Add the first `added_B` chosen tokens to each row's history; the last one is now pending.
+
+    The caches must already hold the tokens before the pending one.
+    """
+    next_T = jnp.arange(chosen_BT.shape[1])
     is_added_BT = next_T < added_B[:, None]
     newest_BT = jnp.maximum(added_B - 1, 0)[:, None]
-    token_B = jnp.take_along_axis(chosen_BT, newest_BT, axis=1)[:, 0]
     rows_B1 = jnp.arange(len(added_B))[:, None]
     # Where nothing is added, the slot is out of range, so that nothing is written.
     following_BT = state.length_B[:, None] + 1 + next_T
     slot_BT = jnp.where(is_added_BT, following_BT % state.slots, state.slots)
-    state = DecodeState(
-        caches,
-        state.page_BJ,
-        state.length_B + added_B,
-        token_B,
-        state.generated_B + added_B,
-        state.seen_BV.at[rows_B1, chosen_BT].max(is_added_BT),
-        state.count_BV.at[rows_B1, chosen_BT].add(is_added_BT.astype(jnp.int32)),
-        state.history_BS.at[rows_B1, slot_BT].set(chosen_BT, mode="drop"),
-        state.settings,
-        draft_caches,
+    return state._replace(
+        length_B=state.length_B + added_B,
+        token_B=jnp.take_along_axis(chosen_BT, newest_BT, axis=1)[:, 0],
+        generated_B=state.generated_B + added_B,
+        seen_BV=state.seen_BV.at[rows_B1, chosen_BT].max(is_added_BT),
+        count_BV=state.count_BV.at[rows_B1, chosen_BT].add(is_added_BT.astype(jnp.int32)),
+        history_BS=state.history_BS.at[rows_B1, slot_BT].set(chosen_BT, mode="drop"),
     )
-    chosen = _chosen(logits_NV, chosen_BT.reshape(-1), alternatives)
-    return state, jax.tree.map(lambda x: x.reshape(*chosen_BT.shape, *x.shape[1:]), chosen), added_B
 
 
 def _append(

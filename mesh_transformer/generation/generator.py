@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.calls import Call
-from mesh_transformer.generation import decode, programs
+from mesh_transformer.generation import decode, programs, texts
 from mesh_transformer.generation.batch import (
     SMALLEST_PROMPT,
     BadWeights,
@@ -84,7 +84,7 @@ class Generator:
         self._embedder = functools.cache(functools.partial(programs.compile_embed, self.layout))
         self._before = programs.compile_before(self.layout)
         # The last beginning that `score` got, and its keys and values.
-        self._begun: tuple[tuple[bytes, int], decode.Before] | None = None
+        self._begun: tuple[tuple[bytes, int], texts.Before] | None = None
         # The arrays that `bad_weights` got last, and its result.
         self._searched: tuple[list[weakref.ref[Array]], str] | None = None
         self.empty = self._cached(programs.compile_empty)
@@ -225,7 +225,7 @@ class Generator:
         """
         return self.bad_weights(weights) if self.rows.alone else None
 
-    def _text(self, weights: Weights, tokens: np.ndarray, adapter: np.ndarray) -> decode.Before:
+    def _text(self, weights: Weights, tokens: np.ndarray, adapter: np.ndarray) -> texts.Before:
         """Return the keys and values of the text that all rows follow, token ids [T]."""
         name = tokens.tobytes(), int(adapter[0])
         if self._begun is None or self._begun[0] != name:

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config, Model
-from mesh_transformer.generation import decode
+from mesh_transformer.generation import decode, texts
 from mesh_transformer.generation.sampling import SamplerSettings
 from mesh_transformer.generation.weights import WeightLayout, weights_of
 from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
@@ -106,37 +106,37 @@ def compile_grow(
     return jax.jit(decode.grow, static_argnums=1, out_shardings=shardings)
 
 
-def before_specs(config: Config) -> decode.Before:
+def before_specs(config: Config) -> texts.Before:
     """Return the PartitionSpecs of a `Before`: heads split over mp."""
     cache = P(None, "mp")
-    return decode.Before((LayerCache(cache, cache),) * config.layers, P())
+    return texts.Before((LayerCache(cache, cache),) * config.layers, P())
 
 
-def compile_before(layout: WeightLayout) -> Callable[..., decode.Before]:
-    """Return `decode.before`, compiled: (weights, tokens, length, adapter) -> `Before`."""
+def compile_before(layout: WeightLayout) -> Callable[..., texts.Before]:
+    """Return `texts.before`, compiled: (weights, tokens, length, adapter) -> `Before`."""
     specs = (layout.specs, P(), P(), P())
-    return layout.compiled(decode.before, specs, before_specs(layout.config))
+    return layout.compiled(texts.before, specs, before_specs(layout.config))
 
 
 def compile_score(
     layout: WeightLayout, alternatives: int, after: bool = False
 ) -> Callable[..., Any]:
-    """Return `decode.score`, compiled: (weights, tokens, following, text, adapter) -> `Chosen`.
+    """Return `texts.score`, compiled: (weights, tokens, following, text, adapter) -> `Chosen`.
 
     Args:
-      alternatives: see `decode.score`, also for the function's arguments.
+      alternatives: see `texts.score`, also for the function's arguments.
       after: whether the function is called with a `text` that is not None.
     """
     rows = P("dp")
-    function = functools.partial(decode.score, alternatives=alternatives)
+    function = functools.partial(texts.score, alternatives=alternatives)
     text = before_specs(layout.config) if after else None
     return layout.compiled(function, (layout.specs, rows, rows, text, P()), rows)
 
 
 def compile_embed(layout: WeightLayout, pooling: str) -> Callable[..., Array]:
-    """Return `decode.embed`, compiled: (weights, tokens, lengths, adapter) -> vectors."""
+    """Return `texts.embed`, compiled: (weights, tokens, lengths, adapter) -> vectors."""
     rows = P("dp")
-    function = functools.partial(decode.embed, pooling=pooling)
+    function = functools.partial(texts.embed, pooling=pooling)
     return layout.compiled(function, (layout.specs, rows, rows, P()), rows)
 
 

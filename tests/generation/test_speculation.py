@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from mesh_transformer.generation.decode import _accepted
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.speculation import draft_config, guess
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -49,6 +50,20 @@ def test_a_guess_is_what_followed_the_last_tokens_before(seed):
             found += 1
             assert row == expected
     assert found > 0
+
+
+@pytest.mark.parametrize("guesses", [0, 1, 3])
+def test_the_first_token_and_those_after_right_guesses_are_accepted(guesses):
+    rng, rows = np.random.default_rng(guesses), 200
+    chosen = rng.integers(0, 2, (rows, 1 + guesses)).astype(np.uint32)
+    guess = rng.integers(0, 2, (rows, guesses)).astype(np.uint32)
+    left = rng.integers(0, 3 + guesses, rows).astype(np.int32)
+    actual = np.asarray(jax.jit(_accepted)(chosen, guess, left))
+    for row in range(rows):
+        right = 0
+        while right < guesses and chosen[row, right] == guess[row, right]:
+            right += 1
+        assert actual[row] == min(1 + right, left[row])
 
 
 def answers(batch, prompts, lengths, settings, speculate):
