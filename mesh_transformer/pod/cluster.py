@@ -120,7 +120,7 @@ class TPUCluster(Fleet):
         pids = self._submit("pid")
         self._wait(pids, SECONDS_TO_START)
         if not all(pid.done() for pid in pids):
-            raise self.failed(fallback=f"host processes did not start in {SECONDS_TO_START:.0f} s")
+            raise self.failure(fallback=f"host processes did not start in {SECONDS_TO_START:.0f} s")
         self._pids = self._results(pids)
         names = [f"host {rank} ({host.address})" for rank, host in enumerate(self.hosts)]
         check_versions(dict(zip(names, self.call("versions"), strict=True)))
@@ -185,11 +185,11 @@ class TPUCluster(Fleet):
             return self._disk_full_error("a host")
         return super()._raised(failed, sent, agree)
 
-    def _lost(self, why: str) -> HostError:
+    def _shut_down(self, why: str) -> HostError:
         if spill_disk_is_full():  # a host on the same machine can die of it
             why += "; the disk that Ray's object store spills to (RAY_TMPDIR, else TMPDIR, else "
             why += "/tmp) is full"
-        return super()._lost(why)
+        return super()._shut_down(why)
 
     def _disk_full_error(self, where: str) -> StoppedError:
         """Shut down all hosts and return a StoppedError that says that a disk is full.

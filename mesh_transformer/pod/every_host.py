@@ -6,6 +6,23 @@
     devices               <-- JAX -->   devices
 
 Process 0 also runs the calls itself, on its own devices.  If a process ends, all others end too.
+This is what they print on stderr, and their exit status; LINE is "error: ..." with what happened,
+and ADVICE says to start all processes again:
+
+    what happens                          process 0 prints   the others print   status
+    the run ends, or calls sys.exit(N)    nothing            nothing            0, or N
+    an exception in process 0:
+      HostError                           LINE; ADVICE       LINE; ADVICE       1
+      InputError, another StoppedError    LINE               nothing            2, 1
+      KeyboardInterrupt                   nothing            LINE; ADVICE       130
+      any other                           a traceback        LINE; ADVICE       1
+    a call raises an error in process 1   `Fleet._raised` raises it, or another one, in process 0
+    process 1 ends without notice         LINE; ADVICE       LINE; ADVICE       1
+    process 1 does not answer             LINE; ADVICE       LINE; ADVICE       1
+    process 0 ends without notice                            LINE; ADVICE       1
+    JAX aborts one, for another reason    LINE; ADVICE       LINE; ADVICE       1
+    a signal reaches process 1            process 0 handles it as if it had reached process 0:
+                                          training saves, and the run ends; otherwise process 0 ends
 """
 
 import contextlib
@@ -27,7 +44,14 @@ from typing import Any, NoReturn
 from mesh_transformer.config import Config
 from mesh_transformer.pod.faults import LostError
 from mesh_transformer.pod.fleet import Fleet
-from mesh_transformer.pod.meeting import Connection, Peer, Place, free_port, gathered, joined
+from mesh_transformer.pod.meeting import (
+    Connection,
+    Peer,
+    Place,
+    accept_others,
+    connect_to_leader,
+    free_port,
+)
 from mesh_transformer.pod.runner import MeshPlace, NetworkRunner, versions
 from mesh_transformer.pod.train_set import ClusterTrainSet
 from mesh_transformer.util import (
@@ -40,7 +64,8 @@ from mesh_transformer.util import (
 )
 
 MOST_SECONDS = 1e7  # for one call: it may take as long as it needs
-SECONDS_TO_ANSWER = 1.0  # for the other processes to answer a ping
+SECONDS_TO_SEND = 1.0  # for an earlier message to make way for a ping or an end
+SECONDS_AT_ABORT = 1.0  # for the other processes to answer a ping when JAX aborts this one
 SECONDS_TO_REPORT = 2.0  # for the reason of an abort to arrive
 WAIT_SECONDS = 0.5  # longest time until a signal is handled while the main thread waits
 ADVICE = "start all processes again to resume from the newest checkpoint"
@@ -72,7 +97,7 @@ class ConnectedMember:
     """Another process as a member of the fleet; see `fleet.Member`.
 
     Args:
-      fleet: the fleet, which is told of the process's signals and of its end.
+      fleet: the fleet, which handles the signals and the end of the process.
     """
 
     def __init__(self, name: str, connection: Connection, fleet: "EveryHost"):
@@ -80,7 +105,7 @@ class ConnectedMember:
         self._connection, self._fleet = connection, fleet
         self._numbers = itertools.count()
         self._results: dict[int, Future[Any]] = {}
-        self._is_lost = False
+        self._has_ended = False
         start_thread(self._listen, name=name)
 
     def send(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
@@ -89,24 +114,24 @@ class ConnectedMember:
 
     def ping(self) -> Future[Any]:
         """See `Member.ping`."""
-        return self._ask(["ping", next(self._numbers)], SECONDS_TO_ANSWER)
+        return self._ask(["ping", next(self._numbers)], SECONDS_TO_SEND)
 
     def _ask(self, message: list[Any], seconds: float) -> Future[Any]:
         self._results[message[1]] = result = Future()
         try:
-            self._connection.send(message, seconds)
-        except BlockingIOError:  # another message is on its way to a process that does not read
-            pass
+            # Raised if another message is on its way to a process that does not read.
+            with contextlib.suppress(BlockingIOError):
+                self._connection.send(message, seconds)
         except OSError:
-            self._is_lost = True
-        if self._is_lost:
-            self._lose()
+            self._has_ended = True
+        if self._has_ended:
+            self._handle_end()
         return result
 
     def end(self, line: str, status: int, *, together: bool = False) -> None:
         """Let the process end with an exit status; see `follow`."""
         with contextlib.suppress(OSError):
-            self._connection.send(["end", line, status, together], SECONDS_TO_ANSWER)
+            self._connection.send(["end", line, status, together], SECONDS_TO_SEND)
 
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
@@ -121,16 +146,16 @@ class ConnectedMember:
                     result.set_result(value)
                 else:
                     result.set_exception(error)
-        self._is_lost = True
-        self._lose()
+        self._has_ended = True
+        self._handle_end()
 
-    def _lose(self) -> None:
+    def _handle_end(self) -> None:
         """Complete the results that can no longer come, and end the fleet."""
         line = "has ended without notice"
         with contextlib.suppress(KeyError):
             while True:
                 self._results.popitem()[1].set_exception(LostError(line))
-        self._fleet.lose(f"{self.name} {line}")
+        self._fleet.end_all(f"{self.name} {line}")
 
 
 class EveryHost(Fleet):
@@ -147,7 +172,7 @@ class EveryHost(Fleet):
     ):
         super().__init__(config, silence=heartbeat, patience=MOST_SECONDS)
         self._peers, self._heartbeat = peers, heartbeat
-        self._ending = threading.Lock()  # held from the moment at which the others are told to end
+        self._ending = threading.Lock()  # held once the others have been asked to end
         names = _names([socket.gethostname(), *[peer.host for peer in peers]])
         self.members.append(OwnMember(names[0], NetworkRunner(0, name=names[0], device_ids=ids)))
         for name, peer in zip(names[1:], peers, strict=True):
@@ -202,7 +227,7 @@ class EveryHost(Fleet):
         else:
             self.signals.append(number)
 
-    def lose(self, line: str) -> None:
+    def end_all(self, line: str) -> None:
         """End all processes with an error, unless they are about to end anyway."""
         if self._ending.acquire(blocking=False):
             for member in self.members[1:]:
@@ -213,11 +238,11 @@ class EveryHost(Fleet):
     def _name_silent(self) -> None:
         """If a process does not answer, end all with a line that names it."""
         pings = [member.ping() for member in self.members]
-        wait(pings, SECONDS_TO_ANSWER)
+        wait(pings, SECONDS_AT_ABORT)
         pairs = zip(self.members, pings, strict=True)
         if silent := [member.name for member, ping in pairs if not ping.done()]:
             verb = "does" if len(silent) == 1 else "do"
-            self.lose(f"{' and '.join(silent[:3])} {verb} not answer")
+            self.end_all(f"{' and '.join(silent[:3])} {verb} not answer")
 
 
 FLAGS = ("--coordinator", "--process-count", "--process-index")
@@ -311,7 +336,7 @@ def leading(
     keys = {f"config key {key}": value for key, value in config.as_dict().items()}
     facts = keys | flags | versions()
     if place.index:
-        connection, hosts = joined(place, facts, seconds=seconds, heartbeat=heartbeat)
+        connection, hosts = connect_to_leader(place, facts, seconds=seconds, heartbeat=heartbeat)
         names = _names(hosts)
         _report_aborts(lambda: None)
         runner = NetworkRunner(place.index, name=names[place.index], device_ids=ids)
@@ -321,7 +346,7 @@ def leading(
             traceback.print_exception(error)
             exit_now("", 1)  # does not wait for the others, as JAX would
         sys.exit(status)
-    address, peers = gathered(place, facts, seconds=seconds, heartbeat=heartbeat)
+    address, peers = accept_others(place, facts, seconds=seconds, heartbeat=heartbeat)
     fleet = EveryHost(config, peers, ids, heartbeat)
     try:
         fleet.connect(place, address)
@@ -331,7 +356,7 @@ def leading(
         fleet.end("", status, together=True)
         raise
     except BaseException as error:
-        _exit(error, fleet)
+        _end_with(error, fleet)
     fleet.end("", 0, together=True)
 
 
@@ -339,7 +364,7 @@ def _names(hosts: Sequence[str]) -> list[str]:
     return [f"process {index} ({host})" for index, host in enumerate(hosts)]
 
 
-def _exit(error: BaseException, fleet: EveryHost) -> NoReturn:
+def _end_with(error: BaseException, fleet: EveryHost) -> NoReturn:
     """Report an error in process 0, and end all processes."""
     status, others = 1, ""  # others print no line if process 0 says all that is to be said
     if isinstance(error, HostError):
@@ -389,12 +414,12 @@ def follow(connection: Connection, runner: NetworkRunner, leader: str) -> int:
 
     listening = start_thread(listen, name="listen")
     with stop_signals([]) as received:
-        is_told = False
+        is_signal_sent = False
         while True:
             try:
-                if received and not is_told:
+                if received and not is_signal_sent:
                     connection.send(["signal", received[0]])
-                    is_told = True
+                    is_signal_sent = True
                 # Python handles a signal that arrives just before a wait only when that wait ends.
                 kind, *content = calls.get(timeout=WAIT_SECONDS)
                 if kind == "end":

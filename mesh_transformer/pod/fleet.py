@@ -159,13 +159,13 @@ class Fleet(TrainableNetwork):
         Unread metrics of earlier steps are fetched first.
         """
         while reading.values is None:
-            if reading.failed is not None:
-                raise reading.failed
+            if reading.error is not None:
+                raise reading.error
             oldest = self._unread.popleft()
             try:
                 results = self._results([*oldest.dispatched, *self._submit("metrics")])
             except Exception as error:
-                oldest.failed = error
+                oldest.error = error
                 raise
             measured = results[len(self.members) :]
             oldest.values = self._merge_reports(oldest.step, measured)
@@ -173,8 +173,10 @@ class Fleet(TrainableNetwork):
             noticed = [rank for rank, report in enumerate(measured) if report.notice]
             if noticed:
                 self.notice = f"{self.members[noticed[0]].name} received SIGTERM"
-            for later in itertools.islice(self._unread, min(report.ended for report in measured)):
-                later.ended = True
+            for later in itertools.islice(
+                self._unread, min(report.finished for report in measured)
+            ):
+                later.finished = True
         return reading.values
 
     def _merge_reports(self, step: int, measured: list[StepReport]) -> dict[str, float]:
@@ -192,31 +194,35 @@ class Fleet(TrainableNetwork):
                 f"{member.name} is at step {report.step} with loss {report.numbers['loss']!r}"
                 for member, report in zip(self.members, measured, strict=True)
             )
-            raise self.failed(f"the hosts disagree after step {step}: {details}")
+            raise self.failure(f"the hosts disagree after step {step}: {details}")
         seconds = {f"host_seconds/{rank}": report.seconds for rank, report in enumerate(measured)}
         return measured[0].numbers | seconds
 
     def run(self, call: Call[Any]) -> Any:
         """Run a call on all members, each of which gets the rows of its replicas."""
-        result = self._dispatch(call)
         match call:
+            case NewBatch():
+                return self._new_batch(call)
+            case Train():
+                return self._train(call)
+            case Save() | Wait():
+                return self._save(call)
+            case Claim():
+                self._check_shared(call.folder)
+            case Restore():
+                self._check_shared(call.folder)
+                return self._set_adapters(call, 0)
+            case Init() | Load():
+                return self._set_adapters(call, 0)  # the new weights have none yet
             case AddAdapters():
-                self._adapters = len(call.paths)
-            case Init() | Load() | Restore():
-                self._adapters = 0  # the new weights have none yet
-        return result
-
-    @functools.singledispatchmethod
-    def _dispatch(self, call: Call[Any]) -> Any:
+                return self._set_adapters(call, len(call.paths))
         return self._run(call)
 
-    @_dispatch.register
     def _new_batch(self, call: NewBatch) -> Run:
         self._run(call)
         self._batches += 1
         return functools.partial(self._run_in_batch, self._batches, call.rows)
 
-    @_dispatch.register
     def _train(self, call: Train) -> dict[str, Any]:
         """Dispatch a step, and return its metrics and its seconds on each member."""
         if call.batch is not None and (count := call.batch["obs"].shape[1]) % self.dp:
@@ -233,18 +239,17 @@ class Fleet(TrainableNetwork):
         seconds = [f"host_seconds/{rank}" for rank in range(len(self.members))]
         return {name: PendingMetric(self.read, reading, name) for name in (*METRICS, *seconds)}
 
-    @_dispatch.register
     def _save(self, call: Save | Wait) -> None:
         if isinstance(call, Save) and call.folder not in self._shared:
             self._check_shared(call.folder)
         self._save_failed = False
         self._run(call, agree=self.patience)  # others may be writing when one raises an error
 
-    @_dispatch.register(Claim)
-    @_dispatch.register(Restore)
-    def _in_folder(self, call: Any) -> Any:
-        self._check_shared(call.folder)
-        return self._run(call)
+    def _set_adapters(self, call: Call[Result], count: int) -> Result:
+        """Run a call after which the members have `count` adapters."""
+        result = self._run(call)
+        self._adapters = count
+        return result
 
     def _run(
         self, call: Call[Result], size: int | None = None, agree: float = SECONDS_TO_AGREE
@@ -263,7 +268,7 @@ class Fleet(TrainableNetwork):
         try:
             return joined(call, results, places)
         except HostError as error:
-            raise self.failed(str(error)) from None
+            raise self.failure(str(error)) from None
 
     def _run_in_batch(self, number: int, size: int, call: Call[Result]) -> Result:
         if number != self._batches:
@@ -347,9 +352,9 @@ class Fleet(TrainableNetwork):
             if len(done) == len(sent):
                 return [result.result() for result in sent]
             if gone := self._unresponsive(self.silence):
-                raise self._lost("; ".join(gone))
+                raise self._shut_down("; ".join(gone))
             if time.monotonic() > deadline:
-                raise self.failed(
+                raise self.failure(
                     f"a call to the hosts took more than {self.patience:.0f} s; if the hosts are "
                     "only slow, increase --patience"
                 )
@@ -365,9 +370,9 @@ class Fleet(TrainableNetwork):
     ) -> Exception:
         """Return the exception to raise in the leader for those that members have raised.
 
-        Shuts down the members unless they can go on; see `_results`, also for `sent` and `agree`.
+        Shuts down the members or lets them keep running; see `_results`, also for the arguments.
 
-            raised by members                  raised in the leader            can they go on?
+            raised by members                  raised in the leader            do they keep running?
             LostError                          HostError, PermanentError       no
             anything, while a member is silent HostError that names it         no
             InputError only, others agree      InputError (`_joint_error`)     yes
@@ -378,33 +383,42 @@ class Fleet(TrainableNetwork):
         error = failed[0].exception()
         assert isinstance(error, Exception)
         if isinstance(error, LostError):
-            lost = self.failed(fallback=str(error))
+            lost = self.failure(fallback=str(error))
             return PermanentError(str(lost)) if error.permanent else lost
         if isinstance(error, InputError):
-            # If a member dies during a read or a save, the others report it as bad input.
-            if gone := self._unresponsive(SECONDS_TO_ANSWER):
-                return self._lost("; ".join(gone))
-            # All members should report the same bad input.  One that has not done so may be waiting
-            # for one that has already raised the error.
-            deadline = time.monotonic() + agree
-            while (left := deadline - time.monotonic()) > 0:
-                self._wait(sent, min(left, self.silence))
-                if all(result.done() for result in sent):
-                    break
-                if gone := self._unresponsive(self.silence):
-                    return self._lost("; ".join(gone))
-            if not all(result.done() for result in sent):
-                self.kill()
+            if gone := self._wait_for_agreement(sent, agree):
+                return self._shut_down("; ".join(gone))
             errors = [result.exception() if result.done() else None for result in sent]
             others = [error for error in errors if not isinstance(error, InputError | None)]
             if not others:
                 return self._joint_error(errors)
             error = others[0]
             assert isinstance(error, Exception)
-        line = self.failed(str(error))
+        line = self.failure(str(error))
         # If another member has died, that is the cause.
         is_cause = isinstance(error, PermanentError | RaisedError) and str(line) == str(error)
         return error if is_cause else line
+
+    def _wait_for_agreement(self, sent: Sequence[Future[Any]], agree: float) -> list[str]:
+        """Wait until all members have finished or failed a call that is bad input to one of them.
+
+        A member that does not within `agree` seconds may be waiting for one that has raised the
+        error, so all members are then shut down.
+
+        Returns:
+          A line for each member that does not respond, which is then the cause of the error.
+        """
+        # If a member dies during a read or a save, the others report it as bad input.
+        gone = self._unresponsive(SECONDS_TO_ANSWER)
+        deadline = time.monotonic() + agree
+        while not gone and (left := deadline - time.monotonic()) > 0:
+            self._wait(sent, min(left, self.silence))
+            if all(result.done() for result in sent):
+                return []
+            gone = self._unresponsive(self.silence)
+        if not gone and not all(result.done() for result in sent):
+            self.kill()
+        return gone
 
     def _joint_error(self, errors: Sequence[BaseException | None]) -> InputError:
         """Return the error that the leader raises for a call that is bad input to some members.
@@ -433,7 +447,7 @@ class Fleet(TrainableNetwork):
                 problems.append(f"{name} {error}")
         return problems
 
-    def failed(self, message: str = "", *, fallback: str = "") -> HostError:
+    def failure(self, message: str = "", *, fallback: str = "") -> HostError:
         """Shut down all members and return a HostError for the caller to raise.
 
         The text of the error begins with a list of the members that do not respond.
@@ -443,9 +457,9 @@ class Fleet(TrainableNetwork):
           fallback: text of the error if there is no `message` and all members respond.
         """
         gone = self._unresponsive(SECONDS_TO_ANSWER)
-        return self._lost("; ".join([*gone, message] if message else gone or [fallback]))
+        return self._shut_down("; ".join([*gone, message] if message else gone or [fallback]))
 
-    def _lost(self, why: str) -> HostError:
+    def _shut_down(self, why: str) -> HostError:
         """Shut down all members and return a HostError with the text `why`.
 
         All later calls raise a HostError that repeats `why`.

@@ -1,7 +1,7 @@
 """Connections between the processes of a run that no driver has started.
 
-    process 0: `gathered`         process 1: `joined`
-    Connection  <---- TCP ---->   Connection
+    process 0: `accept_others`     process 1: `connect_to_leader`
+    Connection   <---- TCP ---->   Connection
 
 Process 0 waits until all other processes have connected to it, and compares what must be equal in
 all of them.
@@ -166,7 +166,7 @@ class Peer(NamedTuple):
     address: str
 
 
-def gathered(
+def accept_others(
     place: Place, facts: dict[str, Any], *, seconds: float, heartbeat: int
 ) -> tuple[str, list[Peer]]:
     """Wait for all other processes, in process 0.
@@ -183,15 +183,15 @@ def gathered(
       InputError: in all processes, if they do not all connect in time, two have the same index, or
         a fact differs.
     """
-    return _Gathering(place, facts, seconds, heartbeat).run()
+    return _Acceptance(place, facts, seconds, heartbeat).run()
 
 
-def joined(
+def connect_to_leader(
     place: Place, facts: dict[str, Any], *, seconds: float, heartbeat: int
 ) -> tuple[Connection, list[str]]:
     """Connect to process 0; return the connection, and the machine's name of each process.
 
-    The arguments and errors are those of `gathered`.
+    The arguments and errors are those of `accept_others`.
     """
     deadline = time.monotonic() + seconds
     connection = _connected(place, seconds, heartbeat)
@@ -216,8 +216,8 @@ def joined(
     return connection, answer["hosts"]
 
 
-class _Gathering:
-    """The processes that have connected to process 0 so far; see `gathered`."""
+class _Acceptance:
+    """The processes that have connected to process 0 so far; see `accept_others`."""
 
     def __init__(self, place: Place, facts: dict[str, Any], seconds: float, heartbeat: int):
         self._place, self._facts, self._seconds = place, _json(facts), seconds
@@ -229,7 +229,7 @@ class _Gathering:
         self._refused = 0  # number of processes that were refused besides those in `_connections`
 
     def run(self) -> tuple[str, list[Peer]]:
-        """Return the result of `gathered`."""
+        """Return the result of `accept_others`."""
         if (problem := self._assemble()) is not None:
             self._refuse_all(problem)
             raise InputError(problem)

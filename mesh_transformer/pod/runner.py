@@ -58,18 +58,18 @@ PACKAGE_VERSION = "the version of mesh_transformer (digest of its sources)"
 
 def versions() -> dict[str, str | None]:
     """Return {what: version} of this process's code, which must be equal in all of a run."""
-    found: dict[str, str | None] = {}
+    result: dict[str, str | None] = {}
     for package in ("jax", "jaxlib", "libtpu", "orbax-checkpoint"):
         try:
-            found[f"the version of {package}"] = importlib.metadata.version(package)
+            result[f"the version of {package}"] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[f"the version of {package}"] = None
+            result[f"the version of {package}"] = None
     digest = hashlib.sha256()
     folder = Path(__file__).parent.parent
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
     version = f"{mesh_transformer.__version__} ({digest.hexdigest()[:12]})"
-    return found | {PACKAGE_VERSION: version}
+    return result | {PACKAGE_VERSION: version}
 
 
 def check_versions(hosts: Mapping[str, Mapping[str, str | None]]) -> None:
@@ -349,9 +349,9 @@ class NetworkRunner:
         if isinstance(values, Exception):
             raise values
         numbers = {name: float(value) for name, value in values.items()}
-        ended = self._record_finished(read=1)
+        finished = self._record_finished(read=1)
         seconds, failed = self._clock.pop_seconds(), self._started.save_failed
-        return StepReport(step, seconds, numbers, ended, failed, self._notice)
+        return StepReport(step, seconds, numbers, finished, failed, self._notice)
 
     def run(self, call: Call[Result]) -> Result:
         """Run a call with the rows of this process; see `CausalTransformer.run`.

@@ -15,7 +15,7 @@ class StepReport(NamedTuple):
       step: number of the step.
       seconds: duration of the step on this host, in seconds.
       numbers: the step's metrics, by name.
-      ended: number of later steps that have also finished on this host.
+      finished: number of later steps that have also finished on this host.
       save_failed: whether the last save of a checkpoint has failed on this host.
       notice: whether this host has received SIGTERM, a sign that its machine will be shut down.
     """
@@ -23,7 +23,7 @@ class StepReport(NamedTuple):
     step: int
     seconds: float
     numbers: dict[str, float]
-    ended: int
+    finished: int
     save_failed: bool
     notice: bool = False
 
@@ -36,15 +36,15 @@ class DispatchedStep:
       step: number of the step.
       dispatched: the results of the `Train` calls, one per host, which come later.
       values: metrics of the step; None until `Fleet.read` has fetched them.
-      failed: the error of the step, if it has failed.
-      ended: whether all hosts have reported that the step has finished.
+      error: the error of the step, if it has failed.
+      finished: whether all hosts have reported that the step has finished.
     """
 
     step: int
     dispatched: list[Future[Any]]
     values: dict[str, float] | None = None
-    failed: Exception | None = None
-    ended: bool = False
+    error: Exception | None = None
+    finished: bool = False
 
 
 class PendingMetric:
@@ -69,4 +69,4 @@ class PendingMetric:
 
         A finished step may give False until metrics of this step or an earlier one are read.
         """
-        return self._reading.ended or self._reading.values is not None
+        return self._reading.finished or self._reading.values is not None

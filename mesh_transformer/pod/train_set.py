@@ -78,5 +78,5 @@ class ClusterTrainSet:
         """
         states = self._fleet.call(method, *[arguments] * len(self._fleet.members))
         if any(state != states[0] for state in states):
-            raise self._fleet.failed("the hosts are at different records of train_set")
+            raise self._fleet.failure("the hosts are at different records of train_set")
         self._state = states[0]

@@ -89,7 +89,7 @@ def test_members_run_calls_in_the_order_in_which_they_were_sent(seed):
 
 
 # For each member, what a call raises in it; then the class and line of the leader's error, and
-# whether the fleet goes on.
+# whether the fleet keeps running.
 OUTCOMES = {
     "one": ([None, InputError("full disk"), None], InputError, "host 1: full disk", True),
     "all": ([InputError(f"disk {n}") for n in range(3)], InputError, "disk 0", True),
@@ -110,7 +110,7 @@ OUTCOMES = {
 
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_a_call_fails_in_the_leader_if_it_fails_in_a_member(name):
-    errors, kind, line, goes_on = OUTCOMES[name]
+    errors, kind, line, is_running = OUTCOMES[name]
 
     def act(rank: int, fails: bool) -> int:
         if fails and errors[rank] is not None:
@@ -124,8 +124,8 @@ def test_a_call_fails_in_the_leader_if_it_fails_in_a_member(name):
         assert str(caught.value).startswith(line)
         if kind is DamagedError:
             assert (caught.value.step, caught.value.previous) == ("/m/step_9", "step_6")
-        assert made.ended is not goes_on
-        if goes_on:
+        assert made.ended is not is_running
+        if is_running:
             assert made.call("run", *[(False,)] * 3) == [0, 1, 2]
         else:
             with pytest.raises(HostError, match=r"have been shut down \(.*create a new cluster"):
@@ -372,7 +372,7 @@ def test_a_process_that_does_not_answer_is_named(ends, capsys):
     led = EveryHost(CONFIG, [Peer(Connection(here, 10), "node1", "")], None, 10)
     began = time.monotonic()
     led._name_silent()
-    assert time.monotonic() - began >= every_host.SECONDS_TO_ANSWER
+    assert time.monotonic() - began >= every_host.SECONDS_AT_ABORT
     assert ends == [1]
     assert f"error: process 1 (node1) does not answer; {ADVICE}\n" in capsys.readouterr().err
     there.close()

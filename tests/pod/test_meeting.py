@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_transformer.pod.meeting import MOST_BYTES, Connection, Place, gathered, joined
+from mesh_transformer.pod.meeting import (
+    MOST_BYTES,
+    Connection,
+    Place,
+    accept_others,
+    connect_to_leader,
+)
 from mesh_transformer.util import InputError
 from tests.support.multihost import free_port
 from tests.support.waiting import wait_until
@@ -32,7 +38,7 @@ def together(count: int, act: Callable[[int], Any]) -> list[Any]:
 
 def connect(place: Place, facts: dict[str, Any], seconds: float = SECONDS) -> Any:
     """Return what this process gets: process 0 the others, and another process its connection."""
-    own = joined if place.index else gathered
+    own = connect_to_leader if place.index else accept_others
     return own(place, facts, seconds=seconds, heartbeat=10)
 
 

@@ -30,7 +30,7 @@ class Hosts:
         self.calls.append((method, arguments[0]))
         return self.answer(method, len(self.calls))
 
-    def failed(self, message: str) -> HostError:
+    def failure(self, message: str) -> HostError:
         return HostError(message)
 
 
