@@ -25,14 +25,14 @@ class Row:
       prompt_J: the pages that hold the prompt until it is complete.  Other rows may use these too,
         so the first ones are not those of `page_J` if the answer is written over them.
       shares: whether other rows may use its prompt's pages, and it theirs.
-      first: the first pages of the prompt that it has given back already, and their tokens.
+      returned: the first pages of the prompt, if it has given these back, and their keys.
     """
 
     def __init__(self, page_J: np.ndarray, prompt_J: np.ndarray, shares: bool):
         self.page_J = page_J
         self.prompt_J = prompt_J
         self.shares = shares
-        self.first: list[tuple[int, bytes | None]] = []
+        self.returned: list[tuple[int, bytes | None]] = []
 
 
 class Pages:
@@ -77,8 +77,8 @@ class Pages:
 
     def needed(self, prompt: np.ndarray, positions: int, *, use_kept: bool = True) -> int:
         """Return by how many pages `add_row`, with these arguments, reduces `available`."""
-        count, twice, found = self._planned(prompt, positions, use_kept)
-        return self._taken(count + twice, found)
+        count, overwritten, kept = self._plan(prompt, positions, use_kept)
+        return self._new_pages(count + overwritten, kept)
 
     def find(self, prompt: np.ndarray) -> list[int]:
         """Return the kept pages that begin a prompt, in order.
@@ -89,13 +89,13 @@ class Pages:
         Args:
           prompt: token ids [T].
         """
-        found = []
+        kept = []
         for end in range(self.pool.page, len(prompt), self.pool.page):
             page = self._pages.get(_key(prompt[:end]))
             if page is None:
                 break
-            found.append(page)
-        return found
+            kept.append(page)
+        return kept
 
     def add_row(self, prompt: np.ndarray, positions: int, *, use_kept: bool = True) -> Row:
         """Return the pages of a new row.
@@ -119,18 +119,18 @@ class Pages:
         Raises:
           NoPageError: if too few pages are available; nothing is taken then.
         """
-        count, twice, found = self._planned(prompt, positions, use_kept)
-        needed = self._taken(count + twice, found)
+        count, overwritten, kept = self._plan(prompt, positions, use_kept)
+        needed = self._new_pages(count + overwritten, kept)
         if needed > self.available:
             raise NoPageError(f"{needed} pages are needed, and {self.available} available")
-        for page in found:  # before any is given away
-            self._use(page)
+        for page in kept:  # before any is given away
+            self._add_user(page)
         row = self.no_row
-        row.prompt_J[: len(found)] = found
-        row.prompt_J[len(found) : count] = [self._take() for _ in range(count - len(found))]
+        row.prompt_J[: len(kept)] = kept
+        row.prompt_J[len(kept) : count] = [self._take_page() for _ in range(count - len(kept))]
         row.page_J[:] = row.prompt_J
-        row.page_J[:twice] = [self._take() for _ in range(twice)]
-        row.shares = self._shares(len(prompt), positions)
+        row.page_J[:overwritten] = [self._take_page() for _ in range(overwritten)]
+        row.shares = self._can_share(len(prompt), positions)
         return row
 
     def share(self, row: Row, prompt: np.ndarray, filled: int) -> int:
@@ -144,17 +144,17 @@ class Pages:
         Returns:
           The number of positions that the row holds now.
         """
-        found = self.find(prompt) if row.shares else []
-        if len(found) * self.pool.page <= filled:
+        kept = self.find(prompt) if row.shares else []
+        if len(kept) * self.pool.page <= filled:
             return filled
-        for at, page in enumerate(found):
+        for at, page in enumerate(kept):
             old = int(row.prompt_J[at])
             if page != old:
-                self._use(page)
+                self._add_user(page)
                 self._give_back(row.prompt_J[at : at + 1])
                 row.prompt_J[at] = page
                 row.page_J[at] = page if row.page_J[at] == old else row.page_J[at]
-        return len(found) * self.pool.page
+        return len(kept) * self.pool.page
 
     def keep(self, row: Row, prompt: np.ndarray) -> None:
         """Keep the complete pages of a prompt that a row now holds.
@@ -173,7 +173,7 @@ class Pages:
     def end_prompt(self, row: Row) -> None:
         """Give back the pages that the row needed only until its prompt was complete."""
         first = row.prompt_J[row.prompt_J != row.page_J]
-        row.first = [(page, self._keys.get(page)) for page in first.tolist()]
+        row.returned = [(page, self._keys.get(page)) for page in first.tolist()]
         self._give_back(first)
         row.prompt_J[:] = row.page_J
         row.shares = False
@@ -185,39 +185,40 @@ class Pages:
         self._give_back(row.page_J[row.page_J >= 0])
         row.page_J[:] = row.prompt_J[:] = -1
         # The later pages of the prompt are useless without its first ones.
-        for page, key in reversed(row.first):
+        for page, key in reversed(row.returned):
             if page in self._idle and self._keys[page] == key:
                 self._idle.move_to_end(page)
 
-    def _planned(
+    def _plan(
         self, prompt: np.ndarray, positions: int, use_kept: bool
     ) -> tuple[int, int, list[int]]:
         """Return a row's number of pages, how many are written over, and the kept ones to use."""
         count = min(-(-positions // self.pool.page), self._places)
-        if not self._shares(len(prompt), positions):
+        if not self._can_share(len(prompt), positions):
             return count, 0, []
-        return count, self._wrapped(len(prompt), positions), self.find(prompt) if use_kept else []
+        overwritten = self._overwritten_pages(len(prompt), positions)
+        return count, overwritten, self.find(prompt) if use_kept else []
 
-    def _taken(self, count: int, found: list[int]) -> int:
-        """Return how many of `count` pages no row uses yet, if the `found` ones are among them."""
-        return count - sum(self._users[page] > 0 for page in found)
+    def _new_pages(self, count: int, kept: list[int]) -> int:
+        """Return how many of `count` pages no row uses yet, if the `kept` ones are among them."""
+        return count - sum(self._users[page] > 0 for page in kept)
 
-    def _shares(self, tokens: int, positions: int) -> bool:
+    def _can_share(self, tokens: int, positions: int) -> bool:
         """Return whether a new row may share the pages of its prompt, which has `tokens` tokens."""
-        twice = self._wrapped(tokens, positions)
-        return self._keep and (not twice or self._places + twice <= self.pool.pages)
+        overwritten = self._overwritten_pages(tokens, positions)
+        return self._keep and (not overwritten or self._places + overwritten <= self.pool.pages)
 
-    def _wrapped(self, tokens: int, positions: int) -> int:
+    def _overwritten_pages(self, tokens: int, positions: int) -> int:
         """Return how many complete pages of a prompt the row's answer is written over."""
         over = max(positions - self._places * self.pool.page, 0)
         return min(-(-over // self.pool.page), tokens // self.pool.page)
 
-    def _use(self, page: int) -> None:
+    def _add_user(self, page: int) -> None:
         """Count a row that uses a kept page."""
         self._idle.pop(page, None)
         self._users[page] += 1
 
-    def _take(self) -> int:
+    def _take_page(self) -> int:
         """Return a free page, or the kept one that was not used for the longest time."""
         if self._free:
             page = self._free.pop()
