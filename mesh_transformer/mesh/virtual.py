@@ -83,11 +83,11 @@ def virtual(
             return [own.join(value, spec) for value, spec in zip(ends, after, strict=True)]
 
         variables = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
-        given = dict(zip(variables, (*closed.consts, *jax.tree.leaves(args)), strict=True))
+        inputs = dict(zip(variables, (*closed.consts, *jax.tree.leaves(args)), strict=True))
         # The trace has checked what each result varies along; this program has other types.
         arrays = jax.shard_map(
             local, mesh=mesh, in_specs=before, out_specs=list(after), check_vma=False
-        )(*(read(atom, given) for atom in call.invars))
+        )(*(read(atom, inputs) for atom in call.invars))
         return jax.tree.unflatten(jax.tree.structure(results), arrays)
 
     return run
@@ -136,9 +136,20 @@ def _calls_stay(mesh: Mesh) -> bool:
 class _Program(Blocks):
     """The program of one real device, which runs those of its virtual devices.
 
-    It does so in two steps: which mesh axes the virtual devices differ along is found for each
-    variable (forward through the equations, and through loops until nothing changes), and then the
-    equations are run, those between two collectives in a loop over the virtual devices that differ.
+    This takes two steps.  The first determines for each variable the mesh axes along which the
+    virtual devices differ: forward through the equations, and through loops until nothing changes.
+    The second runs the equations, those between two collectives in a loop over the virtual devices
+    that differ.
+
+    For example, each real device has two virtual devices along mp, `w` is split over mp, and `x`
+    and `bias` are not:
+
+        equation               axes of result   how it runs
+        a = dot(x, w)          (mp,)            one segment with b: a loop over the two
+        b = gelu(a)            (mp,)
+        c = psum(b, "mp")      ()               tree sum of the two, then across real devices
+        d = add(c, bias)       ()               once: all virtual devices have the same value
+        e, f = jit(g)(a, d)    (mp,), ()        the axes differ: equation by equation, like this
 
     Args:
       blocks: see `Blocks`.
@@ -164,10 +175,9 @@ class _Program(Blocks):
 
     def _axes_after_equation(self, eqn: JaxprEqn, inputs: list[Axes]) -> list[Axes]:
         name, params = eqn.primitive.name, eqn.params
-        if is_local(eqn) and (results := self._differing_axes(eqn, inputs)):
-            return results
         if is_local(eqn):
-            return [ordered(indices(eqn).union(*inputs))] * len(eqn.outvars)
+            same = [ordered(indices(eqn).union(*inputs))] * len(eqn.outvars)
+            return self._differing_axes(eqn, inputs) or same
         if name in SUMS | EXTREMES:
             return [ordered({*axes} - {*params["axes"]}) for axes in inputs]
         if name in GATHERS:
@@ -345,22 +355,20 @@ class _Program(Blocks):
         params, (jaxpr, consts) = eqn.params, opened(eqn.params["jaxpr"])
         first, count = carry_of(params)
         axes = self._axes_after_equation(eqn, [value.axes for value in values])
-        constant, start, each = (
-            values[:first],
-            values[first : first + count],
-            values[first + count :],
-        )
+        constants = values[:first]
+        start = values[first : first + count]
+        stacked = values[first + count :]
 
         def body(carry: list[Array], xs: list[Array]) -> tuple[list[Array], list[Array]]:
             now = [Value(x, own) for x, own in zip(carry, axes, strict=False)]
-            ones = [Value(x, value.axes) for x, value in zip(xs, each, strict=True)]
-            ends = self._spread_all(self.run(jaxpr, consts, [*constant, *now, *ones]), axes)
+            ones = [Value(x, value.axes) for x, value in zip(xs, stacked, strict=True)]
+            ends = self._spread_all(self.run(jaxpr, consts, [*constants, *now, *ones]), axes)
             return ends[:count], ends[count:]
 
         carry, ys = lax.scan(
             body,
             self._spread_all(start, axes[:count]),
-            [jnp.moveaxis(value.array, len(value.axes), 0) for value in each],
+            [jnp.moveaxis(value.array, len(value.axes), 0) for value in stacked],
             params["length"],
             params["reverse"],
             params.get("unroll", 1),
@@ -378,7 +386,7 @@ class _Program(Blocks):
         def now(carry: list[Array]) -> list[Value]:
             return [Value(x, own) for x, own in zip(carry, axes, strict=True)]
 
-        def goes_on(carry: list[Array]) -> Array:
+        def is_running(carry: list[Array]) -> Array:
             (result,) = self.run(*test, [*values[:first], *now(carry)])
             assert not result.axes, "virtual devices do not agree on the end of a loop"
             return result.array
@@ -386,7 +394,7 @@ class _Program(Blocks):
         def step(carry: list[Array]) -> list[Array]:
             return self._spread_all(self.run(*body, [*values[first:second], *now(carry)]), axes)
 
-        return now(lax.while_loop(goes_on, step, self._spread_all(values[second:], axes)))
+        return now(lax.while_loop(is_running, step, self._spread_all(values[second:], axes)))
 
     def _run_cond(self, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         which, *rest = values
