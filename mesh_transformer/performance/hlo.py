@@ -3,6 +3,19 @@
 Memory traffic is an estimate.  Each fusion, and each operation outside a fusion, is assumed to read
 its operands once and to write its results once.  If an operation reads or updates only a slice of
 an array, only this slice counts.  Arrays in on-chip memory do not count.
+
+Each line of HLO is parsed once, as an `Operation`.  For example, these lines yield:
+
+    %p = f32[8,4]{1,0} parameter(0)
+        An array of 128 bytes, which moves nothing itself.
+    %s = f32[1,4]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,4}
+        Reads the slice, 16 bytes of %p, and writes as many.
+    %f = f32[1,4]{1,0} fusion(%p, %s), kind=kLoop, calls=%fused
+        Reads of %p and %s what the operations of %fused use; writes what its ROOT gives, 16 bytes.
+    %r = f32[1,4]{1,0} all-reduce(%f), replica_groups={{0,1}}, to_apply=%add
+        A `Collective` of one f32 array of this shape in a group of two devices.
+    %w = (s32[], f32[8,4]{1,0}) while(%t), condition=%c, body=%b, ..."known_trip_count":{"n":"3"}
+        A `Loop` with 3 iterations, whose collectives and memory traffic are those of %b.
 """
 
 import math
@@ -19,9 +32,12 @@ KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective
 BETWEEN_SLICES = " between slices"
 # Kinds whose -start operation returns a tuple of its operands followed by its results.
 WITH_OPERANDS = ("all-gather", "collective-permute")
-_COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(?:-start)?\((.*)$")
-_SEND = re.compile(r" = (.*?) send\(.*_xla_megascale_transfer_type=\"([A-Z_]+)\"")
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="([A-Z_]+)"')
 _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\]")
+_LINE = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
+_ARRAY_WITH_LAYOUT = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
+# The layout of an array that is not in device memory names its memory space, such as S(1).
+_OTHER_MEMORY = re.compile(r"S\([1-9]")
 _BYTES = {"pred": 1, "bf16": 2}
 
 Groups = frozenset[frozenset[int]]
@@ -96,25 +112,137 @@ def groups_of(text: str) -> Groups:
     return frozenset(frozenset(map(int, row)) for row in ids)
 
 
-def _collectives_of(line: str) -> list[Collective]:
-    """Return one `Collective` per array that the operation in a line of HLO transfers.
+def computations(text: str) -> dict[str, list[str]]:
+    """Split a program's HLO text into computations, which are HLO's functions.
 
-    The list is empty if the operation is not a collective.
+    Returns:
+      A dict from the name of each computation to its lines.  The name of the entry computation is
+      "ENTRY".
     """
-    send = _SEND.search(line)
-    if send:
-        dtype, shape = _ARRAY.findall(send[1])[0]  # the others are bookkeeping
-        kind = send[2].lower().replace("_", "-") + BETWEEN_SLICES
-        return [Collective(kind, _shape(shape), dtype, frozenset(), "")]
-    match = _COLLECTIVE.search(line)
+    result: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        header = re.match(r"(ENTRY )?%(\S+) .*\{$", line)
+        if header:
+            lines = result.setdefault("ENTRY" if header[1] else header[2], [])
+        else:
+            lines.append(line)
+    return result
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation, which is one line of a program's HLO text.
+
+    The result of an operation may consist of several arrays.
+
+    Attributes:
+      kind: HLO's name for the kind of operation, such as "fusion".
+      bytes: total size of the result's arrays that are in device memory.
+      whole: total size in bytes of all the result's arrays, in any memory.
+      operands: names of the operations whose results this operation reads.
+      called: name of the computation that this operation calls; None if it calls none.
+      body: name of the computation that a `while` loop repeats; None for all other operations.
+      root: whether this is the ROOT operation, which gives the result of its computation.
+      type: HLO's type of the result.
+      rest: HLO's text after the "(" of the operands.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    whole: int
+    operands: tuple[str, ...]
+    called: str | None
+    body: str | None
+    root: bool
+    type: str
+    rest: str
+
+    @property
+    def is_piece(self) -> bool:
+        """Whether this is one of several operations into which the compiler has split a collective.
+
+        `Program` counts the memory traffic of such a collective separately.
+        """
+        return self.kind in KINDS and "chain_id=" in self.rest
+
+    @property
+    def names_operands(self) -> bool:
+        """Whether this is a -start operation whose result is a tuple that begins with its operands.
+
+        For example, an all-gather-start returns a tuple of its operands and its results.
+        """
+        kind = self.kind.removesuffix("-start")
+        return kind != self.kind and (kind in WITH_OPERANDS or self.type.startswith("(("))
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    """Compute the size in bytes of an HLO type: an array type, or a tuple of array types.
+
+    Returns:
+      The total size of the arrays in device memory, and the total size of all arrays.
+    """
+    in_device_memory = total = 0
+    for dtype, shape, layout in _ARRAY_WITH_LAYOUT.findall(text):
+        size = int(width(dtype) * math.prod(int(n) for n in shape.split(",") if n))
+        total += size
+        in_device_memory += 0 if _OTHER_MEMORY.search(layout) else size
+    return in_device_memory, total
+
+
+def _operation(line: str) -> Operation | None:
+    """Parse a line of HLO; return None if the line is not an operation."""
+    match = _LINE.match(line)
     if match is None:
+        return None
+    root, name, result, kind, rest = match.groups()
+    called = re.search(r"(?:calls|to_apply)=%([^\s,)]+)", rest)
+    body = re.search(r"body=%([^\s,]+)", rest) if kind == "while" else None
+    if kind == "fusion" and "output_to_operand_aliasing" in rest and "calls=%copy_fusion" in rest:
+        kind, called = "copy", None  # TPU7x's compiler puts each copy in place into a fusion
+    operands = tuple(re.findall(r"%([^\s,()]+)", rest.partition(")")[0]))
+    in_device_memory, total = _sizes(result)
+    return Operation(
+        name=name,
+        kind=kind,
+        bytes=in_device_memory,
+        whole=total,
+        operands=operands,
+        called=called and called[1],
+        body=body and body[1],
+        root=root is not None,
+        type=result,
+        rest=rest,
+    )
+
+
+Operations = dict[str, Operation]  # those of one computation, by name
+
+
+def _parse_operations(text: str) -> dict[str, Operations]:
+    """Return the operations of each computation of a program, by its name; see `computations`."""
+    return {
+        name: {operation.name: operation for operation in map(_operation, lines) if operation}
+        for name, lines in computations(text).items()
+    }
+
+
+def _collectives_of(operation: Operation) -> list[Collective]:
+    """Return one `Collective` per array that an operation transfers; none for other operations."""
+    kind = operation.kind.removesuffix("-start")
+    arrays = _ARRAY.findall(operation.type)
+    between = _BETWEEN_SLICES.search(operation.rest) if kind == "send" else None
+    if between:
+        dtype, shape = arrays[0]  # the others are bookkeeping
+        kind = between[1].lower().replace("_", "-") + BETWEEN_SLICES
+        return [Collective(kind, _shape(shape), dtype, frozenset(), "")]
+    if kind not in KINDS:
         return []
-    result, kind, rest = match.groups()
-    name = re.search(r'op_name="([^"]*)"', rest)
-    where, groups = name[1] if name else "", groups_of(rest)
-    chain = re.search(r'chain_id="(\w+)"', rest)
-    arrays = _ARRAY.findall(result)
-    if f" {kind}-start(" in line and kind in WITH_OPERANDS:
+    name = re.search(r'op_name="([^"]*)"', operation.rest)
+    where, groups = name[1] if name else "", groups_of(operation.rest)
+    chain = re.search(r'chain_id="(\w+)"', operation.rest)
+    if kind != operation.kind and kind in WITH_OPERANDS:
         arrays = [array for array in arrays if array != ("u32", "")]  # drop context scalars
         arrays = arrays[len(arrays) // 2 :]
     return [
@@ -172,44 +300,26 @@ def parse(text: str) -> Loop:
       A `Loop` with one iteration that represents the whole program.  The program's own loops are
       nested in it.
     """
-    return _loop(computations(text), "ENTRY", 1)
+    return _loop(_parse_operations(text), "ENTRY", 1)
 
 
-def computations(text: str) -> dict[str, list[str]]:
-    """Split a program's HLO text into computations, which are HLO's functions.
-
-    Returns:
-      A dict from the name of each computation to its lines.  The name of the entry computation is
-      "ENTRY".
-    """
-    result: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%(\S+) .*\{$", line)
-        if header:
-            lines = result.setdefault("ENTRY" if header[1] else header[2], [])
-        else:
-            lines.append(line)
-    return result
-
-
-def _loop(computations: dict[str, list[str]], name: str, trips: int | None) -> Loop:
-    """Parse the computation `name` as the body of a loop with `trips` iterations.
+def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> Loop:
+    """Return the computation `name` as the body of a loop with `trips` iterations.
 
     Collectives and loops in computations that the body calls are included.
 
     Args:
-      computations: the program's computations, as the function `computations` returns them.
+      computations: the program's computations, from `_parse_operations`.
     """
     loop = Loop(trips, [], [])
-    for line in computations[name]:
-        body = re.search(r" while\(.*body=%([^\s,]+)", line)
-        if body:
-            loop.loops.append(_loop(computations, body[1], trip_count(computations, line)))
+    for operation in computations[name].values():
+        if operation.body:
+            trips = _trip_count(computations, operation)
+            loop.loops.append(_loop(computations, operation.body, trips))
             continue
-        loop.collectives += _collectives_of(line)
-        for called in re.findall(r"(?:calls|to_apply)=%([^\s,)]+)", line):
-            inner = _loop(computations, called, 1)
+        loop.collectives += _collectives_of(operation)
+        if operation.called:
+            inner = _loop(computations, operation.called, 1)
             loop.collectives += inner.collectives
             loop.loops += inner.loops
     loop.collectives = _merge_split_collectives(loop.collectives)
@@ -231,23 +341,24 @@ def _merge_split_collectives(collectives: list[Collective]) -> list[Collective]:
     return joined
 
 
-def trip_count(computations: dict[str, list[str]], line: str) -> int | None:
-    """Return the number of iterations of the `while` loop in a line of HLO; None if it is unknown.
+def _trip_count(computations: dict[str, Operations], loop: Operation) -> int | None:
+    """Return the number of iterations of a `while` loop; None if it is unknown.
 
-    If the line does not state the number, but the loop's condition contains exactly one integer
+    If its line does not state the number, but the loop's condition contains exactly one integer
     constant, the result is this constant.
 
     Args:
-      computations: the program's computations, as the function `computations` returns them.
-      line: the line of the `while` operation.
+      computations: the program's computations, from `_parse_operations`.
     """
-    known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+    known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
     if known:
         return int(known[1])
-    condition = re.search(r"condition=%([^\s,]+)", line)
-    lines = computations.get(condition[1], []) if condition else []
+    condition = re.search(r"condition=%([^\s,]+)", loop.rest)
+    operations = computations.get(condition[1], {}) if condition else {}
     constants = {
-        int(n) for text in lines for n in re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)
+        int(operation.rest.partition(")")[0])
+        for operation in operations.values()
+        if operation.kind == "constant" and re.match(r"s32\[\]", operation.type)
     }
     return constants.pop() if len(constants) == 1 else None
 
@@ -274,10 +385,6 @@ SLICES = ("dynamic-slice", "slice", "gather")
 # Operations that update their first operand in place.  The number is the index of the operand that
 # holds the new values.
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-_LINE = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
-_ARRAY_WITH_LAYOUT = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
-# The layout of an array that is not in device memory names its memory space, such as S(1).
-_OTHER_MEMORY = re.compile(r"S\([1-9]")
 
 
 def planned_memory(compiled: Any) -> int:
@@ -290,93 +397,6 @@ def planned_memory(compiled: Any) -> int:
     # `peak_memory_in_bytes` is not used, because it omits the temporaries on CPUs.
     arguments_and_outputs = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
     return arguments_and_outputs - analysis.alias_size_in_bytes + analysis.temp_size_in_bytes
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One operation, which is one line of a program's HLO text.
-
-    The result of an operation may consist of several arrays.
-
-    Attributes:
-      kind: HLO's name for the kind of operation, such as "fusion".
-      bytes: total size of the result's arrays that are in device memory.
-      whole: total size in bytes of all the result's arrays, in any memory.
-      operands: names of the operations whose results this operation reads.
-      called: name of the computation that this operation calls; None if it calls none.
-      body: name of the computation that a `while` loop repeats; None for all other operations.
-      root: whether this is the ROOT operation, which gives the result of its computation.
-      line: the line of HLO text.
-    """
-
-    name: str
-    kind: str
-    bytes: int
-    whole: int
-    operands: tuple[str, ...]
-    called: str | None
-    body: str | None
-    root: bool
-    line: str
-
-    @property
-    def is_piece(self) -> bool:
-        """Whether this is one of several operations into which the compiler has split a collective.
-
-        `Program` counts the memory traffic of such a collective separately.
-        """
-        return self.kind in KINDS and "chain_id=" in self.line
-
-    @property
-    def names_operands(self) -> bool:
-        """Whether this is a -start operation whose result is a tuple that begins with its operands.
-
-        For example, an all-gather-start returns a tuple of its operands and its results.
-        """
-        kind = self.kind.removesuffix("-start")
-        return kind != self.kind and (kind in WITH_OPERANDS or " = ((" in self.line)
-
-
-def _sizes(text: str) -> tuple[int, int]:
-    """Compute the size in bytes of an HLO type: an array type, or a tuple of array types.
-
-    Returns:
-      The total size of the arrays in device memory, and the total size of all arrays.
-    """
-    in_device_memory = total = 0
-    for dtype, shape, layout in _ARRAY_WITH_LAYOUT.findall(text):
-        size = int(width(dtype) * math.prod(int(n) for n in shape.split(",") if n))
-        total += size
-        in_device_memory += 0 if _OTHER_MEMORY.search(layout) else size
-    return in_device_memory, total
-
-
-def _operation(line: str) -> Operation | None:
-    """Parse a line of HLO; return None if the line is not an operation."""
-    match = _LINE.match(line)
-    if match is None:
-        return None
-    root, name, result, kind, rest = match.groups()
-    called = re.search(r"(?:calls|to_apply)=%([^\s,)]+)", rest)
-    body = re.search(r"body=%([^\s,]+)", rest) if kind == "while" else None
-    if kind == "fusion" and "output_to_operand_aliasing" in rest and "calls=%copy_fusion" in rest:
-        kind, called = "copy", None  # TPU7x's compiler puts each copy in place into a fusion
-    operands = tuple(re.findall(r"%([^\s,()]+)", rest.partition(")")[0]))
-    in_device_memory, total = _sizes(result)
-    return Operation(
-        name=name,
-        kind=kind,
-        bytes=in_device_memory,
-        whole=total,
-        operands=operands,
-        called=called and called[1],
-        body=body and body[1],
-        root=root is not None,
-        line=line,
-    )
-
-
-Operations = dict[str, Operation]  # those of one computation, by name
 
 
 class Program:
@@ -394,12 +414,8 @@ class Program:
     """
 
     def __init__(self, text: str):
-        self._lines = computations(text)
-        self._computations: dict[str, Operations] = {
-            name: {operation.name: operation for operation in map(_operation, lines) if operation}
-            for name, lines in self._lines.items()
-        }
-        runs = _loop(self._lines, "ENTRY", 1).runs()
+        self._computations = _parse_operations(text)
+        runs = _loop(self._computations, "ENTRY", 1).runs()
         self._by_split_collectives = sum(
             2 * times * collective.bytes for collective, times in runs if collective.chain
         )
@@ -431,7 +447,7 @@ class Program:
         operations = self._computations[name]
         for operation in operations.values():
             if operation.body:
-                trips = trip_count(self._lines, operation.line) or unknown_trips
+                trips = _trip_count(self._computations, operation) or unknown_trips
                 total += trips * self._moved_in(operation.body, unknown_trips)
             elif operation.kind == "call" and operation.called:
                 total += self._moved_in(operation.called, unknown_trips)
@@ -474,9 +490,9 @@ class _Fusion:
 
     def bytes_read(self, index: int) -> int:
         """Return the bytes that the fusion reads from its parameter `index`."""
-        marker = f" parameter({index})"
         operations = self._operations.values()
-        return self._used(next(one for one in operations if marker in one.line))
+        parameters = (one for one in operations if one.kind == "parameter")
+        return self._used(next(one for one in parameters if one.rest.startswith(f"{index})")))
 
     def bytes_written(self) -> int:
         """Return the bytes that the fusion writes."""
@@ -550,6 +566,5 @@ def _moved_by_start(operation: Operation, source: Operation) -> int:
     Args:
       source: the operation whose result it reads.
     """
-    sizes = _sizes(operation.line.partition(" = ")[2].lstrip("( "))
-    moved = sizes[1] - source.whole  # the result is a tuple of the target and the source
+    moved = operation.whole - source.whole  # the result is a tuple of the target and the source
     return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)
