@@ -38,42 +38,41 @@ def update(
     config = optimizer.config
     rest, matrices = partition(optimizer.declared, optimizer.declared, is_offloaded)
     updated: tuple[Any, OptState] = ({}, {})
-    for part in _single(matrices):
+    for part in _one_leaf_each(matrices):
         new = _update_matrix(function, Optimizer(config, part), grads, state, params)
         updated = combine(updated[0], new[0]), combine(updated[1], new[1])
     optimizer = Optimizer(config, rest)
-    new = function(optimizer, select(grads, rest), _own(optimizer, state), select(params, rest))
+    own = {"count": state["count"]} | _moments(optimizer, state)
+    new = function(optimizer, select(grads, rest), own, select(params, rest))
     return combine(updated[0], new[0]), combine(updated[1], new[1])
 
 
-def _single(declared: Any) -> Iterator[Any]:
+def _one_leaf_each(declared: Any) -> Iterator[Any]:
     """Yield for each leaf of a nested dict a nested dict with this leaf alone."""
     for name, node in declared.items():
-        for part in [node] if is_declaration(node) else _single(node):
+        for part in [node] if is_declaration(node) else _one_leaf_each(node):
             yield {name: part}
 
 
-def _own(optimizer: Optimizer, state: OptState) -> OptState:
-    """Return the part of the state that belongs to the parameters of `optimizer`."""
-    moments = {name: select(state[name], tree) for name, tree in optimizer.moments().items()}
-    return {"count": state["count"]} | moments
+def _moments(optimizer: Optimizer, state: OptState) -> OptState:
+    """Return the moments of the parameters of `optimizer`: the state without the count."""
+    return {name: select(state[name], tree) for name, tree in optimizer.moments().items()}
 
 
 def _update_matrix(
     function: Update, optimizer: Optimizer, grads: Any, state: OptState, params: Any
 ) -> tuple[Any, OptState]:
-    """Update the only matrix of `optimizer`; see `update`.  The result has no `count`."""
+    """Update the only matrix of `optimizer` (see `update`); return it and its moments."""
     declared, config = optimizer.declared, optimizer.config
-    grads, params, state = select(grads, declared), select(params, declared), _own(optimizer, state)
-    count = state.pop("count")
-    arrays = params, state
+    grads, count = select(grads, declared), {"count": state["count"]}
+    arrays = select(params, declared), _moments(optimizer, state)
     put_back = on_host if config.offload == "params" else on_device
 
     def updated(optimizer: Optimizer, grads: Any, arrays_on_device: Any) -> Any:
-        params, state = arrays_on_device
-        params, state = function(optimizer, grads, {"count": count} | state, params)
-        del state["count"]
-        return jax.tree.map(put_back, params), jax.tree.map(on_host, state)
+        params, moments = arrays_on_device
+        params, state = function(optimizer, grads, count | moments, params)
+        moments = {name: state[name] for name in moments}
+        return jax.tree.map(put_back, params), jax.tree.map(on_host, moments)
 
     (matrix,) = jax.tree.leaves(declared, is_leaf=is_declaration)
     if not matrix.stacked:

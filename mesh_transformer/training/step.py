@@ -233,7 +233,7 @@ def gradients(
     params: Any,
     frozen: Any,
     batch: Batch,
-    count: Array | None = None,
+    microbatches: Array | None = None,
     *,
     config: Config,
     par: Parallel,
@@ -248,7 +248,7 @@ def gradients(
       batch: `obs` and `target` [A, B, T], optionally `loss_mask` and `segment_ids` (see
         `CausalTransformer.train`), and with dropout `key` [A, B] (see `sequence_keys`).  Inside a
         `shard_map`, B counts only the device's sequences.
-      count: the number of microbatches to use, from the first (default: all A).
+      microbatches: the number of microbatches to use, from the first (default: all A).
     """
     every = transformer.declarations(config)
     declared, fixed = partition(every, every)
@@ -256,8 +256,8 @@ def gradients(
     frozen = par.compute_copy(frozen, fixed, config.dtype)
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
     weights = None if mask is None else loss_weights(mask, par, segments)
-    if count is not None:  # the mean of the weights is 1 over the microbatches to use
-        weights = jax.tree.map(lambda w: w * (count / len(w)), weights)
+    if microbatches is not None:  # the mean of the weights is 1 over the microbatches to use
+        weights = jax.tree.map(lambda w: w * (microbatches / len(w)), weights)
     squares = Optimizer(config, declared).squares
 
     def loss_of(params: Any, *sample: Any) -> tuple[Array, Array]:
@@ -275,22 +275,20 @@ def gradients(
         grads, measured = one(sample)
         return jax.tree.map(jnp.add, sums, to_f32(grads)), measured
 
-    accumulation: Array | int = batch["obs"].shape[0]
     samples = (batch["obs"], batch["target"], weights, segments, batch.get("key"))
-    if count is None:
-        if accumulation == 1 and par.dp == 1:
+    accumulation = len(batch["obs"]) if microbatches is None else microbatches
+    sums = par.accumulator(params, declared)
+    if microbatches is not None:
+        sums, measured = _sum_of_first(microbatch, sums, samples, microbatches, par)
+    else:
+        if accumulation == 1 and par.dp == 1:  # nothing to add
             sums, of_each = one(jax.tree.map(lambda x: x[0], samples))
         else:
-            sums = par.accumulator(params, declared)
             sums, of_each = jax.lax.scan(microbatch, sums, samples)
         loss, last_loss, micro_square = of_each
         measured = jnp.stack(
             (loss.mean(), last_loss.mean(), jnp.sqrt(micro_square).mean(), micro_square.mean())
         )
-    else:
-        sums = par.accumulator(params, declared)
-        sums, measured = _sum_of_first(microbatch, sums, samples, count, par)
-        accumulation = count
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
     if weights is not None:
         measured = jnp.append(measured, weights.every_BT.mean())
@@ -306,9 +304,9 @@ def gradients(
 
 
 def _sum_of_first(
-    microbatch: Callable[..., Any], sums: Any, samples: Any, count: Array, par: Parallel
+    microbatch: Callable[..., Any], sums: Any, samples: Any, microbatches: Array, par: Parallel
 ) -> tuple[Any, Array]:
-    """Accumulate gradients and metrics over the first `count` microbatches of `samples`.
+    """Accumulate gradients and metrics over the first `microbatches` of `samples`.
 
     The number of iterations is not known at compile time, so that one program serves all sizes of
     a batch.
@@ -329,8 +327,8 @@ def _sum_of_first(
         return sums, totals + jnp.stack((loss, last_loss, jnp.sqrt(square), square))
 
     totals = par.zeros((4,), jnp.float32, "dp")
-    sums, totals = jax.lax.fori_loop(0, count, body, (sums, totals))
-    return sums, totals / count
+    sums, totals = jax.lax.fori_loop(0, microbatches, body, (sums, totals))
+    return sums, totals / microbatches
 
 
 MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro", "counted")
@@ -358,10 +356,10 @@ def compile_train(layout: StateLayout) -> Callable[..., Any]:
     """
     config, specs = layout.config, layout.specs
     batch = P(None, "dp")  # for all arrays of the batch
-    count = (P(),) if config.batch_ramp_steps else ()
+    microbatches = (P(),) if config.batch_ramp_steps else ()
     measure = layout.partitioned(
         gradients,
-        (specs["params"], specs["frozen"], batch, *count),
+        (specs["params"], specs["frozen"], batch, *microbatches),
         (specs["params"], dict.fromkeys(MEASURED, P())),
         attention=layout.attention,
         split_stream=config.shard_activations and config.shards > 1,
@@ -376,20 +374,22 @@ def compile_train(layout: StateLayout) -> Callable[..., Any]:
             results,
         )
 
-    def train_step(state: State, batch: Batch, *count: Array) -> tuple[State, dict[str, Array]]:
+    def train_step(
+        state: State, batch: Batch, *microbatches: Array
+    ) -> tuple[State, dict[str, Array]]:
         params, moments, step = state["params"], state["opt_state"], state["step"]
         if config.drops:
             accumulation, rows, _ = batch["obs"].shape
             batch = batch | {"key": sequence_keys(config.seed, step, (accumulation, rows))}
         copies = device_copies(params, layout.optimizer.declared, config, config.dtype)
-        grads, metrics = measure(copies, state["frozen"], batch, *count)
+        grads, metrics = measure(copies, state["frozen"], batch, *microbatches)
         rows = batch["obs"].shape[1]
         rate = learning_rate(config, step, state.get("sequences"), rows)
         norm = metrics["grad_norm"]
         new: State = {"step": step + 1}
         if "sequences" in state:
-            microbatches = count[0] if count else len(batch["obs"])
-            new["sequences"] = state["sequences"] + microbatches * rows
+            used = microbatches[0] if microbatches else len(batch["obs"])
+            new["sequences"] = state["sequences"] + used * rows
         may_skip = "loss_mask" in batch or config.skip_nonfinite or config.skip_spikes
         skipped = _is_skipped(config, state, metrics)
         if config.skip_spikes:
@@ -417,7 +417,7 @@ def compile_train(layout: StateLayout) -> Callable[..., Any]:
 
     return jax.jit(
         train_step,
-        in_shardings=(layout.shardings, *named(layout.mesh, (batch, *count))),
+        in_shardings=(layout.shardings, *named(layout.mesh, (batch, *microbatches))),
         out_shardings=(layout.shardings, named(layout.mesh, P())),
         donate_argnums=0,
         compiler_options=compiler_options(layout),
@@ -436,14 +436,14 @@ def whole_batch(config: Config, batch: dict[str, np.ndarray]) -> tuple[Any, ...]
     """
     if not config.batch_ramp_steps:
         return (batch,)
-    count, most = len(batch["obs"]), config.gradient_accumulation_steps
-    if count > most:
+    microbatches, most = len(batch["obs"]), config.gradient_accumulation_steps
+    if microbatches > most:
         raise InputError(
-            f"train: the batch has {count} microbatches, expected at most "
+            f"train: the batch has {microbatches} microbatches, expected at most "
             f"gradient_accumulation_steps ({most})"
         )
-    whole = {key: np.pad(x, ((0, most - count), (0, 0), (0, 0))) for key, x in batch.items()}
-    return whole, np.int32(count)
+    padding = ((0, most - microbatches), (0, 0), (0, 0))
+    return {key: np.pad(x, padding) for key, x in batch.items()}, np.int32(microbatches)
 
 
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:
