@@ -30,9 +30,7 @@ from etils import epath
 
 from mesh_transformer.checkpoint import integrity
 from mesh_transformer.checkpoint.host_arrays import LazyLeaf
-from mesh_transformer.checkpoint.integrity import (
-    tree_checksums,
-)
+from mesh_transformer.checkpoint.integrity import tree_checksums
 from mesh_transformer.checkpoint.joint_save import JointSave
 from mesh_transformer.checkpoint.orbax_handlers import (
     SAVE_SECONDS,
@@ -42,10 +40,7 @@ from mesh_transformer.checkpoint.orbax_handlers import (
     silence_failure_messages,
 )
 from mesh_transformer.checkpoint.saved_step import SavedStep
-from mesh_transformer.checkpoint.state_tree import (
-    check_names,
-    leaves,
-)
+from mesh_transformer.checkpoint.state_tree import check_names, leaves
 from mesh_transformer.checkpoint.step_folders import (
     BEST,
     TEMPORARY,
@@ -120,6 +115,9 @@ class Checkpoints:
        at Orbax's barriers, for which those of `JointSave` stand in: they fail together.
     6. Process 0 writes the checksums (`_write_integrity`), checks the lock, and renames the step.
     7. `_commit`: process 0 records the best step, and deletes old steps in another thread.
+    8. If any process fails in 2 to 6, `save` or `wait` raises an error in all of them: it reports
+       the failure to the others (`JointSave.fail`) and waits until these have stopped writing,
+       then process 0 deletes the unfinished step (`_failure`).
     """
 
     def __init__(
@@ -162,7 +160,7 @@ class Checkpoints:
         self._sums: dict[str, list[int]] = {}  # checksums of the leaves being saved
         self._saved = functools.cache(lambda step: SavedStep(self._path(step)))
         self._checkpointer = self._new_checkpointer()
-        silence_failure_messages(_should_log)
+        silence_failure_messages()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -409,12 +407,8 @@ class Checkpoints:
         if jax.process_index() != 0 or (self._pruning and self._pruning.is_alive()):
             return
         # In a separate thread, so that storage that hangs does not hold up a successful save.
-        self._pruning = start_thread(
-            self._prune,
-            saved,
-            name="prune",
-            failed=self._warn_of_pruning,
-        )
+        warn = self._warn_of_pruning
+        self._pruning = start_thread(self._prune, saved, name="prune", failed=warn)
 
     def _record_best(self) -> None:
         """Make the file `best` name the step that the last `aux` names, if that step is saved."""
@@ -571,16 +565,3 @@ def _save_args(leaf: Any) -> ocp.SaveArgs:
     contiguous.
     """
     return ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=(0,) if leaf.ndim > 2 else ())
-
-
-def _should_log(record: logging.LogRecord) -> bool:
-    """Return whether to show a log record.
-
-    Returns False for failures that are also raised as exceptions, and for one of Orbax's warnings
-    that is expected when host arrays are saved.
-    """
-    if record.name == "asyncio" and "was never retrieved" in record.getMessage():
-        return False  # a read or write that failed after another one had
-    if record.levelno < logging.ERROR:
-        return "Skipping merge of OCDBT" not in record.getMessage()  # expected for host arrays
-    return "/orbax/checkpoint/" not in record.pathname and TEMPORARY not in record.getMessage()

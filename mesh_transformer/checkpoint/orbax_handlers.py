@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from orbax.checkpoint import type_handlers as handlers
 from mesh_transformer.checkpoint.host_arrays import LazyLeaf
 from mesh_transformer.checkpoint.integrity import host_checksum, is_stacked
 from mesh_transformer.checkpoint.joint_save import JointSave
+from mesh_transformer.checkpoint.step_folders import TEMPORARY
 from mesh_transformer.data.prefetch import Prefetch
 
 SAVE_SECONDS = 20 * 60  # time limit of a save
@@ -145,7 +146,20 @@ class StateRestore(ocp.args.PyTreeRestore):
 _LATE = ("Event loop is closed", "Encountered error while reading array index")
 
 
-def silence_failure_messages(is_new: Callable[[logging.LogRecord], bool]) -> None:
+def _should_log(record: logging.LogRecord) -> bool:
+    """Return whether to show a log record of absl or asyncio.
+
+    Returns False for failures that are also raised as exceptions, and for one of Orbax's warnings
+    that is expected when host arrays are saved.
+    """
+    if record.name == "asyncio" and "was never retrieved" in record.getMessage():
+        return False  # a read or write that failed after another one had
+    if record.levelno < logging.ERROR:
+        return "Skipping merge of OCDBT" not in record.getMessage()  # expected for host arrays
+    return "/orbax/checkpoint/" not in record.pathname and TEMPORARY not in record.getMessage()
+
+
+def silence_failure_messages() -> None:
     """Suppress the messages that Orbax and asyncio print when a save or restore fails.
 
     The messages are not needed, because the failure is also raised as an InputError of one line.
@@ -155,13 +169,9 @@ def silence_failure_messages(is_new: Callable[[logging.LogRecord], bool]) -> Non
 
     The messages are suppressed until the process ends, because some of them appear only when the
     failed save is garbage-collected.
-
-    Args:
-      is_new: a filter for the log records of absl and asyncio.  Records for which the filter
-        returns False are dropped.
     """
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(is_new)
+        logging.getLogger(name).addFilter(_should_log)
     warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
     previous = sys.unraisablehook
     if getattr(previous, "__name__", "") == "_without_late_failures":

@@ -500,8 +500,8 @@ def _blocks(
         return value
 
     if entry.rule in (Rule.SPLIT, Rule.STACKED):
-        for number, shard in enumerate(shards):
-            yield shard.where(index, name), entry.block(number, len(shards)), part(shard)
+        for place, shard in enumerate(shards):
+            yield shard.where(index, name), entry.block(place, len(shards)), part(shard)
     elif entry.rule is Rule.FIRST:
         yield shards[0].where(index, name), ..., part(shards[0])
     else:
