@@ -21,7 +21,7 @@ from mesh_transformer.generation.batch import BadWeights, Batch, Embed, Score, f
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.pool import Pool
 from mesh_transformer.generation.prompts import check_pooled, check_prompts
-from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.generation.sampling_settings import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.util import bucket

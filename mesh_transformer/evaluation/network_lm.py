@@ -23,7 +23,7 @@ from mesh_transformer.data.special_tokens import (
     with_beginning,
 )
 from mesh_transformer.generation.finite import check_finite
-from mesh_transformer.generation.sampling import (
+from mesh_transformer.generation.sampling_settings import (
     EVALUATION_DEFAULTS,
     RANGES,
     Range,

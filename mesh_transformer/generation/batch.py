@@ -17,7 +17,7 @@ from mesh_transformer.generation.prompts import (
     check_rows,
     check_texts,
 )
-from mesh_transformer.generation.sampling import SamplerSettings
+from mesh_transformer.generation.sampling_settings import SamplerSettings
 from mesh_transformer.generation.stream import MOST_STEPS
 from mesh_transformer.util import InputError, bucket, check_number
 

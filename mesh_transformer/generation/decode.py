@@ -27,12 +27,8 @@ from jax import Array
 from mesh_transformer.config import Config
 from mesh_transformer.generation.finite import tokens_or_none
 from mesh_transformer.generation.forward import context_of, forward, full_logits
-from mesh_transformer.generation.sampling import (
-    SamplerSettings,
-    choose,
-    sampler_settings,
-    top_tokens,
-)
+from mesh_transformer.generation.sampling import choose, top_tokens
+from mesh_transformer.generation.sampling_settings import SamplerSettings, sampler_settings
 from mesh_transformer.generation.speculation import guess
 from mesh_transformer.generation.weights import DRAFT, Weights
 from mesh_transformer.mesh.declaration import padded_size

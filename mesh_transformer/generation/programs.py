@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config, Model
 from mesh_transformer.generation import decode, texts
-from mesh_transformer.generation.sampling import SamplerSettings
+from mesh_transformer.generation.sampling_settings import SamplerSettings
 from mesh_transformer.generation.weights import WeightLayout, weights_of
 from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
 from mesh_transformer.mesh.devices import named

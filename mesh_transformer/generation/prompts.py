@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation.sampling import SamplerSettings
+from mesh_transformer.generation.sampling_settings import SamplerSettings
 from mesh_transformer.util import InputError, brief, check_number
 
 POOLINGS = ("mean", "last")  # see `Network.embed`

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mesh_transformer.generation.finite import blaming, check_tokens_chosen
-from mesh_transformer.generation.sampling import SamplerSettings
+from mesh_transformer.generation.sampling_settings import SamplerSettings
 
 MOST_STEPS = 32  # maximum number of steps per decode call
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.generator import Generator
-from mesh_transformer.generation.sampling import sampler_settings
+from mesh_transformer.generation.sampling_settings import sampler_settings
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import flops

@@ -20,7 +20,7 @@ MODULES = frozenset(
         "generation.batch",
         "generation.decode",
         "generation.pool",
-        "generation.sampling",
+        "generation.sampling_settings",
         "network",
         "pod.faults",
         "pod.runner",

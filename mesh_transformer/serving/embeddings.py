@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.generation.sampling_settings import SamplingOptions
 from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.delivery import QUEUE_FULL, Updates, submit
 from mesh_transformer.serving.errors import ApiError, invalid

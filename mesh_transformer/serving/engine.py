@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.generation.finite import NO_TOKEN
-from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.generation.sampling_settings import SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.pages import of_adapter

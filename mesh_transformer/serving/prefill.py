@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.generation.pool import PAGE, Chunks, Pool, most_slots, pool_of
-from mesh_transformer.generation.sampling import EVALUATION_DEFAULTS, SamplingOptions
+from mesh_transformer.generation.sampling_settings import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.pages import NoPageError, Pages, Row, of_adapter

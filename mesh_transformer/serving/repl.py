@@ -17,7 +17,7 @@ from mesh_transformer.data.special_tokens import (
 )
 from mesh_transformer.generation.batch import Batch
 from mesh_transformer.generation.prompts import check_length
-from mesh_transformer.generation.sampling import REPL_DEFAULTS, SamplingOptions
+from mesh_transformer.generation.sampling_settings import REPL_DEFAULTS, SamplingOptions
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.generation.text_stream import CONTEXT, TextStream
 from mesh_transformer.network import Network

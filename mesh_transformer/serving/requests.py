@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from mesh_transformer.generation.sampling import (
+from mesh_transformer.generation.sampling_settings import (
     BIAS,
     MOST_BIASES,
     OPENAI_DEFAULTS,

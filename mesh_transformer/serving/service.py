@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from mesh_transformer.data.chat import ANSWERS
 from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens
 from mesh_transformer.generation.prompts import longest_text
-from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.generation.sampling_settings import SamplingOptions
 from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.answer import Answer, Echo, Piece, TokenOffset, TokenTexts
 from mesh_transformer.serving.delivery import Updates, submit

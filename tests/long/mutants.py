@@ -27,7 +27,7 @@ SECONDS = 1500  # for the tests of one mutant; a mutant that makes them hang cou
 # Subject: its modules, and the test files that are closest to them, the fastest first.
 SUBJECTS = {
     "sampling": (
-        ["generation/sampling", "generation/decode"],
+        ["generation/sampling", "generation/sampling_settings", "generation/decode"],
         ["generation/test_sampling", "generation/test_decode", "serving/test_engine"],
     ),
     "step": (
