@@ -419,7 +419,7 @@ class TrainableNetwork(Network):
         return aux
 
     def set_aside(self, step: str) -> str:
-        """Rename a damaged checkpoint folder, and return its new name; see `step_folders`."""
+        """Rename a damaged checkpoint folder, and return its new name."""
         return self.run(SetAside(step))
 
     def claim(self, folder: AnyPath) -> None:
