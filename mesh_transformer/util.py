@@ -191,7 +191,7 @@ def run_script(main: Callable[[], int | None]) -> None:
     def repeat_interrupt(unraisable: Any) -> None:
         """Raise a KeyboardInterrupt again if it came in a callback of Python's import system.
 
-        There, Python would print it and go on.
+        There, Python would only print it and continue.
         """
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
             main_thread = threading.main_thread().ident

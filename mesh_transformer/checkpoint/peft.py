@@ -127,14 +127,14 @@ def _check_supported(path: str, values: dict[str, Any]) -> None:
 
     That is, if they are anything but W + alpha / R * B A.
     """
-    found = {key: values[key] for key in _UNSUPPORTED if values.get(key)}
+    unsupported = {key: values[key] for key in _UNSUPPORTED if values.get(key)}
     if values.get("peft_type") != "LORA":
-        found = {"peft_type": values.get("peft_type")}
+        unsupported = {"peft_type": values.get("peft_type")}
     if values.get("bias", "none") != "none":
-        found["bias"] = values["bias"]
+        unsupported["bias"] = values["bias"]
     if values.get("init_lora_weights") not in _PLAIN_INITIALS:
-        found["init_lora_weights"] = values["init_lora_weights"]
-    for key, value in found.items():
+        unsupported["init_lora_weights"] = values["init_lora_weights"]
+    for key, value in unsupported.items():
         raise InputError(
             f"{path}: {key} is {brief(repr(value))}, which is not supported; merge the adapters "
             "into the base model with peft (merge_and_unload), and give the merged folder"

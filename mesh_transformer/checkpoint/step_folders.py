@@ -171,10 +171,10 @@ def no_checkpoint_error(folder: epath.Path) -> InputError:
     if folder.is_file():
         problem = "is a file"
     models = [] if is_uri(os.fspath(folder)) else _model_folders(os.fspath(folder))
-    found = f" such as {models[0]}" if models else ""
+    example = f" such as {models[0]}" if models else ""
     return InputError(
-        f"checkpoint folder {folder} {problem}; expected a model folder{found}, a step_<N> inside "
-        "one, or a Hugging Face folder"
+        f"checkpoint folder {folder} {problem}; expected a model folder{example}, a step_<N> "
+        "inside one, or a Hugging Face folder"
     )
 
 

@@ -48,9 +48,9 @@ def main(arguments: list[str] | None = None) -> None:
     words = [word.casefold() for word in parse_arguments(arguments).words]
     blocks = []
     for title, keys in groups().items():
-        found = [k for k in keys if not words or any(w in described(k).casefold() for w in words)]
-        if found:
-            blocks.append("\n".join([_wrapped(title), *map(described, found)]))
+        shown = [k for k in keys if not words or any(w in described(k).casefold() for w in words)]
+        if shown:
+            blocks.append("\n".join([_wrapped(title), *map(described, shown)]))
     if not blocks:
         raise InputError(f"no config key has {' or '.join(words)} in its name or meaning")
     print("\n\n".join(blocks))
@@ -93,7 +93,7 @@ def groups(source: str | None = None) -> dict[str, list[Key]]:
     assigned = [node for node in (*imported, *module) if isinstance(node, ast.Assign)]
     aliases = {ast.unparse(node.targets[0]): node.value for node in assigned}
     body = [field for n in module if isinstance(n, ast.ClassDef) for field in n.body]
-    found: dict[str, list[Key]] = {}
+    result: dict[str, list[Key]] = {}
     title = ""
     for field in body:
         if not isinstance(field, ast.AnnAssign):
@@ -108,8 +108,8 @@ def groups(source: str | None = None) -> dict[str, list[Key]]:
             raise ValueError(f"config.py: key {name} has no comment; say what it does")
         meaning = re.sub(r"\bNone\b", "null", comments[field.lineno]).replace(".  ", ". ")
         key = Key(name, _types(field.annotation, aliases), _default(field.value), meaning)
-        found.setdefault(title, []).append(key)
-    return found
+        result.setdefault(title, []).append(key)
+    return result
 
 
 def field_comments(source: str) -> dict[int, str]:
@@ -122,7 +122,7 @@ def field_comments(source: str) -> dict[int, str]:
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
     lines = source.splitlines()
-    found = {}
+    result = {}
     for number, line in enumerate(lines, 1):
         if not re.match(r"\s*[\w.]+(: | = )", line):
             continue
@@ -132,8 +132,8 @@ def field_comments(source: str) -> dict[int, str]:
         is_title = line[0] == " " and above and not lines[number - 2 - len(above)].strip()
         parts = [*([] if is_title else reversed(above)), comments.get(number, "")]
         if text := " ".join(filter(None, parts)):
-            found[number] = text
-    return found
+            result[number] = text
+    return result
 
 
 def _types(annotation: ast.expr, aliases: dict[str, ast.expr]) -> list[str]:

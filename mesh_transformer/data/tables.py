@@ -166,7 +166,7 @@ def _json_items(stream: IO[bytes], path: str, bad: BadInputHandler) -> Iterator[
                 except (ValueError, RecursionError) as error:
                     if is_last or len(rest) - position > LONGEST_LINE:
                         raise DamagedError(f"item {number + 1} is not JSON ({error})") from error
-                    break  # the item may go on in the next block
+                    break  # the rest of the item may be in the next block
                 if end == len(rest) and not is_last:
                     break  # a number may have further digits there
                 number, is_next = number + 1, not is_array

@@ -244,13 +244,13 @@ def _no_sequence_error(
     skipped_text = f" (skipped: {format_counts(skipped)})" if skipped else ""
     if not len(corpus.sizes):
         return InputError(f"{where}: all its files are empty{skipped_text}; add text to them")
-    found = f"{where}: found {len(corpus.tokens)} tokens{skipped_text}"
+    line = f"{where}: found {len(corpus.tokens)} tokens{skipped_text}"
     if len(corpus.tokens) <= options.seq:
         return InputError(
-            f"{found}, but one sequence needs {options.seq + 1}; add text, or lower --seq"
+            f"{line}, but one sequence needs {options.seq + 1}; add text, or lower --seq"
         )
     return InputError(
-        f"{found}, but no sequence of {options.seq + 1} tokens has at least "
+        f"{line}, but no sequence of {options.seq + 1} tokens has at least "
         f"{options.min_unique_tokens} distinct ones; add text, or lower --seq or "
         "--min-unique-tokens"
     )

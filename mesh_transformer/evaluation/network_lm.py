@@ -417,8 +417,8 @@ class _Generation:
         temperature = options.get("temperature", 0)
         sampled = options.get("do_sample", temperature > 0)
         temp = (temperature or 1.0) if sampled else EVALUATION_DEFAULTS.temp
-        given = {key: options[key] for key in SAMPLING_KEYS if key in options}
-        self._sampling = dataclasses.replace(EVALUATION_DEFAULTS, temp=temp, **given)
+        settings = {key: options[key] for key in SAMPLING_KEYS if key in options}
+        self._sampling = dataclasses.replace(EVALUATION_DEFAULTS, temp=temp, **settings)
 
     def options(self, seed: int) -> SamplingOptions:
         """Return the task's sampling settings, with the given random seed."""

@@ -102,20 +102,20 @@ def check_pooled(tokens: np.ndarray, lengths: ArrayLike, pooling: str) -> np.nda
       InputError: if the lengths are not B whole numbers from 1 to T, or `pooling` is another value.
     """
     rows, width = tokens.shape
-    given = np.asarray(lengths)
-    if given.dtype.kind not in "iu" or given.shape != (rows,):
+    counts = np.asarray(lengths)
+    if counts.dtype.kind not in "iu" or counts.shape != (rows,):
         raise InputError(
-            f"embed: lengths has dtype {given.dtype} and shape {given.shape}, expected {rows} "
+            f"embed: lengths has dtype {counts.dtype} and shape {counts.shape}, expected {rows} "
             "integers, one for each text"
         )
-    if given.min() < 1 or given.max() > width:
+    if counts.min() < 1 or counts.max() > width:
         raise InputError(
-            f"embed: lengths has values from {given.min()} to {given.max()}, expected 1 to "
+            f"embed: lengths has values from {counts.min()} to {counts.max()}, expected 1 to "
             f"{width}, the width of tokens"
         )
     if pooling not in POOLINGS:
         raise InputError(f"embed: pooling is {pooling!r}, expected one of {', '.join(POOLINGS)}")
-    return given.astype(np.int32)
+    return counts.astype(np.int32)
 
 
 def _array(name: str, values: ArrayLike) -> np.ndarray:
@@ -174,13 +174,13 @@ def check_texts(
             )
     texts = [text[-config.window :] for text in texts]
     length = np.array([len(text) for text in texts], np.int32)
-    given = np.asarray(lengths)
-    if not np.issubdtype(given.dtype, np.integer) or given.shape not in ((), length.shape):
+    counts = np.asarray(lengths)
+    if not np.issubdtype(counts.dtype, np.integer) or counts.shape not in ((), length.shape):
         raise InputError(
-            f"generate: the number of tokens to generate has dtype {given.dtype} and shape "
-            f"{given.shape}, expected one integer, or {len(length)} of them, one per prompt"
+            f"generate: the number of tokens to generate has dtype {counts.dtype} and shape "
+            f"{counts.shape}, expected one integer, or {len(length)} of them, one per prompt"
         )
-    left = np.broadcast_to(given, length.shape)
+    left = np.broadcast_to(counts, length.shape)
     longest = longest_text(config)
     for total, own in zip(length + left, left, strict=True):
         check_length(own)

@@ -230,8 +230,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        name = given if re.fullmatch(r"[!-~]{1,128}", given) else f"req-{secrets.token_hex(12)}"
+        wanted = Headers(scope=scope).get(REQUEST_ID, "")
+        name = wanted if re.fullmatch(r"[!-~]{1,128}", wanted) else f"req-{secrets.token_hex(12)}"
         arrived, began, status = time.time(), time.perf_counter(), None
         # The endpoints add the `Completion` that answers the request.
         state = scope["state"] = dict(scope.get("state", {}))

@@ -416,8 +416,8 @@ def parse(kind: type[Body], body: bytes) -> Body:
     values = _json_object(kind, body)
     fields = kind.model_fields
     if len(values) > MOST_KEYS:
-        found, expected = f"{len(values)} keys", f"at most {MOST_KEYS} in an object"
-        raise ApiError(400, f"the body: found {found}, expected {expected}")
+        actual, expected = f"{len(values)} keys", f"at most {MOST_KEYS} in an object"
+        raise ApiError(400, f"the body: found {actual}, expected {expected}")
     try:
         return kind.model_validate(values)
     except ValidationError as errors:
@@ -443,15 +443,15 @@ def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
     """
     expected = f"a JSON object such as {json.dumps(EXAMPLES[kind])}"
     if not _few_values(body):
-        found = f"more than {MOST_VALUES} texts, lists and objects"
-        raise ApiError(400, f"the body: found {found}, expected {expected}")
+        actual = f"more than {MOST_VALUES} texts, lists and objects"
+        raise ApiError(400, f"the body: found {actual}, expected {expected}")
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         position = re.search(r"line \d+ column \d+$", str(error))
         where = f" at {position[0]}" if position else ""
-        found = "JSON nested too deeply" if "recursion" in str(error) else "no valid JSON"
-        raise ApiError(400, f"the body: found {found}{where}, expected {expected}") from None
+        actual = "JSON nested too deeply" if "recursion" in str(error) else "no valid JSON"
+        raise ApiError(400, f"the body: found {actual}{where}, expected {expected}") from None
     if not isinstance(values, dict):
         raise ApiError(400, f"the body: found {shown(values)}, expected {expected}")
     return values

@@ -196,23 +196,23 @@ class BucketLock:
         Raises:
           InputError: if another process holds the lock.
         """
-        found = self._store.read(LOCK).result()
-        first, waited = found.stamp.generation, False
+        stored = self._store.read(LOCK).result()
+        first, waited = stored.stamp.generation, False
         deadline = time.monotonic() + LEASE_SECONDS
         while True:
-            is_free = found.state == "missing" or _has_ended(found.value)
-            if not is_free and found.stamp.generation != first:
-                raise _in_use_error(self._folder, found.value)  # it was renewed or taken over
+            is_free = stored.state == "missing" or _has_ended(stored.value)
+            if not is_free and stored.stamp.generation != first:
+                raise _in_use_error(self._folder, stored.value)  # it was renewed or taken over
             if is_free or time.monotonic() >= deadline:
-                if written := self._write(found.stamp.generation):
+                if written := self._write(stored.stamp.generation):
                     return written
             else:
                 if not waited:
-                    problem = str(_in_use_error(self._folder, found.value)).partition(";")[0]
+                    problem = str(_in_use_error(self._folder, stored.value)).partition(";")[0]
                     _log.warning("%s, or was; waiting up to %.0f s", problem, LEASE_SECONDS)
                 waited = True
                 time.sleep(POLL_SECONDS)
-            found = self._store.read(LOCK).result()
+            stored = self._store.read(LOCK).result()
 
     def _write(self, expected: bytes) -> bytes | None:
         """Write the lock object if its generation is `expected`.
@@ -227,8 +227,8 @@ class BucketLock:
         if written.generation:
             return written.generation
         # An earlier write of this lock may have succeeded, although its answer was lost.
-        found = self._store.read(LOCK).result()
-        return found.stamp.generation if found.value == content else None
+        stored = self._store.read(LOCK).result()
+        return stored.stamp.generation if stored.value == content else None
 
     def _keep(self) -> None:
         while not self._released.wait(RENEW_SECONDS):
