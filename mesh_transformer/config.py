@@ -41,21 +41,47 @@ class Architecture:
     seq: int = 2048  # tokens per sequence
     # The kind of layer; see `families.BLOCKS`.  None: gptj in version 1, geglu in version 2.
     block: BlockName | None = None
-    norm: NormName = "layernorm"  # of each layer's input; see `families.NORMS`
+    norm: NormName | None = None  # see `families.NORMS`.  None: rms in block llama, else layernorm
+    norm_eps: float | None = None  # added to what norms divide by.  None: 1e-5
+    norm_place: Literal["before", "after", "both"] = "before"  # of attention and feed-forward
+    # The norm of queries and keys: of each head, before ("head") or after the rotary embedding
+    # ("rotated"), or of all heads together ("projection").
+    qk_norm: Literal["none", "head", "rotated", "projection"] = "none"
+    embed_norm: bool = False  # the embedding is followed by a norm
+    biases: list[str] | None = field(default=None, hash=False)  # matrices.  None: the block's
     # Position embedding: rotary, learned ("fixed") or T5's bias.  None: fixed in block gpt2, else
     # rotary.
     pe: Literal["rotary", "fixed", "t5"] | None = None
     pe_rotary_dims: int | None = None  # rotated entries of a head.  None: head_size
     # The entries of a head that are rotated together: neighbours, or one of each half of the
-    # rotated part.  None: halves in block neox, else neighbours.
-    rotary_pairs: Literal["neighbours", "halves"] | None = None
+    # rotated part, forward or ("backward_halves") backward.  None: halves in blocks neox and
+    # llama, else neighbours.
+    rotary_pairs: Literal["neighbours", "halves", "backward_halves"] | None = None
+    rotary_base: float | None = None  # of the wavelengths of rotary positions.  None: 10000
+    # The change of the wavelengths for longer texts: Hugging Face's `rope_scaling` of type linear,
+    # llama3 or yarn, such as {"rope_type": "linear", "factor": 8.0}.
+    rotary_scaling: dict[str, float | str] | None = field(default=None, hash=False)
+    unrotated_layers: list[int] | None = field(default=None, hash=False)  # numbers, from 0
     head_size: int | None = None  # entries of a head.  None: d_model / n_heads
-    # GELU exactly, or with its tanh approximation.  None: gelu in block neox, else gelu_tanh.
-    activation: Literal["gelu", "gelu_tanh"] | None = None
+    key_heads: int | None = None  # heads of keys and values, shared by queries.  None: n_heads
+    ff_size: int | None = None  # width of the feed-forward.  None: 4 * d_model
+    # GELU exactly, or with its tanh approximation, SiLU or squared ReLU.  None: gelu in block
+    # neox, silu in llama, else gelu_tanh.
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu2"] | None = None
     tie_head: bool | None = None  # the output head is the embedding.  None: true in block gpt2
     # Hugging Face's model type to export as.  None: the block's; codegen is a gptj, too.
-    hf_type: Literal["gptj", "codegen", "gpt2", "gpt_neox"] | None = None
+    hf_type: str | None = None
     attention_window: int | None = None  # positions that a token attends to.  None: seq
+    sliding_window: int | None = None  # the same, of the layers in `sliding_layers`
+    sliding_layers: list[int] | None = field(default=None, hash=False)  # from 0.  None: all
+    # Of the sliding layers, without rotary_scaling.  None: they rotate like other layers
+    sliding_rotary_base: float | None = None
+    attention_scale: float | None = None  # factor of attention scores.  None: head_size ** -0.5
+    score_cap: float | None = None  # bound c of attention scores x: c tanh(x / c).  None: none
+    logit_cap: float | None = None  # the same, of logits
+    logit_divisor: float = 1.0  # of logits
+    embed_scale: float = 1.0  # factor of the embedding
+    residual_scale: float = 1.0  # factor of what attention and feed-forward add
 
     @property
     def layer_kind(self) -> Block:
@@ -66,6 +92,7 @@ class Architecture:
     @property
     def norm_kind(self) -> NormKind:
         """The properties of the model's norm (see `families.NORMS`)."""
+        assert self.norm is not None
         return NORMS[self.norm]
 
     @property
@@ -82,8 +109,31 @@ class Architecture:
 
     @property
     def d_ff(self) -> int:
-        """Width of the feed-forward layer."""
-        return 4 * self.d_model
+        """Width of the feed-forward layer (`ff_size` with its default filled in)."""
+        assert self.ff_size is not None
+        return self.ff_size
+
+    @property
+    def group(self) -> int:
+        """Number of attention heads that share a head of keys and values."""
+        assert self.key_heads is not None
+        return self.n_heads // self.key_heads
+
+    @property
+    def copies_key_heads(self) -> bool:
+        """Whether all mp shards compute all keys and values: mp does not divide their heads."""
+        assert self.key_heads is not None
+        return self.group > 1 and self.key_heads % self.shards > 0
+
+    @property
+    def shards(self) -> int:
+        """Number of shards of the model, on which `copies_key_heads` and one norm depend."""
+        return 1
+
+    def has_bias(self, matrix: str) -> bool:
+        """Return whether each layer's matrix with this name, such as "q", has a bias."""
+        assert self.biases is not None
+        return matrix in self.biases
 
     @property
     def window(self) -> int:
@@ -120,15 +170,10 @@ class Model(Architecture):
 
     @property
     def model(self) -> "Model":
-        """These keys alone; with norm layernorm-desync, whose parameters depend on mp, all keys."""
-        if self.norm == "layernorm-desync":
+        """These keys alone or, if the layout or parameters depend on mp, all keys."""
+        if self.norm == "layernorm-desync" or self.copies_key_heads:
             return self
         return Model(**{field.name: getattr(self, field.name) for field in fields(Model)})
-
-    @property
-    def shards(self) -> int:
-        """Number of shards of the model, on which the parameters of one norm depend."""
-        return 1
 
     @property
     def lora_scale(self) -> float:
@@ -279,11 +324,15 @@ class Config(Model):
         return {
             "head_size": self.d_model // max(self.n_heads, 1),
             "pe_rotary_dims": head_size,
+            "key_heads": self.n_heads,
+            "ff_size": 4 * self.d_model,
             "block": "geglu" if second else "gptj",
             **block.defaults,
             "partitioning": "jit" if second else "shard_map",
             "zero": (1 if self.early_collect else 3) if second else 0,
             "attention_window": self.seq,
+            "attention_scale": head_size**-0.5 if head_size > 0 else None,
+            "sliding_layers": None if self.sliding_window is None else list(range(self.layers)),
             "anneal_steps": max(1, anneal),
             "weight_bits": 8 if self.int8_weights else None,
             "momentum": {"muon": 0.95, "sgd": 0.9}.get(self.optimizer, 0.0),

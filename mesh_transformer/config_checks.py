@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+from mesh_transformer.families import ROTARY_SCALINGS, YARN_OPTIONS
 from mesh_transformer.util import InputError
 
 MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
@@ -26,9 +27,9 @@ def check(c: Any) -> None:
         if isinstance(value, int) and value >= 2**limit:
             raise InputError(f"{key} is {value}, expected less than 2**{limit}")
     positive = (
-        "layers d_model n_heads n_vocab seq head_size attention_window tpu_size cores_per_replica "
-        "per_replica_batch gradient_accumulation_steps anneal_steps original_bias_copies "
-        "loss_chunk val_every ckpt_every keep_n keep_every max_skipped"
+        "layers d_model n_heads key_heads ff_size n_vocab seq head_size attention_window tpu_size "
+        "cores_per_replica per_replica_batch gradient_accumulation_steps anneal_steps "
+        "original_bias_copies loss_chunk val_every ckpt_every keep_n keep_every max_skipped"
     )
     for key in positive.split(" "):
         if getattr(c, key) < 1:
@@ -67,6 +68,9 @@ def check(c: Any) -> None:
     _check_training(c)
     _check_block(c)
     _check_norm(c)
+    _check_heads(c)
+    _check_layer_numbers(c)
+    _check_rotary_scaling(c)
     _check_lora(c)
     _check_divisions(c)
     _check_virtual_mesh(c)
@@ -132,6 +136,73 @@ def _check_norm(c: Any) -> None:
         )
 
 
+def _check_heads(c: Any) -> None:
+    for key in ("norm_eps", "rotary_base", "sliding_rotary_base", "attention_scale", "score_cap"):
+        if (value := getattr(c, key)) is not None and value <= 0:
+            raise InputError(f"{key} is {value}, expected above 0")
+    for key in ("logit_cap", "logit_divisor", "embed_scale", "residual_scale", "sliding_window"):
+        if (value := getattr(c, key)) is not None and value <= 0:
+            raise InputError(f"{key} is {value}, expected above 0")
+    grouped = c.key_heads != c.n_heads
+    alone = {
+        "pe t5": (c.pe == "t5", {"key_heads": grouped, "sliding_window": c.sliding_window}),
+        f"block {c.block}": (
+            c.layer_kind.arrangement == "parallel",
+            {"norm_place": c.norm_place != "before", "residual_scale": c.residual_scale != 1},
+        ),
+        f"norm {c.norm}": (
+            not c.norm_kind.root_mean,
+            {"qk_norm": c.qk_norm != "none", "embed_norm": c.embed_norm}
+            | {"norm_place": c.norm_place != "before"},
+        ),
+        f"fused block {c.block}": (c.layer_kind.fused, {"key_heads": grouped}),
+    }
+    for what, (applies, keys) in alone.items():
+        for key, is_set in keys.items():
+            if applies and is_set:
+                raise InputError(f"{key} is {getattr(c, key)!r}, which {what} does not support")
+    allowed = ("fused_in",) if c.layer_kind.fused else (*c.layer_kind.lora_targets,)
+    for name in c.biases:
+        if name not in allowed or (name in ("o", "out") and c.layer_kind.joint_bias):
+            raise InputError(
+                f"biases has {name!r}, expected only names from {', '.join(allowed)} "
+                f"(block {c.block})"
+            )
+
+
+def _check_layer_numbers(c: Any) -> None:
+    for key in ("sliding_layers", "unrotated_layers"):
+        for number in getattr(c, key) or ():
+            if not 0 <= number < c.layers:
+                raise InputError(
+                    f"{key} has {number}, expected numbers from 0 to {c.layers - 1} (layers)"
+                )
+    if c.sliding_layers is not None and c.sliding_window is None:
+        raise InputError(
+            f"sliding_layers is {c.sliding_layers}, but sliding_window is null; set it"
+        )
+
+
+def _check_rotary_scaling(c: Any) -> None:
+    values = c.rotary_scaling
+    if values is None:
+        return
+    kind = values.get("rope_type")
+    required = ROTARY_SCALINGS.get(kind)
+    if required is None:
+        raise InputError(
+            f"rotary_scaling has rope_type {kind!r}, expected one of {', '.join(ROTARY_SCALINGS)}"
+        )
+    allowed = {"rope_type", *required, *(YARN_OPTIONS if kind == "yarn" else ())}
+    for key in {*required} - values.keys():
+        raise InputError(f"rotary_scaling of type {kind} lacks {key!r}; add it")
+    for key in values.keys() - allowed:
+        raise InputError(f"rotary_scaling of type {kind} has {key!r}, which is unknown; remove it")
+    for key, value in values.items():
+        if key not in ("rope_type", "truncate") and (isinstance(value, str) or value <= 0):
+            raise InputError(f"rotary_scaling: {key} is {value!r}, expected a number above 0")
+
+
 def _check_lora(c: Any) -> None:
     if not 0 <= c.lora_rank <= c.d_model:
         raise InputError(f"lora_rank is {c.lora_rank}, expected 0 (off) to d_model ({c.d_model})")
@@ -160,10 +231,9 @@ def _check_divisions(c: Any) -> None:
 
     if c.head_size == c.d_model // c.n_heads:
         check_divisible("d_model", c.d_model, "n_heads", "change one of them, or set head_size")
+    check_divisible("n_heads", c.n_heads, "key_heads", "change one of them")
     if c.layer_kind.fused:
-        check_divisible(
-            "the feed-forward width (4 * d_model)", c.d_ff, "n_heads", "change one of them"
-        )
+        check_divisible("the feed-forward width (ff_size)", c.d_ff, "n_heads", "change one of them")
     shards = "cores_per_replica"
     if c.shard_activations:
         check_divisible("seq", c.seq, shards, f"change {shards}, or set shard_activations to false")

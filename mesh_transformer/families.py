@@ -13,8 +13,11 @@ NormName = Literal[
     "rmsnorm-bias",
     "scalenorm",
     "scalenorm-bias",
+    "rms",
+    "rms-plus-one",
+    "rms-plain",
 ]
-BlockName = Literal["gptj", "geglu", "gpt2", "neox"]  # the keys of `BLOCKS`
+BlockName = Literal["gptj", "geglu", "gpt2", "neox", "llama"]  # the keys of `BLOCKS`
 # The matrices of a layer, unless its block is fused, in the order in which LoRA prefers them.
 MATRICES = ("q", "v", "k", "o", "fc", "out")
 
@@ -26,6 +29,9 @@ class NormKind:
     Attributes:
       centered: whether x less its mean is divided by its standard deviation, and scales are
         initially 1; otherwise x is divided by its 2-norm, and scales are initially sqrt(D).
+      root_mean: whether x is divided by the root of its mean square, and scales are initially 1.
+      scaled: whether the result is multiplied by scales.
+      plus_one: whether scales are stored less 1, and initially 0.
       scalar: whether all entries of x have the same scale, and the same offset.
       offset: whether an offset is added.
       per_shard: whether each mp shard has a scale and an offset of its own.
@@ -33,6 +39,9 @@ class NormKind:
     """
 
     centered: bool = False
+    root_mean: bool = False
+    scaled: bool = True
+    plus_one: bool = False
     scalar: bool = False
     offset: bool = False
     per_shard: bool = False
@@ -48,6 +57,9 @@ NORMS: dict[str, NormKind] = {
     "rmsnorm-bias": NormKind(offset=True, original="rms_norm"),
     "scalenorm": NormKind(scalar=True, original="rms_norm"),
     "scalenorm-bias": NormKind(scalar=True, offset=True, original="rms_norm"),
+    "rms": NormKind(root_mean=True),
+    "rms-plus-one": NormKind(root_mean=True, plus_one=True),
+    "rms-plain": NormKind(root_mean=True, scaled=False),
 }
 
 
@@ -107,9 +119,10 @@ class Block:
       arrangement: "parallel" if attention and feed-forward read the same residual stream, or
         "sequential" if the feed-forward reads the stream with the attention's output added.
       ff_norm: whether the feed-forward has a norm of its own; if not, it reads that of attention.
+      gated: whether the hidden activations are the product of those of `gate` and of `fc`.
       fused: whether one matrix holds the columns of q, k, v and of the gate and value of a gated
         feed-forward, and another one the rows of both outputs, sorted by head; only if parallel.
-      biases: the matrices with a bias.
+      biases: the matrices with a bias, by default.
       joint_bias: whether attention and feed-forward have one bias together, after their sum.
       biased_ends: whether the embedding and the output head have biases, as GPT-J's do.
       initial: the initial values of matrices, a name in `INITIAL_VALUES`.
@@ -122,6 +135,7 @@ class Block:
 
     arrangement: Literal["parallel", "sequential"]
     ff_norm: bool = True
+    gated: bool = False
     fused: bool = False
     biases: tuple[str, ...] = MATRICES
     joint_bias: bool = False
@@ -141,7 +155,7 @@ class Block:
     def defaults(self) -> dict[str, Any]:
         """The defaults of the config keys in `DEFAULTS` for models with this block."""
         hf_type = self.hf_types[0] if self.hf_types else None
-        return DEFAULTS | {"hf_type": hf_type} | self.own_defaults
+        return DEFAULTS | {"hf_type": hf_type, "biases": list(self.biases)} | self.own_defaults
 
 
 # Config keys whose default depends on the block.
@@ -149,9 +163,33 @@ DEFAULTS: dict[str, Any] = {
     "pe": "rotary",
     "rotary_pairs": "neighbours",
     "activation": "gelu_tanh",
+    "norm": "layernorm",
+    "norm_eps": 1e-5,
+    "biases": [],
+    "rotary_base": 10000.0,
     "tie_head": False,
     "hf_type": None,
 }
+
+# The keys of `rotary_scaling` by its type, and those that yarn may have besides.
+ROTARY_SCALINGS: dict[Any, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+YARN_OPTIONS = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
 
 # The kinds of layers, by the value of the config key `block`.
 BLOCKS: dict[str, Block] = {
@@ -176,7 +214,7 @@ BLOCKS: dict[str, Block] = {
     "gpt2": Block(
         "sequential",
         initial="gpt2",
-        hf_types=("gpt2", "gpt_neox"),
+        hf_types=("gpt2", "gpt_neox", "nanochat"),
         own_defaults={"pe": "fixed", "tie_head": True},
     ),
     "neox": Block(
@@ -184,6 +222,28 @@ BLOCKS: dict[str, Block] = {
         initial="neox",
         hf_types=("gpt_neox",),
         own_defaults={"rotary_pairs": "halves", "activation": "gelu"},
+    ),
+    "llama": Block(
+        "sequential",
+        gated=True,
+        biases=(),
+        initial="gpt2",
+        lora_targets=(*MATRICES, "gate"),
+        hf_types=(
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "smollm3",
+            "granite",
+            "phi3",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "olmo2",
+            "olmo3",
+        ),
+        own_defaults={"rotary_pairs": "halves", "activation": "silu", "norm": "rms"},
     ),
 }
 

@@ -29,7 +29,7 @@ ROOMS = {
     "util": "old_names extras |",
     "storage": "util | etils tensorflow tensorstore tqdm yaml",
     "families": "|",
-    "config_checks": "util |",
+    "config_checks": "families util |",
     "config": "old_names util storage families config_checks |",
     "mesh": "util config | haiku jax numpy",
     "calls": "mesh | jax numpy",

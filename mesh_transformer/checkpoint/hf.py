@@ -18,12 +18,11 @@ from tqdm import tqdm
 from mesh_transformer.checkpoint import hf_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.checkpoint.hf_config import (
-    FAMILIES,
-    Family,
     family_of,
     read_config,
     write_configs,
 )
+from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
 from mesh_transformer.checkpoint.hf_files import Tensor
 from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
 from mesh_transformer.checkpoint.state_tree import check_same_model, check_state
@@ -63,8 +62,8 @@ class Place(NamedTuple):
       part, module, leaf: the keys of our leaf, which is `params[part][module][leaf]`.
       layer: the tensor's index on the leaf's layer axis; None if the leaf has no layer axis.
       out_axis: for a matrix [in, out], the tensor's axis of outputs; None for other leaves.
-      groups, nth, parts: the tensor's outputs are divided into `groups` groups of `parts` equal
-        parts each.  The leaf holds part `nth` of each group.
+      groups, start, size: the tensor's outputs are divided into `groups` groups of `size`.  The
+        leaf holds a part of each group, from `start` on.  If `size` is 0, it holds all outputs.
     """
 
     part: str
@@ -73,8 +72,8 @@ class Place(NamedTuple):
     layer: int | None = None
     out_axis: int | None = None
     groups: int = 1
-    nth: int = 0
-    parts: int = 1
+    start: int = 0
+    size: int = 0
 
     @property
     def target(self) -> str:
@@ -92,7 +91,7 @@ class Place(NamedTuple):
     def tensor_shape(self, params: transformer.Params) -> tuple[int, ...]:
         """Return the shape of the tensor that holds the leaf."""
         *rest, outputs = self.find(params).shape[self.layer is not None :]
-        shape = (*rest, outputs * self.parts)
+        shape = (*rest, self.groups * self.size or outputs)
         return shape[::-1] if self.out_axis == 0 else shape
 
     def views(
@@ -109,7 +108,7 @@ class Place(NamedTuple):
             tensor, leaf = (tensor if self.out_axis == 0 else tensor.T), leaf.T
         size = len(leaf) // self.groups
         for group in range(self.groups):
-            start = (group * self.parts + self.nth) * size
+            start = group * (self.size or size) + self.start
             part, own = tensor[start : start + size], leaf[group * size : (group + 1) * size]
             yield part[: len(own)], own[: len(part)]
 
@@ -242,16 +241,27 @@ def places_of(config: Config, family: Family) -> dict[str, list[Place]]:
         places[name] = [Place("embed", "embedding", "pos_embs")]
     declared = transformer.declarations(config)["layers"]
     groups = family.groups or config.n_heads
+    held = {
+        name: leaves
+        for name, leaves in family.layer.items()
+        if all(leaf in declared.get(module, {}) for module, leaf in leaves)
+    }
     for layer in range(config.layers):
-        for name, leaves in family.layer.items():
-            packing = {"groups": groups, "parts": len(leaves)} if len(leaves) > 1 else {}
+        for name, leaves in held.items():
+            own = [declared[module][leaf].shape for module, leaf in leaves]
+            axis = family.out_axis if len(own[0]) == 3 else None
+            sizes = [shape[-1] // groups for shape in own]
+            packing = {"groups": groups, "size": sum(sizes)} if len(leaves) > 1 else {}
             places[f"{family.prefix}{family.layers}.{layer}.{name}"] = [
-                Place("layers", module, leaf, layer, axis, nth=nth, **packing)
-                for nth, (module, leaf) in enumerate(leaves)
-                for axis in [family.out_axis if len(declared[module][leaf].shape) == 3 else None]
+                Place("layers", module, leaf, layer, axis, start=sum(sizes[:number]), **packing)
+                for number, (module, leaf) in enumerate(leaves)
             ]
+    last = transformer.declarations(config)["proj"].get("projection/norm", {})
     for name, leaf in (("weight", "scale"), ("bias", "offset")):
-        places[f"{family.prefix}{family.norm}.{name}"] = [Place("proj", "projection/norm", leaf)]
+        if leaf in last:
+            places[f"{family.prefix}{family.norm}.{name}"] = [
+                Place("proj", "projection/norm", leaf)
+            ]
     if not config.tie_head:
         places[family.head_weights[0]] = [Place("proj", "projection/head", "w", out_axis=0)]
     if config.layer_kind.biased_ends:

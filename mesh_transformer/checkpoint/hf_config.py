@@ -6,220 +6,33 @@ import importlib.metadata
 import math
 import os
 import sys
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
-from mesh_transformer.checkpoint import hf_files
+from mesh_transformer.checkpoint import hf_files, hf_layers
+from mesh_transformer.checkpoint.hf_families import FAMILIES, Family, Number
 from mesh_transformer.checkpoint.hf_files import write_json
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, have_equal_values, read_json
-from mesh_transformer.config import Config
+from mesh_transformer.config import Architecture, Config
 from mesh_transformer.data.same_tokenizer import is_gpt2
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
 
-Leaf = tuple[str, str]  # (module, leaf) of one of our parameters in a layer
-Layer = dict[str, tuple[Leaf, ...]]
-
-_SIZES = {
-    "n_layer": "layers",
-    "n_embd": "d_model",
-    "n_head": "n_heads",
-    "vocab_size": "n_vocab",
-    "n_positions": "seq",
-}
-_NEOX_SIZES = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "d_model",
-    "num_attention_heads": "n_heads",
-    "vocab_size": "n_vocab",
-    "max_position_embeddings": "seq",
-}
 # Hugging Face's activations -> ours.  The first name of each is written.
 _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "relu2": "relu2",
 }
 _ROTARY_BASE = 10000
 # The SHA-256 of GPT-2's tokens in the order of their ids, one per line.
 _GPT2_DIGEST = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
-_Q, _K, _V = (("layer/q", "w"), ("layer/k", "w"), ("layer/v", "w"))
-_QKV_BIAS = (("layer/q", "b"), ("layer/k", "b"), ("layer/v", "b"))
-
-
-def _norm(name: str, module: str) -> Layer:
-    return {f"{name}.weight": ((module, "scale"),), f"{name}.bias": ((module, "offset"),)}
-
-
-def _linear(name: str, weight: Leaf, bias: Leaf | None = None) -> Layer:
-    return {f"{name}.weight": (weight,)} | ({} if bias is None else {f"{name}.bias": (bias,)})
-
-
-_FC, _O, _OUT = ("layer/fc", "w"), ("layer", "o"), ("layer", "out")
-_FC_BIAS, _O_BIAS, _OUT_BIAS = ("layer/fc", "b"), ("layer", "o_b"), ("layer", "out_b")
-_GPTJ_MLP = _linear("mlp.fc_in", _FC, _FC_BIAS) | _linear("mlp.fc_out", _OUT, ("layer", "b"))
-
-
-class Family(NamedTuple):
-    """One of Hugging Face's model types: the keys of its config.json, and its tensors.
-
-    Attributes:
-      title: the name for error messages.
-      architecture: the class that loads the model.
-      block: our block that computes the model.  A GPT-NeoX without `use_parallel_residual` is
-        computed by the block gpt2.
-      pe: our position embedding.
-      sizes: {key of config.json: our config key}.
-      defaults: the values of sizes that config.json may lack.
-      fixed: {key of config.json: the only value that our model supports}.  A missing key means that
-        value.
-      activation: the key of the activation, and its default.
-      inner: the key of the feed-forward's width.
-      tied: the default of `tie_word_embeddings`.
-      written: further keys to write, with their values.
-      prefix: the part of the names of all tensors but the output head's.
-      embedding: the name of the token embedding, without the prefix.
-      positions: the name of the position embedding, without the prefix; None if there is none.
-      layers: the name of the list of layers, without the prefix.
-      layer: {name in a layer: the leaves that the tensor holds}.
-      norm: the name of the last norm, without the prefix.
-      head: the name of the output head.
-      rotary_pairs: which entries of a head are rotated together; see the config key.
-      out_axis: the axis of matrices that indexes outputs: 0 for torch's Linear, which is the
-        default, 1 for GPT-2's Conv1D.
-      groups: the number of groups that the outputs of a tensor with several leaves are divided
-        into, each with a part of every leaf; None: one group per head.
-    """
-
-    title: str
-    architecture: str
-    block: str
-    pe: str
-    sizes: dict[str, str]
-    defaults: dict[str, int]
-    fixed: dict[str, Any]
-    activation: tuple[str, str]
-    inner: str
-    tied: bool
-    written: dict[str, Any]
-    prefix: str
-    embedding: str
-    positions: str | None
-    layers: str
-    layer: Layer
-    norm: str
-    head: str
-    rotary_pairs: str = "neighbours"
-    out_axis: int = 0
-    groups: int | None = None
-
-    @property
-    def embedding_weight(self) -> str:
-        """The name of the token embedding's matrix."""
-        return f"{self.prefix}{self.embedding}.weight"
-
-    @property
-    def head_weights(self) -> tuple[str, ...]:
-        """The names that the output head's matrix has in files; the first is written.
-
-        transformers 5 calls all heads lm_head.
-        """
-        return tuple(dict.fromkeys((f"{self.head}.weight", "lm_head.weight")))
-
-
-_GPTJ = Family(
-    title="GPT-J",
-    architecture="GPTJForCausalLM",
-    block="gptj",
-    pe="rotary",
-    sizes=_SIZES | {"rotary_dim": "pe_rotary_dims"},
-    defaults={"n_positions": 2048, "rotary_dim": 64},
-    fixed={"layer_norm_epsilon": 1e-5},
-    activation=("activation_function", "gelu_new"),
-    inner="n_inner",
-    tied=False,
-    written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    prefix="transformer.",
-    embedding="wte",
-    positions=None,
-    layers="h",
-    layer=_norm("ln_1", "layer/norm")
-    | _linear("attn.q_proj", _Q)
-    | _linear("attn.k_proj", _K)
-    | _linear("attn.v_proj", _V)
-    | _linear("attn.out_proj", _O)
-    | _GPTJ_MLP,
-    norm="ln_f",
-    head="lm_head",
-)
-FAMILIES = {
-    "gptj": _GPTJ,
-    "codegen": _GPTJ._replace(
-        title="CodeGen",
-        architecture="CodeGenForCausalLM",
-        layer=_norm("ln_1", "layer/norm")
-        | {"attn.qkv_proj.weight": (_Q, _V, _K)}
-        | _linear("attn.out_proj", _O)
-        | _GPTJ_MLP,
-        groups=4,  # for four TPU cores
-    ),
-    "gpt2": _GPTJ._replace(
-        title="GPT-2",
-        architecture="GPT2LMHeadModel",
-        block="gpt2",
-        pe="fixed",
-        sizes=_SIZES,
-        defaults={"n_positions": 1024},
-        fixed=_GPTJ.fixed
-        | {
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        },
-        tied=True,
-        positions="wpe",
-        layer=_norm("ln_1", "layer/norm")
-        | {"attn.c_attn.weight": (_Q, _K, _V), "attn.c_attn.bias": _QKV_BIAS}
-        | _linear("attn.c_proj", _O, _O_BIAS)
-        | _norm("ln_2", "layer/ff_norm")
-        | _linear("mlp.c_fc", _FC, _FC_BIAS)
-        | _linear("mlp.c_proj", _OUT, _OUT_BIAS),
-        out_axis=1,
-        groups=1,
-    ),
-    "gpt_neox": Family(
-        title="GPT-NeoX",
-        architecture="GPTNeoXForCausalLM",
-        block="neox",
-        pe="rotary",
-        sizes=_NEOX_SIZES,
-        defaults={"max_position_embeddings": 2048},
-        fixed={"layer_norm_eps": 1e-5, "attention_bias": True},
-        activation=("hidden_act", "gelu"),
-        inner="intermediate_size",
-        tied=False,
-        written={"attention_dropout": 0.0, "hidden_dropout": 0.0, "rotary_emb_base": 10000},
-        prefix="gpt_neox.",
-        embedding="embed_in",
-        positions=None,
-        layers="layers",
-        layer=_norm("input_layernorm", "layer/norm")
-        | _norm("post_attention_layernorm", "layer/ff_norm")
-        | {
-            "attention.query_key_value.weight": (_Q, _K, _V),
-            "attention.query_key_value.bias": _QKV_BIAS,
-        }
-        | _linear("attention.dense", _O, _O_BIAS)
-        | _linear("mlp.dense_h_to_4h", _FC, _FC_BIAS)
-        | _linear("mlp.dense_4h_to_h", _OUT, _OUT_BIAS),
-        norm="final_layer_norm",
-        head="embed_out",
-        rotary_pairs="halves",
-    ),
-}
 
 
 def family_of(config: Config) -> Family:
@@ -235,20 +48,7 @@ def family_of(config: Config) -> Family:
             f"{supported}; keep this model in native format"
         )
     family = FAMILIES[config.hf_type]
-    expected = {
-        "norm": "layernorm",
-        "pe": family.pe,
-        "head_size": config.d_model // config.n_heads,
-        "attention_window": config.seq,
-    }
-    if family.pe == "rotary":
-        expected["rotary_pairs"] = family.rotary_pairs
-    for key, value in expected.items():
-        if getattr(config, key) != value:
-            raise InputError(
-                f"config: {key} is {getattr(config, key)!r}, but Hugging Face's {family.title} "
-                f"supports only {value!r}; keep this model in native or original format"
-            )
+    _check_expressible(config, family)
     groups = family.groups or config.n_heads
     if config.n_heads % groups:
         raise InputError(
@@ -256,6 +56,37 @@ def family_of(config: Config) -> Family:
             f"multiple of {groups}; keep this model in native format"
         )
     return family
+
+
+def _check_expressible(config: Config, family: Family) -> None:
+    """Raise InputError if reading what `write_configs` writes would give another model."""
+    known = {"layers", "d_model", "n_heads", "n_vocab", "seq", "hf_type", "activation", "tie_head"}
+    known |= {*family.sizes.values(), *(number.ours for number in family.numbers.values())}
+    if family.biases:
+        known.add("biases")
+    if family.rope is not None:
+        known |= hf_layers.our_keys(family)
+    if config.hf_type == "gpt_neox":
+        known |= {"block", "pe_rotary_dims"}
+    keys = [field.name for field in fields(Architecture)]
+    ours = {key: getattr(config, key) for key in keys if key in known}
+    usual = Config(**(_implied(family, ours) | ours))
+    if family.pe != "rotary":
+        known |= {"pe_rotary_dims", "rotary_pairs", "rotary_base"}
+    for key in keys:
+        if key not in known and getattr(config, key) != getattr(usual, key):
+            raise InputError(
+                f"config: {key} is {getattr(config, key)!r}, but Hugging Face's {family.title} "
+                f"supports only {getattr(usual, key)!r}; keep this model in native or original "
+                "format"
+            )
+
+
+def _implied(family: Family, ours: dict[str, Any]) -> dict[str, Any]:
+    """Return the config keys that all models of a type share, some by a function of `ours`."""
+    same = {"block": family.block, "pe": family.pe, "rotary_pairs": family.rotary_pairs}
+    implied = family.implied.items()
+    return same | {key: value(ours) if callable(value) else value for key, value in implied}
 
 
 def read_config(folder: str) -> Config:
@@ -279,21 +110,30 @@ def read_config(folder: str) -> Config:
         )
     family = FAMILIES[model_type]
     for key, expected in family.fixed.items():
-        if values.get(key, expected) != expected:
+        if values.get(key) not in (None, expected):
             raise InputError(
                 f"{path}: {key} is {values[key]!r}; only {expected!r} is supported; give "
                 f"another {family.title} folder"
             )
-    ours: dict[str, Any] = {"block": family.block, "hf_type": model_type, "pe": family.pe}
-    ours["rotary_pairs"] = family.rotary_pairs
+    ours: dict[str, Any] = {"hf_type": model_type}
     for key, name in family.sizes.items():
         size = values.get(key, family.defaults.get(key))
+        if size is None and key in family.optional:
+            continue
         if type(size) is not int or size < 1:
             raise InputError(
                 f"{path}: {key} is {size!r}, expected a whole number above 0; copy the file again"
             )
         ours[name] = size
-    inner = values.get(family.inner)
+    ours = _implied(family, ours) | ours
+    for key, number in family.numbers.items():
+        ours[number.ours] = _positive(path, values, key, number)
+    for key, matrices in family.biases.items():
+        ours.setdefault("biases", [])
+        ours["biases"] += matrices if _flag(path, values, key, False) else ()
+    if family.rope is not None:
+        ours |= hf_layers.read(path, values, family, ours)
+    inner = None if family.inner is None else values.get(family.inner)
     if inner not in (None, 4 * ours["d_model"]):
         raise InputError(
             f"{path}: {family.inner} is {inner!r}; only 4 times the model's width and null are "
@@ -326,6 +166,15 @@ def _flag(path: str, values: dict[str, Any], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{path}: {key} is {value!r}, expected true or false; copy the file again")
     return value
+
+
+def _positive(path: str, values: dict[str, Any], key: str, number: Number) -> float | None:
+    value = values.get(key, number.default)
+    if value is None and number.may_lack:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise InputError(f"{path}: {key} is {value!r}, expected a number above 0; copy it again")
+    return float(value) ** number.power
 
 
 def _has_own_head(folder: str, family: Family) -> bool:
@@ -394,6 +243,10 @@ def _neox_keys(config: Config) -> dict[str, Any]:
         "rope_parameters": rope,
         "use_parallel_residual": config.layer_kind.arrangement == "parallel",
     }
+
+
+def _inner(config: Config, key: str) -> dict[str, Any]:
+    return {key: None if key == "n_inner" else config.d_ff}
 
 
 def _end_tokens(folder: str, values: dict[str, Any], n_vocab: int) -> list[int] | None:
@@ -475,10 +328,14 @@ def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, token
         "transformers_version": importlib.metadata.version("transformers"),
     }
     values = {theirs: getattr(config, ours) for theirs, ours in family.sizes.items()}
-    activation = next(name for name, ours in _ACTIVATIONS.items() if ours == config.activation)
+    names = (family.activation[1], *_ACTIVATIONS)
+    activation = next(name for name in names if _ACTIVATIONS[name] == config.activation)
     values |= {
         "vocab_size": rows,
-        family.inner: None if family.inner == "n_inner" else config.d_ff,
+        **({} if family.inner is None else _inner(config, family.inner)),
+        **{key: number.written(config) for key, number in family.numbers.items()},
+        **{key: all(map(config.has_bias, own)) for key, own in family.biases.items()},
+        **({} if family.rope is None else hf_layers.keys(config, family)),
         family.activation[0]: activation,
         "tie_word_embeddings": config.tie_head,
         **family.written,

@@ -10,6 +10,7 @@ the step.
 import enum
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
 from mesh_transformer.checkpoint.original_files import Shard
 from mesh_transformer.checkpoint.state_tree import check_state
-from mesh_transformer.config import Config
-from mesh_transformer.families import DEFAULTS, NORMS
+from mesh_transformer.config import Architecture, Config
+from mesh_transformer.families import NORMS
 from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import transformer
 from mesh_transformer.storage import files
@@ -180,8 +181,11 @@ def check_shards(
 
 def _check_expressible(config: Config) -> None:
     """Raise InputError if mesh-transformer-jax checkpoints cannot represent the config's model."""
-    for key, expected in {"block": "gptj", **DEFAULTS, "pe": config.pe}.items():
-        if key != "hf_type" and getattr(config, key) != expected:
+    free = {"layers", "d_model", "n_heads", "n_vocab", "seq"}
+    usual = Config(**{key: getattr(config, key) for key in free}, block="gptj")
+    free |= {"norm", "pe", "pe_rotary_dims", "head_size", "hf_type", "attention_window"}
+    for key in (field.name for field in fields(Architecture) if field.name not in free):
+        if getattr(config, key) != (expected := getattr(usual, key)):
             raise InputError(
                 f"config: {key} is {getattr(config, key)}, but mesh-transformer-jax checkpoints "
                 f"support only {expected}; change the config, or keep a model in native format"

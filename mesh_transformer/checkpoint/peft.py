@@ -98,23 +98,25 @@ def read(folder: str, base: Config) -> tuple[Config, dict[str, Any]]:
         lora_targets=[target for target in base.layer_kind.lora_targets if target in held],
     )
     params: dict[str, Any] = {}
+    like = hf.shapes(base)
     for name, pair in pairs.items():
         a_RD, b_NR = (_values(pair[factor], name) for factor in "AB")
         b_NR = b_NR if scales[name] == scale else b_NR * np.float32(scales[name] / scale)
         own = ranks[name]
         for place in places[name]:
             leaves = params.setdefault(place.module, {})
-            inputs, outputs = place.find(hf.shapes(base)).shape[1:]
+            inputs, outputs = place.find(like).shape[1:]
             shapes = ((base.layers, inputs, rank), (base.layers, rank, outputs))
             a, b = (
                 leaves.setdefault(leaf, np.zeros(shape, np.float32))
                 for leaf, shape in zip(adapter_names(place.leaf), shapes, strict=True)
             )
-            if pair["A"].shape[1] != inputs or pair["B"].shape != (outputs * place.parts, own):
+            total = place.tensor_shape(like)[place.out_axis or 0]
+            if pair["A"].shape[1] != inputs or pair["B"].shape != (total, own):
                 raise InputError(
                     f"{pair['A'].path}: the adapter of {name} has shapes {pair['A'].shape} and "
                     f"{pair['B'].shape}, expected ({own}, {inputs}) and "
-                    f"({outputs * place.parts}, {own}); give the base model that it was trained on"
+                    f"({total}, {own}); give the base model that it was trained on"
                 )
             a[place.layer, :, :own] = a_RD.T
             for source, target in place.outputs(b_NR, b[place.layer, :own]):
@@ -233,6 +235,7 @@ def write(
     """
     family = family_of(config)
     assert config.lora_alpha is not None
+    like = hf.shapes(config)
     ranks: dict[str, int] = {}  # of the modules in a layer, by their names
     tensors: list[Tensor] = []
     for name, places in hf.places_of(config, family).items():
@@ -243,7 +246,8 @@ def write(
         if not held:
             continue
         layers = adapters["layers"]
-        a, b = _factors(held, layers, place.parts)
+        total = place.tensor_shape(like)[place.out_axis or 0]
+        a, b = _factors(held, layers, total)
         module = name.removesuffix(".weight")
         ranks[module.removeprefix(f"{family.prefix}{family.layers}.{place.layer}.")] = len(a)
         for factor, values in (("A", a), ("B", b)):
@@ -278,14 +282,14 @@ def write(
 
 
 def _factors(
-    held: list[hf.Place], layers: dict[str, Any], parts: int
+    held: list[hf.Place], layers: dict[str, Any], outputs: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the factors A [R, in] and B [out, R] of one of Hugging Face's tensors.
 
     Args:
       held: the places of those of its parts that have adapters.
       layers: the adapters of all layers.
-      parts: the number of parts of the tensor.
+      outputs: the number of outputs of the tensor.
     """
 
     def own(place: hf.Place, factor: int) -> np.ndarray:
@@ -296,8 +300,7 @@ def _factors(
     shared = all(np.array_equal(first, firsts[0]) for first in firsts)
     rank = firsts[0].shape[1]
     a = firsts[0].T if shared else np.concatenate([first.T for first in firsts])
-    outputs = own(held[0], 1).shape[1]
-    b = np.zeros((outputs * parts, len(a)), firsts[0].dtype)
+    b = np.zeros((outputs, len(a)), firsts[0].dtype)
     for number, place in enumerate(held):
         start = 0 if shared else number * rank
         for target, source in place.outputs(b[:, start : start + rank], own(place, 1)):

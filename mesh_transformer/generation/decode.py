@@ -31,10 +31,10 @@ from mesh_transformer.generation.sampling import choose, top_tokens
 from mesh_transformer.generation.sampling_settings import SamplerSettings, sampler_settings
 from mesh_transformer.generation.speculation import guess
 from mesh_transformer.generation.weights import DRAFT, Weights
-from mesh_transformer.mesh.declaration import padded_size
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import paged
 from mesh_transformer.model.cache import LayerCache, write_rows
+from mesh_transformer.model.heads import key_heads
 
 # The settings of idle rows: greedy decoding, which is the fastest, and no penalty or bias.
 IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0, "seed": 0}, ())
@@ -115,7 +115,7 @@ def empty(
 
     def caches(own: Config) -> tuple[LayerCache, ...]:
         count, positions = (pages, page) if pages else (rows, slots)
-        shape = (count, padded_size(own.n_heads, mp), positions, own.d_head)
+        shape = (count, mp * key_heads(own, mp), positions, own.d_head)
         one = LayerCache(jnp.zeros(shape, own.dtype), jnp.zeros(shape, own.dtype))
         return (one.in_8_bits() if own.int8_cache else one,) * own.layers
 

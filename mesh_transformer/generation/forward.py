@@ -12,6 +12,7 @@ from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import matrices, paged, transformer
 from mesh_transformer.model.attention import causal_bias
 from mesh_transformer.model.cache import LayerCache
+from mesh_transformer.model.layer_values import layer_values
 from mesh_transformer.model.layers import Context
 
 
@@ -19,7 +20,7 @@ def forward(
     weights: Weights,
     tokens_BT: Array,
     context: Context,
-    caches: tuple[LayerCache, ...] | None,
+    caches: tuple[LayerCache | None, ...] | None,
     config: Config,
     par: Parallel,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
@@ -35,9 +36,10 @@ def forward(
     parts = transformer.transforms(config, par)
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
     filled = []
-    for layer, cache in zip(weights["layers"], caches or [None] * config.layers, strict=True):
+    caches = caches or (None,) * config.layers
+    for layer, values, cache in zip(weights["layers"], layer_values(config), caches, strict=True):
         layer = matrices.after(x_BTD, layer)
-        y_BTD, cache = parts["layers"].apply(layer, x_BTD, context, cache)
+        y_BTD, cache = parts["layers"].apply(layer, x_BTD, context._replace(values=values), cache)
         x_BTD += y_BTD
         filled.append(cache)
     return x_BTD, tuple(filled)
@@ -61,12 +63,23 @@ def context_of(
     Args:
       adapter_B: the number of each row's adapter, or one for all, [1]; 0 for none.
     """
-    bias_BHTS = causal_bias(positions_BT, key_positions_BS, config.window)
+    bias_BHTS, sliding_BHTS = causal_bias(positions_BT, key_positions_BS, config.window), None
+    if config.sliding_window is not None:
+        window = min(config.sliding_window, config.window)
+        sliding_BHTS = causal_bias(positions_BT, key_positions_BS, window)
     if config.pe == "t5":
         relative = transformer.transforms(config, par)["relative"]
         bias_BHTS += relative.apply(weights["relative"], positions_BT, key_positions_BS)
     scale = weights[SCALES][adapter_B][:, None] if SCALES in weights else None
-    return Context(positions_BT, bias_BHTS, slots, rows, table, lora_scale=scale)
+    return Context(
+        positions_BT,
+        bias_BHTS,
+        slots,
+        rows,
+        table,
+        lora_scale=scale,
+        sliding_bias_BHTS=sliding_BHTS,
+    )
 
 
 def own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:

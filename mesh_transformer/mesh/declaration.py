@@ -111,14 +111,15 @@ class Declaration:
         """Return the array axis that ZeRO splits over dp, or None if ZeRO does not split the array.
 
         The axis is the longest one whose size is a multiple of dp, excluding the layer axis and the
-        axis split over mp.  ZeRO does not split parameters that have no such axis or that are not
-        split over mp; most of these are small.
+        axis split over mp.  ZeRO does not split parameters that have no such axis or, except for
+        matrices that are copied to all mp shards, are not split over mp; most of these are small.
 
         Args:
           dp: number of data-parallel replicas.
         """
         axes = tuple(self.spec)
-        if "mp" not in axes:
+        is_copied_matrix = self.fanned_out and self.decay and not self.adapter
+        if "mp" not in axes and not is_copied_matrix:
             return None
         free = [
             axis

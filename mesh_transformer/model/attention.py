@@ -30,6 +30,7 @@ from mesh_transformer.config import Model
 from mesh_transformer.mesh.parallel import Axes, Parallel
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.dropout import DropProbs, drop_at
+from mesh_transformer.model.layer_values import frequencies
 from mesh_transformer.util import InputError
 
 # (q_BTHK, k_BHSK, v_BHSK, a function for dropout or None) -> attended_BTHK.
@@ -54,15 +55,30 @@ def block_length(length: int) -> int:
     return max(-(-length // BLOCKS), LANES)
 
 
-def rotate(x_BTHK: Array, positions_BT: Array, dims: int, *, halves: bool = False) -> Array:
+def rotate(
+    x_BTHK: Array,
+    positions_BT: Array,
+    dims: int,
+    *,
+    halves: bool = False,
+    frequency_R: Any = None,
+    scale: Any = None,
+) -> Array:
     """Apply rotary embedding (Su 2021) to the first `dims` entries of each head, in f32.
 
     As in GPT-J, adjacent entries are rotated together: entries 0 and 1, 2 and 3, and so on.  With
     `halves`, entry i is rotated together with entry i + dims / 2, as in GPT-NeoX.
+
+    Args:
+      frequency_R: the angle per position of each pair, f32; None for those of GPT-J.
+      scale: a factor of sine and cosine; None for 1.
     """
-    frequency_R = 10000.0 ** (-np.arange(0, dims, 2) / dims)
-    angle_BTR = positions_BT[..., None].astype(jnp.float32) * frequency_R.astype(np.float32)
+    if frequency_R is None:
+        frequency_R = frequencies(dims)[0].astype(np.float32)
+    angle_BTR = positions_BT[..., None].astype(jnp.float32) * frequency_R
     sin, cos = jnp.sin(angle_BTR)[:, :, None], jnp.cos(angle_BTR)[:, :, None]
+    if scale is not None:
+        sin, cos = sin * scale, cos * scale
     rotary, rest = x_BTHK[..., :dims].astype(jnp.float32), x_BTHK[..., dims:]
     if halves:
         one, other = jnp.split(rotary, 2, axis=-1)
@@ -90,6 +106,7 @@ def attend(
     cache: LayerCache,
     bias_BHTS: Array,
     drop: Callable[[Array], Array] | None = None,
+    cap: float | None = None,
 ) -> Array:
     """Compute softmax attention of T queries over S keys, and return it as [B, T, H, K].
 
@@ -99,15 +116,23 @@ def attend(
       cache: the keys and values; scores and probabilities are multiplied by its scales.
       bias_BHTS: the mask plus any relative position bias, added to the scores.
       drop: applied to the probabilities, for dropout.
+      cap: see `capped`.
     """
-    probs_BHTS = jax.nn.softmax(scores_of(q_BTHK, cache) + bias_BHTS)
+    probs_BHTS = jax.nn.softmax(scores_of(q_BTHK, cache, cap) + bias_BHTS)
     return _weighted_sum(probs_BHTS, cache, q_BTHK.dtype, drop)
 
 
-def attend_to_cache(q_BTHK: Array, cache: LayerCache, bias_BHTS: Array) -> Array:
+def attend_to_cache(
+    q_BTHK: Array, cache: LayerCache, bias_BHTS: Array, cap: float | None = None
+) -> Array:
     """Compute `attend` over a cache, whose masked keys may be NaN (see `LayerCache.like`)."""
-    probs_BHTS = jax.nn.softmax(masked(scores_of(q_BTHK, cache), bias_BHTS))
+    probs_BHTS = jax.nn.softmax(masked(scores_of(q_BTHK, cache, cap), bias_BHTS))
     return _weighted_sum(probs_BHTS, cache, q_BTHK.dtype)
+
+
+def capped(x: Array, cap: float | None) -> Array:
+    """Return x bounded smoothly by -cap and cap (Bello 2016), or x itself if `cap` is None."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def masked(scores_BHTS: Array, bias_BHTS: Array) -> Array:
@@ -134,8 +159,8 @@ def _weighted_sum(
     return jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS, v_BHSK)
 
 
-def scores_of(q_BTHK: Array, cache: LayerCache) -> Array:
-    """Return the scores of T queries for S keys without a bias, f32 [B, H, T, S]."""
+def scores_of(q_BTHK: Array, cache: LayerCache, cap: float | None = None) -> Array:
+    """Return the scores of T queries for S keys without a bias, `capped`, f32 [B, H, T, S]."""
     scale: Any = q_BTHK.shape[-1] ** -0.5
     k_BHSK = cache.k_BHSK.astype(q_BTHK.dtype)
     if cache.k_scale_BHS1 is not None:
@@ -156,11 +181,15 @@ def scores_of(q_BTHK: Array, cache: LayerCache) -> Array:
         scores_BHTS = jnp.einsum(
             "BTHK,BHSK->BHTS", q_BTHK, k_BHSK, preferred_element_type=jnp.float32
         )
-    return scores_BHTS * scale
+    return capped(scores_BHTS * scale, cap)
 
 
 def attend_after(
-    q_BTHK: Array, before_1HSK: LayerCache, own_BHTK: LayerCache, bias_BHTS: Array
+    q_BTHK: Array,
+    before_1HSK: LayerCache,
+    own_BHTK: LayerCache,
+    bias_BHTS: Array,
+    cap: float | None = None,
 ) -> Array:
     """Compute softmax attention of rows that all follow the same text, as [B, T, H, K].
 
@@ -183,7 +212,8 @@ def attend_after(
         ),
         axis=-1,
     )
-    probs_BHTS = jax.nn.softmax(scores_BHTS * scale + bias_BHTS).astype(v_HSK.dtype)
+    scores_BHTS = capped(scores_BHTS * scale, cap)
+    probs_BHTS = jax.nn.softmax(scores_BHTS + bias_BHTS).astype(v_HSK.dtype)
     y_BTHK = jnp.einsum("BHTS,HSK->BTHK", probs_BHTS[..., :before], v_HSK, **kind)
     y_BTHK += jnp.einsum("BHTS,BHSK->BTHK", probs_BHTS[..., before:], own_BHTK.v_BHSK, **kind)
     return y_BTHK.astype(v_HSK.dtype)
@@ -238,6 +268,8 @@ def _obstacle(name: str, config: Model, device: Device) -> str | None:
     if config.dropout_attention and name != "blocks":
         return "does not support dropout_attention"
     if name == "cudnn":
+        if config.score_cap is not None:
+            return "does not support score_cap"
         return _cudnn_obstacle(config, device)
     if name.startswith("splash") and config.seq % LANES:
         return f"requires seq to be a multiple of {LANES}, but seq is {config.seq}"
@@ -307,7 +339,11 @@ def _dtype_obstacle(config: Model) -> str | None:
 
 
 def attend_function(
-    config: Model, par: Parallel, length: int, text_BT: Array | None
+    config: Model,
+    par: Parallel,
+    length: int,
+    text_BT: Array | None,
+    window: int | None = None,
 ) -> Attend | None:
     """Return a function that computes causal attention over whole sequences.
 
@@ -318,6 +354,8 @@ def attend_function(
       length: the number of tokens in a sequence.
       text_BT: for sequences that pack several texts, the index of the text that each position
         belongs to; otherwise None.  A position attends only to positions of the same text.
+      window: the number of positions that a query may attend to, including its own;
+        None for the config's `window`.
 
     Returns:
       An `Attend` function.  For the backend `xla`, None: the caller must then call `attend` with a
@@ -326,13 +364,15 @@ def attend_function(
     Raises:
       InputError: if texts are packed and `config.attention` is "cudnn", which cannot separate them.
     """
-    name, blocks = par.attention, functools.partial(_blocks, config.window, text_BT)
+    name, cap = par.attention, config.score_cap
+    window = config.window if window is None else window
+    blocks = functools.partial(_blocks, window, cap, text_BT)
     if name == "blocks":
         return blocks
     if name.startswith("splash") and length % LANES == 0:
-        kernel = functools.partial(_splash, config.window, name == "splash_interpreted")
+        kernel = functools.partial(_splash, window, cap, name == "splash_interpreted")
     elif name == "cudnn" and text_BT is None:
-        kernel = functools.partial(_cudnn, config.window)
+        kernel = functools.partial(_cudnn, window)
     elif name == "cudnn" and config.attention == "cudnn":
         raise InputError(
             "config: attention is 'cudnn', which does not support packed records (segment_ids); "
@@ -383,7 +423,13 @@ def _differentiable(kernel: Kernel, par: Parallel) -> Kernel:
 
 
 def _splash(
-    window: int, interpret: bool, q_BHTK: Array, k_BHSK: Array, v_BHSK: Array, text_BT: Array | None
+    window: int,
+    cap: float | None,
+    interpret: bool,
+    q_BHTK: Array,
+    k_BHSK: Array,
+    v_BHSK: Array,
+    text_BT: Array | None,
 ) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as kernels,
@@ -411,6 +457,7 @@ def _splash(
         ),
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=cap,
         interpret=interpret,
     )
     texts = None if text_BT is None else kernels.SegmentIds(text_BT, text_BT)
@@ -419,6 +466,7 @@ def _splash(
 
 def _blocks(
     window: int,
+    cap: float | None,
     text_BT: Array | None,
     q_BTHK: Array,
     k_BHSK: Array,
@@ -431,6 +479,7 @@ def _blocks(
 
     Args:
       window: the number of positions that a query may attend to, including its own.
+      cap: see `capped`.
       text_BT: see `attend_function`.
       drop: for dropout.
     """
@@ -452,7 +501,7 @@ def _blocks(
             bias_BHTS = jnp.where(other_text_BTS[:, None], MASKED, bias_BHTS)
         k_BHSK, v_BHSK = (x[:, :, keys].astype(dtype) for x in (k_BHSK, v_BHSK))
         own = None if drop is None else drop_at(drop, queries.start, keys.start)
-        return attend(q_BTHK[:, queries], LayerCache(k_BHSK, v_BHSK), bias_BHTS, own)
+        return attend(q_BTHK[:, queries], LayerCache(k_BHSK, v_BHSK), bias_BHTS, own, cap)
 
     outputs = [attend_block(begin, q_BTHK, k_BHSK, v_BHSK) for begin in range(0, length, block)]
     return jnp.concatenate(outputs, axis=1)

@@ -9,7 +9,9 @@ R rank of an adapter, F feed-forward, C columns (or rows) of one head in the fus
 geglu block, N columns of a projection, V vocabulary, L layers.
 """
 
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import haiku as hk
 import jax
@@ -19,12 +21,14 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Model
-from mesh_transformer.mesh.parallel import Axes, Parallel, param
+from mesh_transformer.mesh.parallel import Parallel, param
 from mesh_transformer.model import attention, lora, paged
 from mesh_transformer.model.cache import LayerCache, rows_of, write, write_rows
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at, drop_entries
+from mesh_transformer.model.heads import Heads
+from mesh_transformer.model.layer_values import LayerValues, layer_values
 from mesh_transformer.model.matrices import add_bias, project_in, project_out
-from mesh_transformer.util import InputError
+from mesh_transformer.model.norms import Norm, ProjectionNorm
 
 # checkpoint_name of the residual stream between attention and feed-forward, if the latter reads it
 MIDDLE = "middle"
@@ -52,6 +56,10 @@ class Context(NamedTuple):
     attend: attention.Attend | None = None  # used instead of `attention.attend` and `bias_BHTS`
     dropout: Dropout | None = None  # the layer's random numbers; None without dropout
     lora_scale: lora.Scale | None = None  # used instead of `config.lora_scale`
+    values: LayerValues | None = None  # those of the layer; None if all layers have the same
+    # Used instead of `bias_BHTS` and `attend` in layers with the config's `sliding_window`.
+    sliding_bias_BHTS: Array | None = None
+    sliding_attend: attention.Attend | None = None
 
 
 def initialiser(
@@ -63,70 +71,6 @@ def initialiser(
     return normal(getattr(values, role)(c))
 
 
-class Norm(hk.Module):
-    """The norm that the config selects, computed in f32.
-
-    Calling the module returns the normed x, as input of matmuls that are split over mp (see
-    `Parallel.fan_out`).
-
-    Raises:
-      InputError: if each shard has parameters of its own, but the code does not run on each shard.
-
-    Args:
-      fanned_out: whether the input is already the result of `Parallel.fan_out`, which several norms
-        of one layer then share.
-    """
-
-    def __init__(
-        self, config: Model, par: Parallel, name: str = "norm", *, fanned_out: bool = False
-    ):
-        super().__init__(name=name)
-        self.par = par
-        self.kind, self.kind_name = config.norm_kind, config.norm
-        self.shards = config.shards
-        self.fanned_out = fanned_out
-
-    def __call__(self, x_BTD: Array) -> Array:
-        kind, dtype = self.kind, x_BTD.dtype
-        x_BTD = x_BTD.astype(jnp.float32)
-        shape: tuple[int, ...] = () if kind.scalar else x_BTD.shape[-1:]
-        axes: Axes = (None,) * len(shape)
-        # The 2-norm, in place of the root mean square, and 1e-5 outside it are the original's.
-        if kind.centered:
-            normed, initial = _standardize(x_BTD), 1.0
-        else:
-            size_BT1 = jnp.linalg.norm(x_BTD, axis=-1, keepdims=True)
-            normed, initial = x_BTD / (size_BT1 + 1e-5), x_BTD.shape[-1] ** 0.5
-        if kind.per_shard:
-            if self.par.mp != self.shards and not hk.running_init():
-                raise InputError(
-                    f"norm {self.kind_name} has parameters of its own on each shard; run it with "
-                    f"partitioning shard_map and cores_per_replica {self.shards}"
-                )
-            # Scale and offset differ between shards, so the fan-out must come before them.
-            normed = self._fan_out(normed)
-            shape, axes = (self.shards, *shape), ("mp", *axes)
-        normed *= self._param("scale", shape, axes, initial)
-        if kind.offset:
-            normed += self._param("offset", shape, axes, 0.0)
-        normed = normed.astype(dtype)
-        return normed if kind.per_shard else self._fan_out(normed)
-
-    def _fan_out(self, x: Array) -> Array:
-        return x if self.fanned_out else self.par.fan_out(x)
-
-    def _param(self, name: str, shape: tuple[int, ...], axes: Axes, initial: float) -> Array:
-        init = hk.initializers.Constant(initial)
-        value = param(self.par, name, shape, axes, init, fanned_out=self.fanned_out)
-        return (value[0] if self.kind.per_shard else value).astype(jnp.float32)
-
-
-def _standardize(x_BTD: Array) -> Array:
-    mean = jnp.mean(x_BTD, axis=-1, keepdims=True)
-    variance = jnp.var(x_BTD, axis=-1, keepdims=True)
-    return (x_BTD - mean) * jax.lax.rsqrt(variance + 1e-5)
-
-
 class Linear(hk.Module):
     """A linear layer whose columns are split over mp.
 
@@ -135,6 +79,7 @@ class Linear(hk.Module):
     Args:
       columns: global number of columns.
       unit: see `Declaration.unit`.
+      is_split: whether mp splits the columns; otherwise, each shard computes all of them.
     """
 
     def __init__(
@@ -146,11 +91,13 @@ class Linear(hk.Module):
         with_bias: bool = True,
         dtype: jax.typing.DTypeLike | None = None,
         unit: int = 1,
+        is_split: bool = True,
     ):
         super().__init__(name=name)
         self.config = config
         self.par = par
         self.columns = columns
+        self.is_split = is_split
         self.with_bias = with_bias
         self.dtype = dtype
         self.unit = unit
@@ -161,9 +108,11 @@ class Linear(hk.Module):
         Args:
           lora_scale: used instead of `config.lora_scale`.
         """
-        shape, axes = (x_BTD.shape[-1], self.columns), (None, "mp")
+        axis = "mp" if self.is_split else None
+        shape, axes = (x_BTD.shape[-1], self.columns), (None, axis)
+        kind: Any = {"unit": self.unit, "fanned_out": not self.is_split}
         init = initialiser(self.config, "inputs")
-        w_DN = param(self.par, "w", shape, axes, init, decay=True, unit=self.unit)
+        w_DN = param(self.par, "w", shape, axes, init, decay=True, **kind)
         rounded = self.config.int8_matmuls if self.dtype is None else ()  # not in the head
         y_BTN = project_in(x_BTD, w_DN, self.dtype, rounded)
         adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes, self.unit)
@@ -172,7 +121,7 @@ class Linear(hk.Module):
             y_BTN += lora.adapted_columns(x_BTD, adapter, scale)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
-            b_N = param(self.par, "b", (self.columns,), ("mp",), zeros, unit=self.unit)
+            b_N = param(self.par, "b", (self.columns,), (axis,), zeros, **kind)
             y_BTN = add_bias(y_BTN, b_N)
         return y_BTN
 
@@ -261,6 +210,10 @@ class Embedding(hk.Module):
         if c.layer_kind.biased_ends:
             bias = hk.initializers.Constant(0.0)
             x_BTD += param(par, "b", (c.d_model,), (None,), bias, summed=True)
+        if c.embed_scale != 1:  # Original: Gemma's is rounded to the dtype, too
+            x_BTD *= jnp.asarray(c.embed_scale, x_BTD.dtype)
+        if c.embed_norm:
+            x_BTD = Norm(c, par, after=True)(x_BTD)
         if c.pe == "fixed":
             init = initialiser(c, "positions")
             table = param(par, "pos_embs", (c.seq, c.d_model), (None, "mp"), init, decay=True)
@@ -294,7 +247,7 @@ class TransformerLayer(hk.Module):
         self.config = config
         self.par = par
         self.block = config.layer_kind
-        self.heads = par.local_size(config.n_heads)
+        self.heads = Heads(config, par)
 
     def __call__(
         self, x_BTD: Array, context: Context, cache: LayerCache | None
@@ -305,12 +258,17 @@ class TransformerLayer(hk.Module):
         shared = parallel and block.ff_norm
         if shared:
             x_BTD = par.fan_out(x_BTD)
-        normed_BTD = Norm(c, par, fanned_out=shared)(x_BTD)
+
+        def normed(name: str, stream_BTD: Array) -> Array:
+            if c.norm_place == "after":
+                return par.fan_out(stream_BTD)
+            return Norm(c, par, name, fanned_out=shared)(stream_BTD)
+
+        normed_BTD = normed("norm", x_BTD)
 
         def hidden(stream_BTD: Array) -> Array:
-            if not block.ff_norm:
-                return self._hidden(normed_BTD, context)
-            return self._hidden(Norm(c, par, "ff_norm", fanned_out=shared)(stream_BTD), context)
+            ready = normed("ff_norm", stream_BTD) if block.ff_norm else normed_BTD
+            return self._hidden(ready, context)
 
         if block.fused:
             y_BTD, cache = self._fused(normed_BTD, context, cache)
@@ -322,17 +280,29 @@ class TransformerLayer(hk.Module):
             if hidden_BTF is not None:
                 y_BTD += self._output("out", hidden_BTF, (c.d_ff,), FEED_FORWARD, context)
         y_BTD = par.join(y_BTD)
-        if "o" in block.biases:
+        if c.has_bias("o"):
             y_BTD += self._bias("o_b", ATTENTION, context)
         if not parallel:
+            y_BTD = self._added("norm_after", y_BTD)
             hidden_BTF = hidden(checkpoint_name(x_BTD + y_BTD, MIDDLE))
-            out_BTD = self._output("out", hidden_BTF, (c.d_ff,), FEED_FORWARD, context)
-            y_BTD += par.join(out_BTD)
-        if "out" in block.biases:
+            out_BTD = par.join(self._output("out", hidden_BTF, (c.d_ff,), FEED_FORWARD, context))
+            if c.has_bias("out"):
+                out_BTD += self._bias("out_b", FEED_FORWARD, context)
+            y_BTD += self._added("ff_norm_after", out_BTD)
+        elif c.has_bias("out"):
             y_BTD += self._bias("out_b", FEED_FORWARD, context)
         if block.joint_bias:
             y_BTD += self._bias("b", FEED_FORWARD, context, summed=True)
         return y_BTD, cache
+
+    @hk.transparent
+    def _added(self, norm: str, y_BTD: Array) -> Array:
+        """Return what attention or feed-forward add to the residual stream, from their sums."""
+        c = self.config
+        if c.norm_place != "before":
+            # Saved, so that the backward pass need not sum it over mp again.
+            y_BTD = Norm(c, self.par, norm, after=True)(checkpoint_name(y_BTD, MIDDLE))
+        return y_BTD * c.residual_scale if c.residual_scale != 1 else y_BTD
 
     @hk.transparent
     def _attended(
@@ -340,21 +310,35 @@ class TransformerLayer(hk.Module):
     ) -> tuple[Array, LayerCache]:
         """Return the attention's result of each head, [B, T, H*K], before the output matrix."""
         c = self.config
+        assert c.key_heads is not None
 
-        def heads(name: str) -> Array:
-            columns, biased = c.n_heads * c.d_head, name in self.block.biases
-            linear = Linear(c, self.par, columns, name, biased, unit=c.d_head)
+        def heads(name: str, number: int, copied: bool) -> Array:
+            columns, is_split = number * c.d_head, not copied
+            linear = Linear(
+                c, self.par, columns, name, c.has_bias(name), unit=c.d_head, is_split=is_split
+            )
             y_BTN = linear(x_BTD, context.lora_scale)
-            return y_BTN.reshape(*y_BTN.shape[:2], self.heads, c.d_head)
+            if c.qk_norm == "projection" and name != "v":
+                y_BTN = ProjectionNorm(c, self.par, f"{name}_norm", columns, is_split)(y_BTN)
+            return y_BTN.reshape(*y_BTN.shape[:2], -1, c.d_head)
 
-        attended_BTHK, cache = self._attention(heads("q"), heads("k"), heads("v"), context, cache)
+        q_BTHK = heads("q", c.n_heads, False)
+        k_BTHK, v_BTHK = (heads(name, c.key_heads, self.heads.copied) for name in ("k", "v"))
+        attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
         return attended_BTHK.reshape(*attended_BTHK.shape[:2], -1), cache
 
     @hk.transparent
     def _hidden(self, x_BTD: Array, context: Context) -> Array:
         """Return the hidden activations of the feed-forward, [B, T, F]."""
-        linear = Linear(self.config, self.par, self.config.d_ff, "fc", "fc" in self.block.biases)
-        return self._gelu(linear(x_BTD, context.lora_scale))
+
+        def columns(name: str) -> Array:
+            biased = self.config.has_bias(name)
+            linear = Linear(self.config, self.par, self.config.d_ff, name, biased)
+            return linear(x_BTD, context.lora_scale)
+
+        if self.block.gated:
+            return self._activated(columns("gate")) * columns("fc")
+        return self._activated(columns("fc"))
 
     def _drop(self, x_BTD: Array, place: int, context: Context) -> Array:
         """Apply dropout to activations of all positions; `place` is as for `Dropout.kept`."""
@@ -364,7 +348,11 @@ class TransformerLayer(hk.Module):
         _, length, width = x_BTD.shape
         return drop_entries(x_BTD, context.dropout.kept(place, rate, length, width), rate)
 
-    def _gelu(self, x: Array) -> Array:
+    def _activated(self, x: Array) -> Array:
+        if self.config.activation == "silu":
+            return jax.nn.silu(x)
+        if self.config.activation == "relu2":
+            return jnp.square(jax.nn.relu(x))
         if self.config.activation == "gelu_tanh":
             return jax.nn.gelu(x, approximate=True)
         return 0.5 * x * erfc(-x * np.sqrt(0.5).astype(x.dtype))
@@ -398,7 +386,7 @@ class TransformerLayer(hk.Module):
         shape, axes = (c.d_model, c.n_heads, columns), (None, "mp", None)
         w_DHC = param(par, "fused_in", shape, axes, initialiser(c, "inputs"), decay=True)
         y_BTHC = project_in(x_BTD, w_DHC, None, c.int8_matmuls)
-        if "fused_in" in self.block.biases:
+        if c.has_bias("fused_in"):
             zeros = hk.initializers.Constant(0.0)
             y_BTHC += param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), zeros)
         adapter = lora.factors(c, par, "fused_in", "fused_in", shape, axes)
@@ -408,7 +396,7 @@ class TransformerLayer(hk.Module):
         edges = (c.d_head, 2 * c.d_head, 3 * c.d_head, 3 * c.d_head + hidden)
         q_BTHK, k_BTHK, v_BTHK, gate_BTHF, value_BTHF = jnp.split(y_BTHC, edges, axis=-1)
         attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
-        hidden_BTHF = self._gelu(gate_BTHF) * value_BTHF
+        hidden_BTHF = self._activated(gate_BTHF) * value_BTHF
         joined_BTHC = jnp.concatenate((attended_BTHK, hidden_BTHF), axis=-1)
         inputs = (c.n_heads, rows)
         return self._output("fused_out", joined_BTHC, inputs, FEED_FORWARD, context), cache
@@ -443,6 +431,7 @@ class TransformerLayer(hk.Module):
             y_BTD += lora.scaled(jnp.tensordot(x, adapter[0], axes), scale) @ adapter[1]
         return self._drop(y_BTD, place, context)
 
+    @hk.transparent
     def _attention(
         self,
         q_BTHK: Array,
@@ -451,50 +440,108 @@ class TransformerLayer(hk.Module):
         context: Context,
         cache: LayerCache | None,
     ) -> tuple[Array, LayerCache]:
-        c, par = self.config, self.par
-        q_BTHK, k_BTHK, v_BTHK = (
-            par.shard(x, "dp", None, "mp", None) for x in (q_BTHK, k_BTHK, v_BTHK)
+        c, par, split = self.config, self.par, self.heads
+        q_BTHK = par.shard(q_BTHK, "dp", None, "mp", None)
+        keys = None if split.copied else "mp"
+        k_BTHK, v_BTHK = (par.shard(x, "dp", None, keys, None) for x in (k_BTHK, v_BTHK))
+        values = context.values or layer_values(c)[0]
+        q_BTHK, k_BTHK = (
+            self._positioned(name, x, context, values) for name, x in (("q", q_BTHK), ("k", k_BTHK))
         )
-        if c.pe == "rotary":
-            halves = c.rotary_pairs == "halves"
-            q_BTHK = attention.rotate(q_BTHK, context.positions_BT, c.d_rotary, halves=halves)
-            k_BTHK = attention.rotate(k_BTHK, context.positions_BT, c.d_rotary, halves=halves)
-        new = LayerCache(jnp.moveaxis(k_BTHK, 1, 2), jnp.moveaxis(v_BTHK, 1, 2))
+        assert c.attention_scale is not None
+        if c.attention_scale != c.d_head**-0.5:
+            q_BTHK = (q_BTHK * (c.attention_scale * c.d_head**0.5)).astype(q_BTHK.dtype)
+
+        def cached(arrange: Callable[[Array], Array]) -> LayerCache:
+            arranged = (par.shard(arrange(x), "dp", None, "mp", None) for x in (k_BTHK, v_BTHK))
+            return LayerCache(*(jnp.moveaxis(x, 1, 2) for x in arranged))
+
+        new = cached(split.kept)
         if cache is not None:
+            if values.is_sliding:
+                context = context._replace(bias_BHTS=context.sliding_bias_BHTS)
             return self._cached_attention(q_BTHK, new, context, cache)
         drop = None
         if context.dropout is not None and c.dropout_attention:
             drop = context.dropout.drop_probs(c.dropout_attention, q_BTHK.shape[1], par)
-        if context.attend is not None:
-            return context.attend(q_BTHK, new.k_BHSK, new.v_BHSK, drop), new
-        assert context.bias_BHTS is not None
-        own = None if drop is None else drop_at(drop, 0, 0)
-        return attention.attend(q_BTHK, new, context.bias_BHTS, own), new
+        each = cached(split.of_queries)
+
+        def attended(attend: attention.Attend | None, bias_BHTS: Array | None) -> Array:
+            if attend is not None:
+                return attend(q_BTHK, each.k_BHSK, each.v_BHSK, drop)
+            assert bias_BHTS is not None
+            own = None if drop is None else drop_at(drop, 0, 0)
+            return attention.attend(q_BTHK, each, bias_BHTS, own, c.score_cap)
+
+        usual = functools.partial(attended, context.attend, context.bias_BHTS)
+        sliding = functools.partial(attended, context.sliding_attend, context.sliding_bias_BHTS)
+        if c.sliding_window is None:
+            return usual(), new
+        if isinstance(values.is_sliding, np.bool_):
+            return (sliding() if values.is_sliding else usual()), new
+        return lax.cond(values.is_sliding, sliding, usual), new
+
+    @hk.transparent
+    def _positioned(self, name: str, x_BTHK: Array, context: Context, values: LayerValues) -> Array:
+        """Return queries or keys with their norm, if they have one of each head, and rotated."""
+        c = self.config
+        if c.qk_norm == "head":
+            x_BTHK = Norm(c, self.par, f"{name}_norm", fanned_out=True)(x_BTHK)
+        if c.pe == "rotary":
+            x_BTHK = attention.rotate(
+                x_BTHK,
+                context.positions_BT,
+                c.d_rotary,
+                halves=c.rotary_pairs != "neighbours",
+                frequency_R=values.frequency_R,
+                scale=values.rotary_scale,
+            )
+        if c.qk_norm == "rotated":
+            x_BTHK = Norm(c, self.par, f"{name}_norm", fanned_out=True)(x_BTHK)
+        return x_BTHK
 
     def _cached_attention(
         self, q_BTHK: Array, new: LayerCache, context: Context, cache: LayerCache
     ) -> tuple[Array, LayerCache]:
-        """Attend to new and older keys and values, after writing the new ones to the cache."""
-        bias_BHTS, table = context.bias_BHTS, context.table
+        """Attend to new and older keys and values, after writing the new ones to the cache.
+
+        Queries of heads that share keys attend like those of further positions.
+        """
+        group, bias_BHTS = self.config.group, context.bias_BHTS
+        if group == 1:
+            return self._attended_to_cache(q_BTHK, new, context, cache)
+        assert bias_BHTS is not None
+        q_BTGHK = jnp.swapaxes(self.heads.by_key(q_BTHK), 2, 3)
+        B, T, _, H, K = q_BTGHK.shape
+        context = context._replace(bias_BHTS=jnp.repeat(bias_BHTS, group, axis=2))
+        q_BTHK = q_BTGHK.reshape(B, T * group, H, K)
+        attended_BTHK, cache = self._attended_to_cache(q_BTHK, new, context, cache)
+        attended_BTGHK = attended_BTHK.reshape(B, T, group, H, K)
+        return self.heads.by_query(jnp.swapaxes(attended_BTGHK, 2, 3)), cache
+
+    def _attended_to_cache(
+        self, q_BTHK: Array, new: LayerCache, context: Context, cache: LayerCache
+    ) -> tuple[Array, LayerCache]:
+        bias_BHTS, table, cap = context.bias_BHTS, context.table, self.config.score_cap
         assert bias_BHTS is not None
         if context.slots is None:
-            return attention.attend_after(q_BTHK, cache, new, bias_BHTS), new
+            return attention.attend_after(q_BTHK, cache, new, bias_BHTS, cap), new
         new = new.like(cache)
         if table is not None and table.written is not None:
             rows = paged.rows_in_pages(cache, table.page_BJ)
             rows = write_rows(rows, new, jnp.arange(len(q_BTHK)), context.slots)
-            attended_BTHK = attention.attend_to_cache(q_BTHK, rows, bias_BHTS)
+            attended_BTHK = attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap)
             return attended_BTHK, paged.write_pages(cache, rows, *table.written)
         if table is not None:
             cache = paged.write(cache, new, table.page_BJ, context.slots)
-            return paged.attend(q_BTHK, cache, table, bias_BHTS), cache
+            return paged.attend(q_BTHK, cache, table, bias_BHTS, cap), cache
         if context.rows is not None:
             cache = write_rows(cache, new, context.rows, context.slots)
             # The rows are read after they were written, so that the cache need not be copied.
             rows = rows_of(cache, context.rows)
-            return attention.attend_to_cache(q_BTHK, rows, bias_BHTS), cache
+            return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap), cache
         cache = write(cache, new, context.slots)
-        return attention.attend_to_cache(q_BTHK, cache, bias_BHTS), cache
+        return attention.attend_to_cache(q_BTHK, cache, bias_BHTS, cap), cache
 
 
 class Projection(hk.Module):
@@ -517,6 +564,9 @@ class Projection(hk.Module):
             c, par = self.config, self.par
             biased = c.layer_kind.biased_ends
             x = Linear(c, par, c.n_vocab, "head", biased, dtype=jnp.float32)(x)
+            if c.logit_divisor != 1:
+                x /= c.logit_divisor
+            x = attention.capped(x, c.logit_cap)
             if par.local_size(c.n_vocab) * par.mp > c.n_vocab:  # the vocabulary is padded
                 id_V = par.rank() * x.shape[-1] + jnp.arange(x.shape[-1])
                 x = jnp.where(id_V < c.n_vocab, x, attention.MASKED)

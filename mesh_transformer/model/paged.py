@@ -118,7 +118,13 @@ def slots_together(rows: int, size: int) -> int:
     return max(min(SLOTS_TOGETHER, SLOTS_OF_ALL_ROWS // rows) // size, 1) * size
 
 
-def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> Array:
+def attend(
+    q_BTHK: Array,
+    cache: LayerCache,
+    table: Table,
+    bias_BHTS: Array,
+    cap: float | None = None,
+) -> Array:
     """Compute softmax attention of T queries over the slots of each row, as [B, T, H, K].
 
     The slots are read in turn, with a running maximum and sum of the softmax (Milakov and
@@ -130,6 +136,7 @@ def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> 
 
     Args:
       bias_BHTS: as for `attention.attend`; S is J * C.
+      cap: see `attention.capped`.
     """
     page_BJ, size = table.page_BJ, cache.k_BHSK.shape[2]
     places = page_BJ.shape[1]
@@ -145,7 +152,7 @@ def attend(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> 
         page_BG = jax.lax.dynamic_slice_in_dim(page_BJ, at * together, together, axis=1)
         part = rows_in_pages(cache, page_BG)
         bias = jax.lax.dynamic_slice_in_dim(bias_BHTS, at * width, width, axis=3)
-        scores_BHTS = masked(scores_of(q_BTHK, part), bias)
+        scores_BHTS = masked(scores_of(q_BTHK, part, cap), bias)
         new_BHT1 = jnp.maximum(most_BHT1, scores_BHTS.max(axis=-1, keepdims=True))
         probs_BHTS, shrink_BHT1 = jnp.exp(scores_BHTS - new_BHT1), jnp.exp(most_BHT1 - new_BHT1)
         sum_BHT1 = sum_BHT1 * shrink_BHT1 + probs_BHTS.sum(axis=-1, keepdims=True)

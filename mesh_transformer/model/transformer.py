@@ -5,25 +5,35 @@ In each function, `par` is the `Parallel` that partitions the computation over t
 Parameters are nested dicts, {part: {module: {name: array}}}.  The arrays of the part "layers" are
 stacked over all layers on a first axis L.  The first table lists all parameters.  X/mp is an axis
 of size X that is split over mp.  A parameter with an entry in the last column exists only with this
-config key or attribute of the config's block (see `families.Block`), or with this entry in it.  The
-second table lists the scale and offset of each kind of norm, as "shape: initial value".  The third
-table lists the initial values of matrices by the name in the block's `initial`: normal(s) is a
-normal distribution with standard deviation s, and truncated(s) the same, truncated at two s.
+config key or attribute of the config's block (see `families.Block`), with this entry in it, or (!=)
+without this value.  The second table lists the scale and offset of each kind of norm, as "shape:
+initial value".  The third table lists the initial values of matrices by the name in the block's
+`initial`: normal(s) is a normal distribution with standard deviation s, and truncated(s) the same,
+truncated at two s.
 
     parameter                        shape           initial value       if
     embed/embedding/w                V/mp, D         embedding
     embed/embedding/b                D               0                   biased_ends=True
     embed/embedding/pos_embs         T, D/mp         positions           pe=fixed
-    layers/layer/norm/*              L, ...          see below
-    layers/layer/ff_norm/*           L, ...          see below           ff_norm=True
+    embed/embedding/norm/*           ...             see below           embed_norm=True
+    layers/layer/norm/*              L, ...          see below           norm_place!=after
+    layers/layer/ff_norm/*           L, ...          see below       ff_norm=True  norm_place!=after
+    layers/layer/norm_after/*        L, ...          see below           norm_place!=before
+    layers/layer/ff_norm_after/*     L, ...          see below           norm_place!=before
     layers/layer/q/w                 L, D, H*K/mp    inputs              fused=False
     layers/layer/q/b                 L, H*K/mp       0                   biases=q
-    layers/layer/k/w                 L, D, H*K/mp    inputs              fused=False
-    layers/layer/k/b                 L, H*K/mp       0                   biases=k
-    layers/layer/v/w                 L, D, H*K/mp    inputs              fused=False
-    layers/layer/v/b                 L, H*K/mp       0                   biases=v
+    layers/layer/q_norm/scale        L, K            1                   qk_norm=head
+    layers/layer/q_norm/scale        L, H*K/mp       1                   qk_norm=projection
+    layers/layer/k/w                 L, D, J*K/mp    inputs              fused=False
+    layers/layer/k/b                 L, J*K/mp       0                   biases=k
+    layers/layer/k_norm/scale        L, K            1                   qk_norm=head
+    layers/layer/k_norm/scale        L, J*K/mp       1                   qk_norm=projection
+    layers/layer/v/w                 L, D, J*K/mp    inputs              fused=False
+    layers/layer/v/b                 L, J*K/mp       0                   biases=v
     layers/layer/o                   L, H*K/mp, D    outputs             fused=False
     layers/layer/o_b                 L, D            0                   biases=o
+    layers/layer/gate/w              L, D, F/mp      inputs              gated=True
+    layers/layer/gate/b              L, F/mp         0                   biases=gate
     layers/layer/fc/w                L, D, F/mp      inputs              fused=False
     layers/layer/fc/b                L, F/mp         0                   biases=fc
     layers/layer/out                 L, F/mp, D      outputs             fused=False
@@ -45,14 +55,19 @@ normal distribution with standard deviation s, and truncated(s) the same, trunca
     rmsnorm-bias                     D: D**0.5       D: 0
     scalenorm                        (): D**0.5
     scalenorm-bias                   (): D**0.5      (): 0
+    rms                              D: 1
+    rms-plus-one                     D: 0
+    rms-plain
 
     name  embedding             positions             inputs                outputs
     gptj  truncated(V**-0.5)    truncated(0.02)       truncated(D**-0.5)    truncated(2/L/D**0.5)
     gpt2  normal(0.02)          normal(0.02)          normal(0.02)          normal(0.02/(2*L)**0.5)
     neox  normal((2/5/D)**0.5)  normal((2/5/D)**0.5)  normal((2/5/D)**0.5)  normal(2/L/D**0.5)
 
-The sizes are V n_vocab, D d_model, T seq, L layers, H n_heads, K head_size, F = 4 D and
-R lora_rank.  In a fused block, I = 3 K + 2 F / H and O = K + F / H.  A LoRA adapter of a weight
+The sizes are V n_vocab, D d_model, T seq, L layers, H n_heads, J key_heads, K head_size, F ff_size
+and R lora_rank.  If mp does not divide J < H, the parameters of k and v are not split.  The scales
+of q_norm and k_norm have the norm's initial value, or do not exist, as the table of norms says.
+In a fused block, I = 3 K + 2 F / H and O = K + F / H.  A LoRA adapter of a weight
 w [inputs, outputs] adds two parameters: w_lora_a [inputs, R], initially truncated(inputs**-0.5),
 and w_lora_b [R, outputs], initially 0.  Trained parameters are in f32 or, with early_cast, in bf16.
 Frozen parameters are in the compute dtype.
@@ -79,8 +94,15 @@ from mesh_transformer.mesh.declaration import (
     record_declarations,
 )
 from mesh_transformer.mesh.parallel import GATHERED, Auto, Parallel
-from mesh_transformer.model.attention import ATTENDED, MASKED, attend_function, causal_bias
+from mesh_transformer.model.attention import (
+    ATTENDED,
+    MASKED,
+    Attend,
+    attend_function,
+    causal_bias,
+)
 from mesh_transformer.model.dropout import Dropout
+from mesh_transformer.model.layer_values import LayerValues, stacked
 from mesh_transformer.model.layers import (
     MIDDLE,
     Context,
@@ -92,6 +114,8 @@ from mesh_transformer.model.layers import (
 from mesh_transformer.model.matrices import ROUNDED
 
 Params = dict[str, Any]  # parameters as nested dicts, in the structure of `declarations`
+# The inputs of one layer that a scan over layers divides: weights, number, and other values.
+LayerInputs = tuple[Params, Array | None, LayerValues | None]
 HEAD = "projection/head"  # the module of the output head
 
 
@@ -121,7 +145,8 @@ def _init(config: Model, key: Array) -> Params:
     keys = dict(zip(sorted(parts), jax.random.split(key, len(parts)), strict=True))
     tokens = jnp.zeros((1, 1), jnp.int32)
     x_BTD = jnp.zeros((1, 1, config.d_model), jnp.float32)
-    context = Context(tokens, jnp.zeros((1, 1, 1, 1)))
+    bias_BHTS = jnp.zeros((1, 1, 1, 1))
+    context = Context(tokens, bias_BHTS, sliding_bias_BHTS=bias_BHTS)
 
     params = {
         "embed": parts["embed"].init(keys["embed"], tokens, tokens),
@@ -267,24 +292,33 @@ def residual_stream(
         whole = par.collect(params[part], declared[part], config.dtype)
         return parts[part].apply(whole, *args)
 
-    attend, bias_BHTS = attend_function(config, par, tokens_BT.shape[-1], run_BT), None
-    if attend is None:
-        bias_BHTS = causal_bias(positions_BT, positions_BT, config.window)
+    def seen(window: int) -> tuple[Attend | None, Array | None]:
+        attend = attend_function(config, par, tokens_BT.shape[-1], run_BT, window)
+        if attend is not None:
+            return attend, None
+        bias_BHTS = causal_bias(positions_BT, positions_BT, window)
         if config.pe == "t5":
             bias_BHTS += apply("relative", positions_BT, positions_BT)
         if run_BT is not None:
             differ_BHTS = (run_BT[:, :, None] != run_BT[:, None, :])[:, None]
             bias_BHTS = jnp.where(differ_BHTS, MASKED, bias_BHTS)
+        return None, bias_BHTS
+
+    attend, bias_BHTS = seen(config.window)
     context = Context(positions_BT, bias_BHTS, attend=attend)
+    if config.sliding_window is not None:
+        attend, bias_BHTS = seen(min(config.sliding_window, config.window))
+        context = context._replace(sliding_attend=attend, sliding_bias_BHTS=bias_BHTS)
     one_layer = map_declared(lambda d: d.unstack(), declared["layers"])
 
-    def run(layer: tuple[Params, Array | None], x_BTD: Array) -> Array:
-        layer_params, number = layer
+    def run(layer: LayerInputs, x_BTD: Array) -> Array:
+        layer_params, number, values = layer
         whole = par.collect(layer_params, one_layer, config.dtype)
         own = None if dropout is None or number is None else dropout.of_layer(number)
-        return parts["layers"].apply(whole, x_BTD, context._replace(dropout=own), None)[0]
+        in_layer = context._replace(dropout=own, values=values)
+        return parts["layers"].apply(whole, x_BTD, in_layer, None)[0]
 
-    def body(x_BTD: Array, layer: tuple[Params, Array | None]) -> tuple[Array, None]:
+    def body(x_BTD: Array, layer: LayerInputs) -> tuple[Array, None]:
         return x_BTD + _remat(run, config.remat)(layer, x_BTD), None
 
     if dropout is None:
@@ -292,7 +326,7 @@ def residual_stream(
     else:
         numbers, outside = jnp.arange(config.layers), dropout.of_layer(config.layers)
     x_BTD = apply("embed", tokens_BT, positions_BT, outside)
-    return jax.lax.scan(body, x_BTD, (params["layers"], numbers))[0]
+    return jax.lax.scan(body, x_BTD, (params["layers"], numbers, stacked(config)))[0]
 
 
 def logits(

@@ -259,6 +259,7 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
     mp, width = config.cores_per_replica, _width(config)
     block, columns = config.layer_kind, flops.input_columns(config)
     inputs = 2 if block.arrangement == "sequential" else 1
+    inputs += 2 * (config.norm_place != "before")  # the inputs of the norms after
     kept = inputs * config.d_model // (mp if config.shard_activations else 1) * width
     if config.remat == "full":
         return kept

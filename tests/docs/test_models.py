@@ -30,9 +30,10 @@ def test_the_tables_list_every_block_and_preset_with_its_size():
         "gptj",
         "neox",
         "gpt2",
+        "llama",
         "geglu",
     ]
-    assert {"gptj", "neox", "gpt2", "geglu"} == {*BLOCKS}
+    assert {"gptj", "neox", "gpt2", "llama", "geglu"} == {*BLOCKS}
     sizes = {}
     for names, counts in re.findall(
         r"^\| (`[\w.-]+`(?:, `.+`)?) \| ([\d, ]+) \|", PAGE, re.MULTILINE

@@ -131,7 +131,13 @@ def test_logits_of_the_original_models_change_little(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "place"),
-    [("gptj", PLACES[1]), ("geglu", PLACES[2]), ("gpt2", PLACES[1]), ("neox", PLACES[2])],
+    [
+        ("gptj", PLACES[1]),
+        ("geglu", PLACES[2]),
+        ("gpt2", PLACES[1]),
+        ("neox", PLACES[2]),
+        ("llama", PLACES[1]),
+    ],
 )
 def test_a_mesh_generates_the_same_tokens_as_one_device(block, place):
     config = small_config(block=block, int8_weights=True)

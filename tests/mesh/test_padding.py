@@ -101,6 +101,7 @@ def test_training_matches_one_device_and_padding_stays_zero(block, partitioning,
         case("geglu", "shard_map", 8, quick=False),
         case("gptj", "jit", 4, quick=False),
         case("neox", "jit", 4, quick=False),
+        case("llama", "shard_map", 8, quick=False),
     ],
 )
 def test_checkpoints_have_no_padding_and_resume_on_any_mesh(tmp_path, block, partitioning, mp):

@@ -133,6 +133,7 @@ def check_gradients_are_reduced_once_per_step(program: Program, zero: int, **cha
 
 
 SEQUENTIAL = {"block": "gpt2", "hf_type": "gpt_neox", "pe": "rotary", "rotary_pairs": "halves"}
+GROUPED = {"block": "llama", "key_heads": 4, "norm_place": "both", "qk_norm": "head"}
 
 
 @pytest.mark.quick(3)
@@ -149,11 +150,14 @@ SEQUENTIAL = {"block": "gpt2", "hf_type": "gpt_neox", "pe": "rotary", "rotary_pa
         ("gpt2", 2, "full", 0),
         ("gpt2", 2, "none", 1),
         ("sequential", 2, "full", 1),
+        ("llama", 2, "none", 1),
+        ("grouped", 2, "full", 1),
     ],
 )
 def test_layers_reduce_activations_once_per_norm_or_less(block, count, remat, zero):
     """A layer has one all-reduce per pass, or two if the feed-forward reads attention's output."""
-    changes = {"sequential": SEQUENTIAL | {"tie_head": False}}.get(block, {"block": block})
+    named = {"sequential": SEQUENTIAL | {"tie_head": False}, "grouped": GROUPED}
+    changes = named.get(block, {"block": block})
     program = compiled_step(partitioning="shard_map", remat=remat, zero=zero, **changes)
     _, (microbatch,), layer = program.loops()
     with_collectives = [collectives for collectives in layer if collectives]

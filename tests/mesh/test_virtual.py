@@ -120,6 +120,11 @@ def test_bits_do_not_depend_on_the_mesh_where_calls_are_inlined(monkeypatch):
             | {"virtual_mesh": [4, 2], "per_replica_batch": 3, "pe": "t5"},
         ),
         ((2, 2), {"block": "geglu", "norm": "layernorm-desync", "batch_ramp_steps": 2}),
+        (
+            (2, 2),
+            {"block": "llama", "key_heads": 2, "qk_norm": "projection", "norm_place": "both"}
+            | {"sliding_window": 5, "sliding_layers": [0]},
+        ),
         ((2, 2), LORA | {"optimizer": "sgd", "pe": "fixed", "shard_activations": True}),
     ],
     ids=str,

@@ -170,10 +170,13 @@ def test_the_mask_hides_padding_later_tokens_and_tokens_outside_the_window():
 
 def reference_norm(kind: str, x: np.ndarray, params: dict[str, np.ndarray]) -> np.ndarray:
     x = x.astype(np.float64)
-    scale, offset = params["scale"], params.get("offset", np.zeros(()))
+    scale, offset = params.get("scale", np.ones(())), params.get("offset", np.zeros(()))
+    scale = scale + NORMS[kind].plus_one
     if NORMS[kind].centered:
         variance = x.var(axis=-1, keepdims=True)
         x = (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(variance + 1e-5)
+    elif NORMS[kind].root_mean:
+        x = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + 1e-5)
     else:
         x = x / (np.sqrt(np.square(x).sum(axis=-1, keepdims=True)) + 1e-5)
     return x * scale + offset
@@ -181,15 +184,16 @@ def reference_norm(kind: str, x: np.ndarray, params: dict[str, np.ndarray]) -> n
 
 @pytest.mark.parametrize("kind", [name for name, kind in NORMS.items() if not kind.per_shard])
 def test_norms_match_a_float64_reference(kind):
-    names = ("scale", "offset") if NORMS[kind].offset else ("scale",)
+    names = ("scale", "offset") if NORMS[kind].offset else ("scale",) if NORMS[kind].scaled else ()
     shapes = dict.fromkeys(names, () if NORMS[kind].scalar else (64,))
     config = Config.from_dict(SMALL | {"norm": kind, "cores_per_replica": 4})
     part = hk.without_apply_rng(hk.transform(lambda x: Norm(config, Auto())(x)))
     x = normal(0, 2, 3, 64, scale=3.0) + 1
-    fresh = part.init(jax.random.key(0), jnp.asarray(x))["norm"]
+    fresh = part.init(jax.random.key(0), jnp.asarray(x)).get("norm", {})
     assert {name: leaf.shape for name, leaf in fresh.items()} == shapes
-    gain = 1.0 if NORMS[kind].centered else 8.0  # the original's sqrt(D)
-    assert np.all(np.asarray(fresh["scale"]) == gain)
+    gain = 1.0 if NORMS[kind].centered or NORMS[kind].root_mean else 8.0  # the original's sqrt(D)
+    gain -= NORMS[kind].plus_one
+    assert np.all(np.asarray(fresh.get("scale", gain)) == gain)
     assert not np.any(np.asarray(fresh.get("offset", 0.0)))
     params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
     actual = part.apply({"norm": jax.tree.map(jnp.asarray, params)}, jnp.asarray(x))

@@ -100,6 +100,7 @@ def assert_close(actual: Any, expected: Any) -> None:
         ("geglu", {"cores_per_replica": 8, "partitioning": "jit", "zero": 0}),
         ("gpt2", {"cores_per_replica": 4, "partitioning": "jit", "zero": 3}),
         ("neox", {"cores_per_replica": 4, "partitioning": "shard_map", "zero": 1}),
+        ("llama", {"cores_per_replica": 4, "partitioning": "shard_map", "zero": 1}),
     ],
 )
 def test_every_mesh_trains_adapters_like_the_merged_model_without_changing_the_base(block, split):

@@ -21,6 +21,11 @@ CONFIGS: list[dict[str, Any]] = [{"norm": norm} for norm in NORMS]
 CONFIGS += [{"block": "geglu", "pe": "t5"}, {"pe": "fixed"}, *({"block": name} for name in BLOCKS)]
 CONFIGS += [{"block": "neox", "tie_head": True, "pe": "fixed", "norm": "layernorm-desync"}]
 CONFIGS += [{"block": "gpt2", "tie_head": False, "norm": "rmsnorm-bias"}, {"tie_head": True}]
+LLAMA: dict[str, Any] = {"block": "llama", "key_heads": 4, "ff_size": 36}
+CONFIGS += [LLAMA | {"qk_norm": "head", "norm_place": "both", "biases": ["q", "gate", "o"]}]
+CONFIGS += [LLAMA | {"qk_norm": "projection", "norm_place": "after", "tie_head": True}]
+CONFIGS += [LLAMA | {"qk_norm": "rotated", "norm": "rms-plain", "biases": ["k", "v", "fc", "out"]}]
+CONFIGS += [LLAMA | {"norm": "rms-plus-one", "embed_norm": True}]
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -34,7 +39,8 @@ def symbols(config: Config) -> dict[str, int]:
     c = config
     block = {"I": 3 * c.d_head + 2 * c.d_ff // c.n_heads, "O": c.d_head + c.d_ff // c.n_heads}
     model = {"V": c.n_vocab, "D": c.d_model, "T": c.seq, "L": c.layers, "H": c.n_heads}
-    return model | block | {"K": c.d_head, "F": c.d_ff, "mp": c.cores_per_replica}
+    heads = {"J": c.key_heads or 0, "K": c.d_head}
+    return model | block | heads | {"F": c.d_ff, "mp": c.cores_per_replica}
 
 
 def documented(config: Config) -> dict[str, tuple[str, str]]:
@@ -46,9 +52,10 @@ def documented(config: Config) -> dict[str, tuple[str, str]]:
     table = {}
 
     def holds(condition: str) -> bool:
-        key, expected = condition.split("=")
-        actual = getattr(block if hasattr(block, key) else config, key)
-        return expected in actual if isinstance(actual, tuple) else str(actual) == expected
+        key, differs, expected = re.findall(r"(\w+)(!?)=(\S+)", condition)[0]
+        actual = getattr(config if hasattr(config, key) else block, key)
+        holds = expected in actual if isinstance(actual, list) else str(actual) == expected
+        return holds != bool(differs)
 
     for name, shape, value, *condition in rows("parameter"):
         if not all(map(holds, condition)):

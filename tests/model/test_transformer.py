@@ -31,7 +31,9 @@ def weights(config: Config) -> Any:
     The biases are small; otherwise they alone would select the same token at every position.
     """
     rng = np.random.default_rng(4)
-    gain = 1.0 if config.norm_kind.centered else config.d_model**0.5
+    kind = config.norm_kind
+    gain = 1.0 if kind.centered or kind.root_mean else config.d_model**0.5
+    gain -= kind.plus_one
 
     def draw(path: Any, declared: Any) -> np.ndarray:
         noise = rng.normal(size=declared.shape).astype(np.float32)
@@ -57,7 +59,7 @@ def full_pass(config: Config, base: Config) -> Any:
 
 
 KINDS = [("gptj", "rotary"), ("gptj", "fixed"), ("gptj", "t5"), ("geglu", "rotary")]
-KINDS += [("gpt2", "fixed"), ("neox", "rotary")]
+KINDS += [("gpt2", "fixed"), ("neox", "rotary"), ("llama", "rotary")]
 
 
 @pytest.mark.slow
@@ -162,7 +164,7 @@ def test_remat_dots_saves_only_the_results_of_matmuls(small, block, int8_matmuls
 
     config = small(block=block)
     # q, k, v and the feed-forward's 4 D (8 D for geglu), for every token and layer.
-    widths = (3 + 8 if block == "geglu" else 3 + 4) * config.d_model
+    widths = (3 + 8 if block in ("geglu", "llama") else 3 + 4) * config.d_model
     assert saved("dots") - saved("full") >= config.layers * config.seq * widths
     # Attention's two matmuls: one score per head and pair of positions, and the heads' outputs.
     attention = config.n_heads * config.seq**2 + config.seq * config.d_model

@@ -38,6 +38,7 @@ CASES = [("gptj", MESHES[1]), ("geglu", MESHES[7]), ("gpt2", MESHES[5]), ("neox"
 CASES += [("gptj", mesh) for mesh in MESHES if mesh != MESHES[1]]
 CASES += [("geglu", MESHES[i]) for i in (0, 1, 4)] + [("gpt2", MESHES[i]) for i in (0, 3, 6)]
 CASES += [("neox", MESHES[i]) for i in (1, 2, 5)]
+CASES += [("llama", MESHES[i]) for i in (1, 2, 5, 7)]
 
 
 class Run(NamedTuple):
@@ -191,6 +192,32 @@ def test_every_mesh_trains_like_one_device(block, partitioning, dp, mp, zero):
     expected = one_device(config)
     assert expected.losses[-1] < expected.losses[0]
     check_agreement(on_mesh(config, partitioning, mp, zero), expected, dp, mp)
+
+
+# Key heads that mp does not divide, and every attribute of the families of today.
+GROUPED: list[dict[str, Any]] = [
+    {"key_heads": 2},
+    {
+        "key_heads": 1,
+        "qk_norm": "projection",
+        "norm_place": "after",
+        "biases": ["q", "k", "v", "o"],
+    },
+    {"key_heads": 2, "qk_norm": "projection", "sliding_window": 5, "sliding_layers": [1]},
+    {"key_heads": 4, "qk_norm": "projection", "norm_place": "both", "score_cap": 2.0},
+    {"key_heads": 2, "qk_norm": "head", "norm": "rms-plus-one", "embed_scale": 3.0},
+    {"key_heads": 2, "qk_norm": "rotated", "norm": "rms-plain", "logit_cap": 4.0, "zero": 3},
+    {"key_heads": 2, "unrotated_layers": [0], "residual_scale": 0.5, "shard_activations": True},
+]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
+@pytest.mark.parametrize("changes", GROUPED, ids=str)
+def test_grouped_heads_train_on_2x4_like_on_one_device(changes, partitioning):
+    config = small_config(block="llama", ff_size=52, **changes)
+    mesh = on_mesh(config, partitioning, 4, config.zero or 0)
+    check_agreement(mesh, one_device(config.replace(shard_activations=False, zero=0)), 2, 4)
 
 
 @pytest.mark.slow

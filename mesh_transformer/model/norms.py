@@ -1,0 +1,132 @@
+"""The norms of the residual stream, and of queries and keys.
+
+Array names end in their shape: B batch, T query, D model, N columns of a projection.
+"""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mesh_transformer.config import Model
+from mesh_transformer.mesh.parallel import Axes, Parallel, param
+from mesh_transformer.util import InputError
+
+
+class Norm(hk.Module):
+    """The norm that the config selects, computed in f32.
+
+    Calling the module returns the normed x, as input of matmuls that are split over mp (see
+    `Parallel.fan_out`).
+
+    Raises:
+      InputError: if each shard has parameters of its own, but the code does not run on each shard.
+
+    Args:
+      fanned_out: whether the input is already the result of `Parallel.fan_out`, which several norms
+        of one layer then share.
+      after: whether the result is part of the residual stream, so that it is not fanned out.
+    """
+
+    def __init__(
+        self,
+        config: Model,
+        par: Parallel,
+        name: str = "norm",
+        *,
+        fanned_out: bool = False,
+        after: bool = False,
+    ):
+        super().__init__(name=name)
+        self.par = par
+        self.kind, self.kind_name = config.norm_kind, config.norm
+        assert config.norm_eps is not None
+        self.eps = config.norm_eps
+        self.shards = config.shards
+        self.fanned_out = fanned_out
+        self.after = after
+
+    def __call__(self, x_BTD: Array) -> Array:
+        kind, dtype = self.kind, x_BTD.dtype
+        x_BTD = x_BTD.astype(jnp.float32)
+        shape: tuple[int, ...] = () if kind.scalar else x_BTD.shape[-1:]
+        axes: Axes = (None,) * len(shape)
+        # The 2-norm, in place of the root mean square, and 1e-5 outside it are the original's.
+        if kind.centered:
+            normed, initial = _standardize(x_BTD, self.eps), 1.0
+        elif kind.root_mean:
+            mean_BT1 = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
+            normed, initial = x_BTD * lax.rsqrt(mean_BT1 + self.eps), 1.0
+        else:
+            size_BT1 = jnp.linalg.norm(x_BTD, axis=-1, keepdims=True)
+            normed, initial = x_BTD / (size_BT1 + self.eps), x_BTD.shape[-1] ** 0.5
+        if kind.per_shard:
+            if self.par.mp != self.shards and not hk.running_init():
+                raise InputError(
+                    f"norm {self.kind_name} has parameters of its own on each shard; run it with "
+                    f"partitioning shard_map and cores_per_replica {self.shards}"
+                )
+            # Scale and offset differ between shards, so the fan-out must come before them.
+            normed = self._fan_out(normed)
+            shape, axes = (self.shards, *shape), ("mp", *axes)
+        if kind.plus_one:
+            normed *= 1 + self._param("scale", shape, axes, 0.0)
+        elif kind.scaled:
+            normed *= self._param("scale", shape, axes, initial)
+        if kind.offset:
+            normed += self._param("offset", shape, axes, 0.0)
+        normed = normed.astype(dtype)
+        return normed if kind.per_shard else self._fan_out(normed)
+
+    def _fan_out(self, x: Array) -> Array:
+        return x if self.fanned_out or self.after else self.par.fan_out(x)
+
+    def _param(self, name: str, shape: tuple[int, ...], axes: Axes, initial: float) -> Array:
+        init = hk.initializers.Constant(initial)
+        value = param(self.par, name, shape, axes, init, fanned_out=self.fanned_out)
+        return (value[0] if self.kind.per_shard else value).astype(jnp.float32)
+
+
+class ProjectionNorm(hk.Module):
+    """The root-mean-square norm of queries or keys over all heads, computed in f32.
+
+    Args:
+      columns: their global number.
+      is_split: whether they are split over mp.
+    """
+
+    def __init__(self, config: Model, par: Parallel, name: str, columns: int, is_split: bool):
+        super().__init__(name=name)
+        self.config = config
+        self.par = par
+        self.columns = columns
+        self.is_split = is_split
+
+    def __call__(self, x_BTN: Array) -> Array:
+        c, par, kind = self.config, self.par, self.config.norm_kind
+        normed = x_BTN.astype(jnp.float32)
+        sum_BT1 = jnp.sum(jnp.square(normed), axis=-1, keepdims=True)
+        if self.is_split:
+            sum_BT1 = par.sum(sum_BT1)
+        assert c.norm_eps is not None
+        normed *= lax.rsqrt(sum_BT1 / self.columns + c.norm_eps)
+        if kind.scaled:
+            axes: Axes = ("mp" if self.is_split else None,)
+            init = hk.initializers.Constant(0.0 if kind.plus_one else 1.0)
+            scale_N = param(
+                par,
+                "scale",
+                (self.columns,),
+                axes,
+                init,
+                fanned_out=not self.is_split,
+                unit=c.d_head,
+            ).astype(jnp.float32)
+            normed *= scale_N + 1 if kind.plus_one else scale_N
+        return normed.astype(x_BTN.dtype)
+
+
+def _standardize(x_BTD: Array, eps: float) -> Array:
+    mean = jnp.mean(x_BTD, axis=-1, keepdims=True)
+    variance = jnp.var(x_BTD, axis=-1, keepdims=True)
+    return (x_BTD - mean) * jax.lax.rsqrt(variance + eps)

@@ -1,0 +1,160 @@
+"""Hugging Face's families with gated layers, from Llama to nanochat, against transformers.
+
+Logits in f32 may differ from torch's in f64 by three times what torch's in f32 do: the sums have
+another order.
+"""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mesh_transformer.checkpoint import hf
+from mesh_transformer.checkpoint.hf_config import family_of
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.model import transformer
+from mesh_transformer.model.loss import train_loss
+from mesh_transformer.transformer_shard import load
+from mesh_transformer.util import InputError
+from tests.support.families_of_today import CASES, torch_model
+
+TOKENS = np.random.default_rng(0).integers(0, 131, (2, 40))
+MESHES = [(1, "jit"), (2, "shard_map"), (4, "shard_map"), (4, "jit"), (2, "jit")]
+
+
+def torch_logits(network, tokens=TOKENS):
+    """Return the logits in f32 and in f64."""
+    with torch.no_grad():
+        single = network(torch.tensor(tokens)).logits.numpy()
+        double = network.double()(torch.tensor(tokens)).logits.numpy()
+    network.float()
+    return single, double
+
+
+def check_close(actual, single, double):
+    bound = 3 * np.abs(single - double).max()
+    assert np.abs(actual - double).max() <= bound
+    assert bound < 1e-4 * np.abs(double).max()  # so that the check means something
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_match_torchs_and_exports_keep_every_bit(tmp_path, case):
+    network = torch_model(case)
+    network.save_pretrained(tmp_path / "theirs")
+    single, double = torch_logits(network)
+    config, state = hf.read(str(tmp_path / "theirs"))
+    config = config.replace(dtype="float32")
+    run = jax.jit(lambda params: transformer.logits(params, TOKENS, config, Auto()))
+    check_close(np.asarray(run(state["params"])), single, double)
+    hf.write(str(tmp_path / "ours"), state, config)
+    loaded = type(network).from_pretrained(tmp_path / "ours").eval()
+    loaded.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert torch.equal(loaded(torch.tensor(TOKENS)).logits, torch.tensor(single))
+    read, state = hf.read(str(tmp_path / "ours"))
+    assert (
+        dataclasses.replace(read, tokenizer=config.tokenizer).model
+        == config.replace(dtype=read.dtype).model
+    )
+    hf.write(str(tmp_path / "again"), state, read)
+    for path in (tmp_path / "ours").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mp", "partitioning"), MESHES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_mesh_computes_and_generates_like_torch(tmp_path, case, mp, partitioning):
+    network = torch_model(case)
+    network.save_pretrained(tmp_path)
+    single, double = torch_logits(network)
+    changes = {"dtype": "float32", "cores_per_replica": mp, "tpu_size": mp}
+    ours = load(str(tmp_path), changes=changes | {"partitioning": partitioning})
+    check_close(np.asarray(ours.logits(TOKENS)), single, double)
+    prompts = torch.tensor(TOKENS[:, :9])
+    expected = network.generate(prompts, max_new_tokens=40, do_sample=False)[:, 9:].numpy()
+    actual = ours.generate(TOKENS[:, :9], [9, 9], 40, {"temp": 0})
+    np.testing.assert_array_equal(actual, expected)
+    ours.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_match_torchs(tmp_path, case):
+    network = torch_model(case).double()
+    inputs, targets = (torch.tensor(x) for x in (TOKENS[:, :-1], TOKENS[:, 1:]))
+    logits = network(inputs).logits
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 131), targets.reshape(-1))
+    loss.backward()
+    network.float().save_pretrained(tmp_path / "theirs")
+    config, state = hf.read(str(tmp_path / "theirs"))
+    config = config.replace(dtype="float32", z_loss=0.0)
+    run = jax.jit(
+        jax.grad(lambda p: train_loss(p, TOKENS[:, :-1], TOKENS[:, 1:], config, Auto())[0])
+    )
+    gradients = jax.tree.map(np.asarray, run(state["params"]))
+    hf.write(str(tmp_path / "ours"), {"params": gradients, "step": state["step"]}, config)
+    read = type(network).from_pretrained(tmp_path / "ours")
+    actual = dict(read.named_parameters())
+    for name, values in network.named_parameters():
+        expected = values.grad.numpy()
+        # f32 against f64, relative to the largest entry of the tensor's gradient.
+        bound = 1e-4 * np.abs(expected).max()
+        np.testing.assert_allclose(
+            actual[name].detach().numpy(), expected, rtol=0, atol=bound, err_msg=name
+        )
+
+
+def edited(folder, **values):
+    path = folder / "config.json"
+    keys = json.loads(path.read_text("utf-8"))
+    keys = {key: value for key, value in (keys | values).items() if value != "absent"}
+    path.write_text(json.dumps(keys), "utf-8")
+    return hf.read_config(str(folder))
+
+
+def test_old_and_new_keys_of_rotary_embeddings_mean_the_same(tmp_path):
+    torch_model("llama").save_pretrained(tmp_path)
+    new = edited(tmp_path)
+    rope = dict(json.loads((tmp_path / "config.json").read_text("utf-8"))["rope_parameters"])
+    base, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    old = {"rope_theta": base, "rope_scaling": rope | {"type": kind}}
+    assert edited(tmp_path, rope_parameters="absent", **old).model == new.model
+    assert new.rotary_base == 500
+    assert new.rotary_scaling is not None
+    scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    with pytest.raises(InputError, match="its rotary embedding has type 'dynamic'; only 'default'"):
+        edited(tmp_path, **scaling)
+
+
+def test_gemma_3s_old_keys_mean_the_same(tmp_path):
+    torch_model("gemma3_text").save_pretrained(tmp_path)
+    new = edited(tmp_path)
+    assert (new.rotary_base, new.sliding_rotary_base) == (1000, 100)
+    assert new.sliding_layers == [0, 1]
+    old = {"rope_theta": 1000.0, "rope_local_base_freq": 100.0, "sliding_window_pattern": 3}
+    old |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert (
+        edited(tmp_path, rope_parameters="absent", layer_types="absent", **old).model == new.model
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"qk_norm": "head"}, "qk_norm is 'head', but Hugging Face's Llama supports only 'none'"),
+        ({"sliding_window": 8}, "sliding_window is 8, but .* Llama supports only None"),
+        ({"hf_type": "gemma"}, "norm is 'rms', but Hugging Face's Gemma supports only"),
+        ({"hf_type": "mistral", "sliding_window": 8, "sliding_layers": [0]}, "sliding_layers is"),
+    ],
+)
+def test_what_a_family_cannot_express_is_refused_by_name(changes, problem):
+    sizes = {"block": "llama", "layers": 2, "d_model": 16, "n_heads": 4, "n_vocab": 32, "seq": 16}
+    config = Config.from_dict(sizes | changes)
+    with pytest.raises(InputError, match=problem):
+        family_of(config)
