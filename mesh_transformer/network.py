@@ -385,9 +385,9 @@ class TrainableNetwork(Network):
 
         Args:
           path: a model folder (its newest checkpoint is loaded), one of its step_N folders, a
-            checkpoint of the original mesh-transformer-jax, or a Hugging Face folder.  If the
-            config sets `lora_rank` and the checkpoint has no adapters, the checkpoint becomes the
-            base model of new adapters.
+            checkpoint of the original mesh-transformer-jax, a Hugging Face folder or a GGUF file.
+            If the config sets `lora_rank` and the checkpoint has no adapters, the checkpoint
+            becomes the base model of new adapters.
           fresh_opt: whether to create a fresh optimizer state even if the checkpoint has one.
           only_params: if True, the optimizer's state is neither loaded nor created; the first
             `train` creates it.

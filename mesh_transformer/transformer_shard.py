@@ -394,12 +394,12 @@ def load(
 
     Args:
       path: a model folder (its newest checkpoint is loaded), one of its step_N folders, a
-        checkpoint of the original mesh-transformer-jax, or a Hugging Face folder.
+        checkpoint of the original mesh-transformer-jax, a Hugging Face folder or a GGUF file.
       config: a Config, a dict of config keys and values (those that describe the model suffice), or
         the path of a config file; required for checkpoints of the original mesh-transformer-jax,
         which store none.  `end_tokens` that it lacks are the checkpoint's.  Default: the
         checkpoint's, with mp (`cores_per_replica`) reduced to a divisor of the number of
-        accelerators, or to 1 on CPUs.  For a Hugging Face folder, the default `dtype` is bfloat16.
+        accelerators, or to 1 on CPUs.  For the last two, the default `dtype` is bfloat16.
       changes: config keys whose values replace those of the config, such as `total_steps` to
         fine-tune, or `tpu_size` and `cores_per_replica` to load onto a mesh.
       optimizer: whether to load the optimizer's state too; otherwise training creates a fresh one.

@@ -46,7 +46,7 @@ ROOMS = {
         "optax tqdm wandb"
     ),
     "checkpoint": (
-        "util storage families config mesh data model generation training | etils jax "
+        "util storage families config mesh data model generation training | etils gguf jax "
         "ml_dtypes numpy orbax tensorstore torch tqdm transformers"
     ),
     "transformer_shard": (
@@ -94,6 +94,7 @@ HOMES = {
         "mesh_transformer/checkpoint/saved_step.py",
     },
     "datasets": {"mesh_transformer/data/hub.py"},
+    "gguf": {"mesh_transformer/checkpoint/gguf_files.py"},
     "pyarrow": {"mesh_transformer/data/tables.py"},
     "rouge_score": {"scripts/score_summaries.py"},
     "wandb": {"mesh_transformer/training/wandb_upload.py"},

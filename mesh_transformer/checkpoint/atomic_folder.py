@@ -1,4 +1,4 @@
-"""Atomic creation of folders: a folder appears complete or not at all."""
+"""Atomic creation of folders and files: they appear complete or not at all."""
 
 import contextlib
 import os
@@ -39,12 +39,30 @@ def atomic_folder(path: str) -> Iterator[str]:
     Raises:
       InputError: if `path` already exists, or if storage fails.
     """
+    with _atomic(path) as temporary:
+        yield temporary
+
+
+@contextlib.contextmanager
+def atomic_file(path: str) -> Iterator[str]:
+    """Return a context manager that yields the path of a temporary file, which becomes `path`.
+
+    This is like `atomic_folder`; the temporary file is in a temporary folder.
+    """
+    name = os.path.basename(path)
+    with _atomic(path, name) as temporary:
+        yield os.path.join(temporary, name)
+
+
+@contextlib.contextmanager
+def _atomic(path: str, inside: str = "") -> Iterator[str]:
+    """Yield a temporary folder which, or of which the file `inside`, becomes `path` at the end."""
     path = local_path(path)
     check_absent(path)
     if is_uri(path):
         with tempfile.TemporaryDirectory() as temporary:
             yield temporary
-            files.upload(temporary, path)
+            files.upload(temporary, os.path.dirname(path) if inside else path)
         return
     parent, name = os.path.split(path)
     temporary = os.path.join(parent, f".{name}.{socket.gethostname()}.{os.getpid()}.tmp")
@@ -54,14 +72,15 @@ def atomic_folder(path: str) -> Iterator[str]:
         with _flush_in_background(temporary):
             yield temporary
         _flush(temporary)
-        os.rename(temporary, path)
+        os.rename(os.path.join(temporary, inside) if inside else temporary, path)
         _sync(parent)
     except OSError as error:
         free, remedy = "", "choose another path"
         if is_full(error):
             free, remedy = free_space(parent), "make room or choose another path"
+        kind = "file" if inside else "folder"
         raise InputError(
-            f"{path} cannot be written: {reason(error)}{free}; no partial folder is left; {remedy}"
+            f"{path} cannot be written: {reason(error)}{free}; no partial {kind} is left; {remedy}"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

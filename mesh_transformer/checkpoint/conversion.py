@@ -1,4 +1,4 @@
-"""Conversion between the checkpoint formats: native, mesh-transformer-jax's and Hugging Face's.
+"""Conversion between the formats: native, mesh-transformer-jax's, Hugging Face's and GGUF.
 
 Each format is read into, and written from, the same "host state": nested dicts of numpy arrays
 with the keys "params", "step" and optionally "opt_state".  The structure is that of native
@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mesh_transformer.checkpoint import hf, native_state, original, peft, torch_model
+from mesh_transformer.checkpoint import gguf_files, hf, native_state, original, peft, torch_model
 from mesh_transformer.checkpoint.adapters import Base, merged_leaves
 from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Format, Source, check_format, other_format
 from mesh_transformer.checkpoint.state_tree import check_same_model
 from mesh_transformer.checkpoint.step_folders import step_number
 from mesh_transformer.config import Config
+from mesh_transformer.data.gguf_header import SUFFIX, is_gguf
 from mesh_transformer.data.same_tokenizer import check_encoding
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.parallel import Auto
@@ -39,7 +40,7 @@ class ConversionResult(NamedTuple):
     """The result of a conversion.
 
     Attributes:
-      path: the folder that was written: a step_N or a Hugging Face folder.
+      path: what was written: a step_N, a Hugging Face folder or a GGUF file.
       config: the model's config.
       dtype: the dtype of the embedding matrix.  All other weights have the same dtype, unless the
         source mixes dtypes and `convert` was called without a dtype.
@@ -76,14 +77,14 @@ def read(
       lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
       base: if the checkpoint holds adapters, the path of their base model (default: the path that
         the checkpoint records).
-      drop_extra: whether to leave out tensors of a Hugging Face folder that are not part of the
-        model, and print their names.  Otherwise they are an error.
+      drop_extra: whether to leave out tensors of a Hugging Face folder or GGUF file that are not
+        part of the model, and print their names.  Otherwise they are an error.
 
     Raises:
       InputError: if the checkpoint cannot be read or does not fit the config, or if it stores no
         config and none is passed.
     """
-    if source.kind == "hf":
+    if source.kind in ("hf", "gguf"):
         return hf.read(source.path, config=config, dtype=dtype, lazy=lazy, drop_extra=drop_extra)
     if source.adapters is not None:
         config, state = _merged(source, source.adapters, config, base, dtype)
@@ -144,6 +145,7 @@ def convert(
     tokenizer: str | None = None,
     base: AnyPath | None = None,
     drop_extra: bool = False,
+    quantized: bool = False,
 ) -> ConversionResult:
     """Convert a checkpoint to another format, dtype or number of shards.
 
@@ -151,11 +153,13 @@ def convert(
     other leaves whole.  At most two parts are in memory: the one being written and the next one.
 
     Args:
-      source: a model folder (its newest step, or `step`), a step_N or a Hugging Face folder.
+      source: a model folder (its newest step, or `step`), a step_N, a Hugging Face folder or a GGUF
+        file.
       source_kind: the format of `source`.
       target_kind: the format of `target`.  "peft" is only for adapters, which the other formats
         merge into their base model.
-      target: the model folder, step_N or Hugging Face folder to write, which must not exist yet.
+      target: the model folder, step_N, Hugging Face folder or GGUF file to write, which must not
+        exist yet.
       config: the model's config (default: the one stored in the source).  Without `tokenizer`, its
         tokenizer must be the source's, unless `target_kind` is "original", which stores none.
       shards: the number of shards to write, if `target_kind` is "original", the format of
@@ -170,6 +174,7 @@ def convert(
       base: if `source` holds adapters, the path of their base model (default: the path that
         `source` records).  With the target format "peft", the path or hub name to store.
       drop_extra: see `read`.
+      quantized: whether to write matrices as 8-bit integers (Q8_0), if `target_kind` is "gguf".
 
     Raises:
       InputError: if the source cannot be read or the target cannot be written.  A failed conversion
@@ -187,7 +192,7 @@ def convert(
             check_encoding(described.tokenizer, None, config.tokenizer, described.path)
         config = (config or described.config).merged()
         config = described.with_end_tokens(config)
-        if source_kind == "hf" and target_kind == "original":
+        if source_kind in ("hf", "gguf") and target_kind == "original":
             _check_rows(target, config, shards)
         # Check before the long read that the tokenizer exists and fits the model.
         if tokenizer is not None:
@@ -204,6 +209,9 @@ def convert(
     written = target
     if target_kind == "hf":
         hf.write(target, state, config, trim_vocab=trim_vocab, tokenizer=tokenizer)
+    elif target_kind == "gguf":
+        kind = "q8_0" if quantized else None
+        hf.write_gguf(target, state, config, kind=kind, tokenizer=tokenizer)
     else:
         folder = _model_folder(target, state, source_kind)
         written = os.path.join(folder, f"step_{int(state['step'])}")
@@ -211,7 +219,7 @@ def convert(
             native_state.write(folder, state, config)
         else:
             original.write(folder, state, config, shards=shards)
-    held = state["params"]["embed"]["embedding"]["w"].dtype.name
+    held = "q8_0" if quantized else state["params"]["embed"]["embedding"]["w"].dtype.name
     return ConversionResult(written, config, held, "opt_state" in state)
 
 
@@ -261,7 +269,9 @@ def _check_target(target: str, kind: Format) -> None:
       kind: the format to write.
     """
     check_absent(target)
-    if kind in ("hf", "peft"):
+    if kind == "gguf" and not is_gguf(target):
+        raise InputError(f"{target}: the name of a GGUF file ends in {SUFFIX}; add it")
+    if kind in ("hf", "gguf", "peft"):
         return
     folder, name = os.path.split(target)
     if step_number(target) is None:
@@ -303,8 +313,9 @@ def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
     path = local_path(path)
     if step is None:
         return path
-    if kind in ("hf", "peft"):
-        raise InputError(f"--step {step}: a Hugging Face folder has no steps; remove --step")
+    if kind in ("hf", "gguf", "peft"):
+        what = "GGUF file" if kind == "gguf" else "Hugging Face folder"
+        raise InputError(f"--step {step}: a {what} has no steps; remove --step")
     if (own := step_number(path)) is not None:
         if own != step:
             raise InputError(
@@ -323,8 +334,8 @@ def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
 def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> str:
     """Return the model folder to write to: `target`, or its parent if `target` is a step_N.
 
-    Hugging Face folders do not store a step.  If the state was read from one and `target` is a
-    step_N, the state's step is set to N.
+    Hugging Face folders and GGUF files do not store a step.  If the state was read from one and
+    `target` is a step_N, the state's step is set to N.
 
     Raises:
       InputError: if `target` is a step_N, and the source stores a step other than N.
@@ -333,7 +344,7 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
     if named is None:
         return target
     step = int(state["step"])
-    if source_kind in ("hf", "peft"):
+    if source_kind in ("hf", "gguf", "peft"):
         state["step"] = np.asarray(named, np.int32)
     elif step != named:
         raise InputError(
@@ -347,7 +358,8 @@ _PROMPT_LENGTH = 64
 # The difference that `compare` allows, relative to the spread of the logits, by the target's dtype.
 # In f32, only biases are rounded: those that are folded into the embedding or divided among shards.
 # f16 and bf16 round every weight (by 2^-11 and 2^-8), and the errors add up over the layers.
-LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# Q8_0 rounds every weight to 1/127 of the largest of 32, which is coarser than bf16.
+LOGIT_BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2, "q8_0": 1e-1}
 
 
 def compare(
@@ -376,18 +388,21 @@ def compare(
     """
     one, other = Source(source, source_kind), Source(target, target_kind)
     # The vocabulary in a Hugging Face folder may lack the padding of the config's `n_vocab`.
-    sizes = [opened.config.n_vocab for opened in (one, other) if opened.kind == "hf"]
+    ends = (one, other)
+    sizes = [opened.config.n_vocab for opened in ends if opened.kind in ("hf", "gguf")]
     tokens = min([config.n_vocab, *sizes])
     before, _ = _logits(one, config, tokens, base)
     after, dtype = _logits(other, config, tokens, None)
+    if target_kind == "gguf" and gguf_files.is_quantized(other.path):
+        dtype = "q8_0"
     return _difference(before, after), LOGIT_BOUNDS[dtype]
 
 
 def compare_with_torch(folder: AnyPath) -> tuple[float, float] | None:
-    """Compare a Hugging Face folder's logits with those that transformers and torch compute.
+    """Compare a checkpoint's logits with those that transformers and torch compute.
 
     Args:
-      folder: a local Hugging Face folder.
+      folder: a local Hugging Face folder, or a GGUF file.
 
     Returns:
       As for `compare`; None if torch is not installed, or the folder is in a bucket.
@@ -395,7 +410,7 @@ def compare_with_torch(folder: AnyPath) -> tuple[float, float] | None:
     path = os.path.expanduser(os.fspath(folder))
     if is_uri(path) or not torch_model.is_installed():
         return None
-    source = Source(path, "hf")
+    source = Source(path, "gguf" if is_gguf(path) else "hf")
     config = source.config
     ours, _ = _logits(source, config, config.n_vocab, None)
     [theirs] = torch_model.logits(path, _prompt(config, config.n_vocab))
@@ -428,7 +443,7 @@ def _logits(
       tokens: the prompt and the returned logits contain only token ids below this number.
       base: if the source holds adapters, the path of their base model (default: the recorded one).
     """
-    own = None if source.kind == "hf" else config
+    own = None if source.kind in ("hf", "gguf") else config
     config, state = read(source, own, optimizer=False, lazy=True, base=base, drop_extra=True)
     prompt = _prompt(config, tokens)
     params = _on_device(state)["params"]

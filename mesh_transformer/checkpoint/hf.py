@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import DTypeLike
 from tqdm import tqdm
 
-from mesh_transformer.checkpoint import hf_files
+from mesh_transformer.checkpoint import gguf_files, hf_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.checkpoint.hf_config import (
+    config_values,
     family_of,
     read_config,
     write_configs,
@@ -28,6 +29,7 @@ from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_m
 from mesh_transformer.checkpoint.state_tree import check_same_model, check_state
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, StoredTensor
 from mesh_transformer.config import Config
+from mesh_transformer.data.gguf_header import is_gguf
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.model import transformer
@@ -160,8 +162,11 @@ def read(
     assert stored_config.hf_type is not None
     family = FAMILIES[stored_config.hf_type]
     places = places_of(stored_config, family)
-    optional = family.head_weights if stored_config.tie_head else ()
-    stored = _with_full_names(hf_files.find(folder, optional), stored_config, family)
+    if is_gguf(folder):
+        stored = gguf_files.find(folder, places, stored_config)
+    else:
+        optional = family.head_weights if stored_config.tie_head else ()
+        stored = _with_full_names(hf_files.find(folder, optional), stored_config, family)
     stored = _select_weights(folder, stored, places, drop_extra)
     _check_stored(stored, places, shapes(stored_config))
     dtypes = _leaf_dtypes(stored, places, _dtype(dtype))
@@ -222,6 +227,36 @@ def write(
         own = chosen.loaded if chosen.fits else None
         write_configs(temporary, config, rows, tensors[0].dtype, own)
         chosen.save(temporary)
+
+
+def write_gguf(
+    path: str,
+    state: dict[str, Any],
+    config: Config,
+    *,
+    kind: str | None = None,
+    tokenizer: str | None = None,
+) -> None:
+    """Write a model's weights and tokenizer to a new GGUF file, which llama.cpp can run.
+
+    Args:
+      path: the file to create.
+      state, tokenizer: as for `write`.
+      kind: the type of matrices, one of `gguf_files.TYPES` (default: the embedding's dtype).
+
+    Raises:
+      InputError: if GGUF cannot represent the model or its tokenizer, `path` already exists, or
+        storage fails.  If storage fails, nothing is left at `path`.
+    """
+    gguf_files.architecture_of(config)  # raises before the tokenizer is loaded
+    chosen = Tokenizer.of(tokenizer, config, must_fit=True).loaded
+    values, _ = config_values(config, config.n_vocab, chosen)
+    check_state(state, transformer.declarations(config))
+    own = state["params"]["embed"]["embedding"]["w"].dtype
+    kind = kind or next(name for name, dtype in FLOATS.items() if dtype == own)
+    places = places_of(config, family_of(config))
+    tensors = list(_tensors(state["params"], places, config.n_vocab, np.dtype(np.float32)))
+    gguf_files.write(path, tensors, values, config, chosen, kind)
 
 
 def _dtype(dtype: DTypeLike | None) -> np.dtype | None:

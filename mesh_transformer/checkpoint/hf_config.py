@@ -1,7 +1,6 @@
 """The config.json files and tensor names of Hugging Face's models, and their counterparts here."""
 
 import functools
-import hashlib
 import importlib.metadata
 import math
 import os
@@ -11,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.checkpoint import hf_files, hf_layers
+from mesh_transformer.checkpoint import gguf_files, hf_files, hf_layers
 from mesh_transformer.checkpoint.hf_families import FAMILIES, Family, Number
 from mesh_transformer.checkpoint.hf_files import write_json
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, have_equal_values, read_json
+from mesh_transformer.checkpoint.stored_tokenizer import tokenizer_in
 from mesh_transformer.config import Architecture, Config
-from mesh_transformer.data.same_tokenizer import is_gpt2
+from mesh_transformer.data.gguf_header import is_gguf
 from mesh_transformer.storage import files
-from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
 
 # Hugging Face's activations -> ours.  The first name of each is written.
@@ -31,8 +30,6 @@ _ACTIVATIONS = {
     "relu2": "relu2",
 }
 _ROTARY_BASE = 10000
-# The SHA-256 of GPT-2's tokens in the order of their ids, one per line.
-_GPT2_DIGEST = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
 
 
 def family_of(config: Config) -> Family:
@@ -90,7 +87,7 @@ def _implied(family: Family, ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(folder: str) -> Config:
-    """Return the config of the model that a folder's config.json describes.
+    """Return the config of the model that a folder's config.json, or a GGUF file, describes.
 
     Keys of `Config` without a counterpart in config.json keep their defaults.  The exception is
     `tokenizer`, which is set to the folder if the folder holds a tokenizer other than GPT-2's.  As
@@ -100,8 +97,11 @@ def read_config(folder: str) -> Config:
     Raises:
       InputError: if the model is of another type, or is a variant that our model does not support.
     """
-    path = os.path.join(folder, "config.json")
-    values = read_json(path)
+    if is_gguf(folder):
+        path, values = folder, gguf_files.read_config(folder)
+    else:
+        path = os.path.join(folder, "config.json")
+        values = read_json(path)
     model_type = values.get("model_type")
     if model_type not in FAMILIES:
         raise InputError(
@@ -155,7 +155,7 @@ def read_config(folder: str) -> Config:
         ours["pe_rotary_dims"] = _neox_rotary_dims(path, values, ours)
         if not _flag(path, values, "use_parallel_residual", True):
             ours["block"] = "gpt2"
-    ours["tokenizer"] = _tokenizer_in(folder)
+    ours["tokenizer"] = tokenizer_in(folder)
     ours["end_tokens"] = _end_tokens(folder, values, ours["n_vocab"])
     return Config.from_dict(ours, path)
 
@@ -274,41 +274,6 @@ def _end_tokens(folder: str, values: dict[str, Any], n_vocab: int) -> list[int] 
     return [number for number in ids if 0 <= number < n_vocab] or None
 
 
-def _tokenizer_in(folder: str) -> str:
-    """Return the value of the config key `tokenizer` for a folder: its path, or "gpt2".
-
-    The result is "gpt2" if the folder holds no tokenizer, or one that does exactly what GPT-2's
-    does, as GPT-J's released one: the tokens that it adds only pad the vocabulary.
-    """
-    names = set(files.names(folder))
-    if "tokenizer.json" in names:
-        vocabulary = _read_vocabulary(os.path.join(folder, "tokenizer.json"))
-    elif {"vocab.json", "merges.txt"} <= names:
-        vocabulary = read_json(os.path.join(folder, "vocab.json"))
-    else:
-        other = names & {"tokenizer_config.json", "tokenizer.model"}
-        return local_path(folder) if other else "gpt2"
-    if isinstance(vocabulary, dict) and all(type(id_) is int for id_ in vocabulary.values()):
-        text = "\n".join(sorted(vocabulary, key=vocabulary.__getitem__))
-        digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
-        if digest == _GPT2_DIGEST and is_gpt2(folder):  # the second check takes seconds
-            return "gpt2"
-    return local_path(folder)
-
-
-def _read_vocabulary(path: str) -> Any:
-    """Return the vocabulary in a tokenizer.json, which is a dict for some kinds of tokenizer."""
-    values = read_json(path)
-    try:
-        [entry["content"] for entry in values.get("added_tokens", [])]
-        return values["model"].get("vocab")
-    except (AttributeError, KeyError, TypeError):
-        raise InputError(
-            f"{path}: not a Hugging Face tokenizer: expected a mapping `model` and a list "
-            "`added_tokens`; copy the folder again"
-        ) from None
-
-
 def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, tokenizer: Any) -> None:
     """Write config.json and generation_config.json, with all keys that Hugging Face writes.
 
@@ -317,6 +282,22 @@ def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, token
       rows: the size of the vocabulary in the folder's tensors.
       dtype: the dtype of the tensors.
       tokenizer: the tokenizer that is saved with the model, or None.
+    """
+    values, tokens = config_values(config, rows, tokenizer)
+    # transformers 5 reads dtype, transformers 4 reads torch_dtype.
+    values |= {"dtype": dtype.name, "torch_dtype": dtype.name}
+    write_json(os.path.join(folder, "config.json"), values | tokens)
+    generation = {"_from_model_config": True} | tokens
+    write_json(os.path.join(folder, "generation_config.json"), generation)
+
+
+def config_values(
+    config: Config, rows: int, tokenizer: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what config.json and, in the second dict, also generation_config.json hold.
+
+    Args:
+      rows, tokenizer: as for `write_configs`.
     """
     family = family_of(config)
     first, last = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
@@ -342,9 +323,5 @@ def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, token
         **(_neox_keys(config) if config.hf_type == "gpt_neox" else {}),
     }
     values |= {"architectures": [family.architecture], "model_type": config.hf_type}
-    # transformers 5 reads dtype, transformers 4 reads torch_dtype.
-    values |= {"dtype": dtype.name, "torch_dtype": dtype.name, "pad_token_id": None}
-    values |= {"initializer_range": 0.02, "use_cache": True}
-    write_json(os.path.join(folder, "config.json"), values | family.fixed | tokens)
-    generation = {"_from_model_config": True} | tokens
-    write_json(os.path.join(folder, "generation_config.json"), generation)
+    values |= {"pad_token_id": None, "initializer_range": 0.02, "use_cache": True}
+    return values | family.fixed, tokens

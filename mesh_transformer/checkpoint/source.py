@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from etils import epath
 
 from mesh_transformer.checkpoint import (
+    gguf_files,
     hf_config,
     hf_files,
     native,
@@ -18,16 +19,22 @@ from mesh_transformer.checkpoint import (
 from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, saved_base
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.step_folders import committed_steps, step_number
+from mesh_transformer.checkpoint.stored_tensors import read_json
 from mesh_transformer.config import Config
+from mesh_transformer.data.gguf_header import is_gguf
 from mesh_transformer.data.tokenizer import TOKENIZER_FILES
+from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import AnyPath, check_bucket, local_path
 from mesh_transformer.util import InputError
 
 # A checkpoint's format.  "peft" is that of the package peft, and only for LoRA adapters.
-Format = Literal["original", "native", "hf", "peft"]
+Format = Literal["original", "native", "hf", "gguf", "peft"]
 ALL_FORMATS: tuple[Format, ...] = get_args(Format)
-FORMATS: tuple[Format, ...] = ("original", "native", "hf")  # of whole models
+FORMATS: tuple[Format, ...] = ("original", "native", "hf")  # of whole models, GPT-J included
+
+# Sampling settings that have the same names at Hugging Face and here.
+_SAMPLING = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
 
 def check_format(kind: str) -> None:
@@ -43,9 +50,10 @@ class Source:
     afterwards.
 
     Attributes:
-      path: the absolute path or URI of a model folder, a step_N or a Hugging Face folder.  For a
-        model's folder in Hugging Face's cache, it is that of its snapshot.
-      kind: the format: "original" (mesh-transformer-jax), "native", "hf" (Hugging Face) or "peft".
+      path: the absolute path or URI of a model folder, a step_N, a Hugging Face folder or a GGUF
+        file.  For a model's folder in Hugging Face's cache, it is that of its snapshot.
+      kind: the format: "original" (mesh-transformer-jax), "native", "hf" (Hugging Face), "gguf"
+        (llama.cpp) or "peft".
       step: for native checkpoints, the step at `path` or, if `path` is a model folder, the newest
         step in it; None for other formats.
     """
@@ -58,12 +66,14 @@ class Source:
 
         Raises:
           InputError: if `kind` is not a format, or if there is no checkpoint at `path`.  The latter
-            is not checked if `kind` is "original", "hf" or "peft".
+            is checked only if `kind` is "native" or None.
         """
         if kind is not None:
             check_format(kind)
         self.path = snapshot_of(local_path(path))
         self.step: SavedStep | None = None
+        if kind is None and is_gguf(self.path) and files.is_file(self.path):
+            kind = "gguf"
         if kind is None and _is_original(self.path):
             kind = "original"
         if kind in (None, "native"):
@@ -103,7 +113,7 @@ class Source:
 
     def existing_path(self) -> str:
         """Return `checkpoint_path`, or the newest step's path if that step was deleted."""
-        if files.is_folder(self.checkpoint_path):
+        if self.kind == "gguf" or files.is_folder(self.checkpoint_path):
             return self.checkpoint_path
         newest = Source(self.path).checkpoint_path
         print(f"{self.checkpoint_path} was deleted; loading {newest}", file=sys.stderr, flush=True)
@@ -118,7 +128,7 @@ class Source:
         """
         if self.step is not None:
             return Config.from_dict(self.step.config, f"{self.path}: saved config")
-        if self.kind == "hf":
+        if self.kind in ("hf", "gguf"):
             return hf_config.read_config(self.path)
         if self.adapters is not None:
             return self.read_adapters(None)[0]
@@ -130,9 +140,34 @@ class Source:
     @functools.cached_property
     def tokenizer(self) -> str | None:
         """The name of the model's own tokenizer; None if the checkpoint does not tell."""
+        if self.kind == "gguf" and self.config.tokenizer != self.path:
+            return None
         if self.kind == "hf" and not {*TOKENIZER_FILES} & {*files.names(self.path)}:
             return None
         return None if self.kind == "original" else self.config.tokenizer
+
+    @functools.cached_property
+    def sampling(self) -> dict[str, float]:
+        """The model's own sampling settings, by the names of `SamplingOptions`; often none.
+
+        They are those in a Hugging Face folder's generation_config.json, or a GGUF file's metadata.
+
+        Raises:
+          InputError: if a setting is not a number in its range.
+        """
+        where, values = self.path, {}
+        if self.kind == "gguf":
+            values = gguf_files.read_sampling(self.path)
+        elif self.kind == "hf":
+            where = os.path.join(self.path, "generation_config.json")
+            values = read_json(where) if files.is_file(where) else {}
+        names = {"temperature": "temp"} | {name: name for name in _SAMPLING}
+        own = {ours: x for name, ours in names.items() if (x := values.get(name)) is not None}
+        try:
+            sampler_settings(own, ())
+        except InputError as error:
+            raise InputError(f"{where}: {error}; correct the file") from None
+        return own
 
     def with_end_tokens(self, config: Config, *, same_tokenizer: bool = False) -> Config:
         """Return a config of the model with the checkpoint's end tokens, unless it has its own.

@@ -125,9 +125,9 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tune-model-path",
-        help="initial weights of a new run: model folder, step_N or Hugging Face folder (default: "
-        "the config's tune_model_path); with lora_rank, the base model (also give it to resume if "
-        "the base model has moved)",
+        help="initial weights of a new run: model folder, step_N, Hugging Face folder or GGUF file "
+        "(default: the config's tune_model_path); with lora_rank, the base model (also give it to "
+        "resume if the base model has moved)",
     )
     parser.add_argument(
         "--fresh-opt",
@@ -227,7 +227,8 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
     add_config_arguments(parser, " (default: the one stored in --model-path)")
     parser.add_argument(
         "--model-path",
-        help="model folder, step_N or Hugging Face folder (default: the config's bucket/model_dir)",
+        help="model folder, step_N, Hugging Face folder or GGUF file (default: the config's "
+        "bucket/model_dir)",
     )
     parser.add_argument(
         "--version",

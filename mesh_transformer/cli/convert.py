@@ -1,4 +1,4 @@
-"""Convert checkpoints between the formats of mesh-transformer-jax, Hugging Face and this library.
+"""Convert checkpoints: mesh-transformer-jax's, Hugging Face's, GGUF files and this library's.
 
 Example:
 mesh-transformer convert --from original step_383500 --to hf gpt-j --config 6B_roto_256
@@ -6,6 +6,7 @@ mesh-transformer convert --from original step_383500 --to hf gpt-j --config 6B_r
 
 import argparse
 import os
+import re
 import signal
 import sys
 from typing import Any
@@ -21,8 +22,18 @@ from mesh_transformer.util import InputError, StoppedError
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, dest, metavar, path in (
-        ("--from", "source", "SRC", "a model folder (newest step, or --step) or a step_N"),
-        ("--to", "target", "DST", "a model folder or a step_N in one, not existing yet"),
+        (
+            "--from",
+            "source",
+            "SRC",
+            "a model folder (newest step, or --step), a step_N or a .gguf file",
+        ),
+        (
+            "--to",
+            "target",
+            "DST",
+            "a model folder, a step_N in one or a .gguf file, not existing yet",
+        ),
     ):
         parser.add_argument(
             flag,
@@ -41,7 +52,11 @@ def parse_args() -> argparse.Namespace:
         type=int,
         help="number of shards for --to original (default: the config's cores_per_replica)",
     )
-    parser.add_argument("--dtype", choices=FLOATS, help="dtype of the weights (default: SRC's)")
+    parser.add_argument(
+        "--dtype",
+        choices=(*FLOATS, "q8_0"),
+        help="dtype of the weights, q8_0 only for --to gguf (default: SRC's)",
+    )
     parser.add_argument("--slim", action="store_true", help="leave out the optimizer state")
     parser.add_argument("--step", type=int, help="step of SRC to convert (default: the newest)")
     parser.add_argument(
@@ -51,7 +66,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument(
         "--tokenizer",
-        help="with --to hf or native: folder, hub name or gpt2 (default: the config's)",
+        help="with --to hf, gguf or native: folder, hub name or gpt2 (default: the config's)",
     )
     parser.add_argument(
         "--base",
@@ -62,14 +77,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--drop-extra",
         action="store_true",
-        help="with --from hf: leave out tensors that are not part of the model, such as v_head.*, "
-        "and print their names (default: an error)",
+        help="with --from hf or gguf: leave out tensors that are not part of the model, such as "
+        "v_head.*, and print their names (default: an error)",
     )
     parser.add_argument(
         "--verify",
         action="store_true",
         help="read both checkpoints again and compare their logits; those of a Hugging Face folder "
-        "also with transformers', if torch is installed",
+        "or GGUF file also with transformers', if torch is installed",
     )
     args = parser.parse_args()
     for flag, (kind, _) in (("--from", args.source), ("--to", args.target)):
@@ -78,12 +93,13 @@ def parse_args() -> argparse.Namespace:
     for flag, is_given, kind in (
         ("--shards", args.shards is not None, "original"),
         ("--trim-vocab", args.trim_vocab, "hf"),
-        ("--tokenizer", args.tokenizer is not None, "hf or native"),
+        ("--tokenizer", args.tokenizer is not None, "hf, gguf or native"),
+        ("--dtype q8_0", args.dtype == "q8_0", "gguf"),
     ):
-        if is_given and args.target[0] not in kind.split():
+        if is_given and args.target[0] not in re.findall(r"\w+", kind):
             raise InputError(f"{flag} requires --to {kind}; remove {flag}")
-    if args.drop_extra and args.source[0] != "hf":
-        raise InputError("--drop-extra requires --from hf; remove --drop-extra")
+    if args.drop_extra and args.source[0] not in ("hf", "gguf"):
+        raise InputError("--drop-extra requires --from hf or gguf; remove --drop-extra")
     return args
 
 
@@ -134,6 +150,7 @@ def run(args: argparse.Namespace) -> None:
         tokenizer=args.tokenizer,
         base=args.base,
         drop_extra=args.drop_extra,
+        quantized=args.dtype == "q8_0",
     )
     optimizer = ", with the optimizer" if written.optimizer else ""
     if target_kind == "original" and written.config.optimizer != "adam":
@@ -153,7 +170,7 @@ def run(args: argparse.Namespace) -> None:
                 f"{target}: its logits differ from those of {source}; do not use the new checkpoint"
             )
         for kind, path in ((source_kind, source), (target_kind, target)):
-            if kind == "hf":
+            if kind in ("hf", "gguf"):
                 _verify_with_torch(path)
 
 

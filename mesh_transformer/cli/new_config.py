@@ -36,7 +36,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", required=True, help="config file to write, such as my.json")
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
-        "--base", help="model to fine-tune: model folder, step_N or Hugging Face folder"
+        "--base", help="model to fine-tune: model folder, step_N, Hugging Face folder or GGUF file"
     )
     model.add_argument(
         "--size",
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_tokenizer(args.train, changes["tokenizer"])
     changes |= settings(args)
     corpus, held_out = set_size(args.train), set_size(args.val) if args.val else None
-    native = source is not None and source.kind != "hf"
+    native = source is not None and source.kind not in ("hf", "gguf")
     if base is not None and native and base.pe == "fixed" and corpus.seq < base.seq:
         raise InputError(
             f"--base {args.base}: the model has learned {base.seq} positions, but the records have "

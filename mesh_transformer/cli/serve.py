@@ -92,7 +92,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="Jinja template of a model that can chat, or plain (default: the tokenizer's, if any)",
+        help="Jinja template of a model that can chat, plain, or none for completions only "
+        "(default: the tokenizer's, if any)",
     )
     parser.add_argument(
         "--embeddings",
@@ -175,8 +176,8 @@ def main() -> None:
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.source import Source
-    from mesh_transformer.data.chat import ChatTemplate, read_template
-    from mesh_transformer.data.tokenizer import Tokenizer, chat_template
+    from mesh_transformer.data.chat import template_to_chat
+    from mesh_transformer.data.tokenizer import Tokenizer
     from mesh_transformer.serving.app import create_app
     from mesh_transformer.serving.engine import Engine
     from mesh_transformer.serving.metrics import Metrics
@@ -190,13 +191,9 @@ def main() -> None:
         model = path if config else Source(path)
         own_config = config or Source.of(model).config
         tokenizer = Tokenizer.of(None, own_config, must_fit=True).loaded
-        template = read_template(tokenizer, args.chat_template)
-        try:
-            if template is None and chat_template(tokenizer) is not None:
-                template = ChatTemplate(tokenizer)
-        except InputError as error:
-            print(f"no chat: {error}; or give --chat-template", file=sys.stderr, flush=True)
+        template = template_to_chat(tokenizer, args.chat_template)
         chat = template and template.prompt
+        sampling = Source.of(model).sampling
         names = names_of(args, own_config)
         draft = draft_of(args, own_config)
         folders = [folder for _, folder in args.adapter]
@@ -221,7 +218,7 @@ def main() -> None:
             max_tokens = args.max_tokens or network.config.window
             ends = ends_of(map(Source, folders))
             service = Service(
-                names, engine, tokenizer, metrics, max_tokens, chat, args.any_name, ends
+                names, engine, tokenizer, metrics, max_tokens, chat, args.any_name, ends, sampling
             )
             log = sys.stderr if args.log_requests else None
             app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host], log)

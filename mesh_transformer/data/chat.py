@@ -5,6 +5,7 @@ A chat template is a program in the language Jinja, in the form that transformer
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain, cycle, pairwise
 from typing import Any, NamedTuple
@@ -350,3 +351,23 @@ def read_template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
         raise InputError(f"--chat-template {path} cannot be read ({reason})") from error
     except InputError as error:
         raise InputError(f"--chat-template {path}: {error}") from error
+
+
+def template_to_chat(tokenizer: Any, choice: str | None) -> ChatTemplate | None:
+    """Return the template to chat with; None if the model cannot chat.
+
+    If the tokenizer's own template is not valid, the reason is printed.
+
+    Args:
+      choice: as for `read_template`, or "none"; None for the tokenizer's own template, if any.
+
+    Raises:
+      InputError: as `read_template`.
+    """
+    if choice is not None:
+        return None if choice == "none" else read_template(tokenizer, choice)
+    try:
+        return None if chat_template(tokenizer) is None else ChatTemplate(tokenizer)
+    except InputError as error:
+        print(f"no chat: {error}; or give --chat-template", file=sys.stderr, flush=True)
+        return None

@@ -7,10 +7,14 @@ records ends with the end-of-text token.
 """
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from mesh_transformer.config import Config
+
+# The name of a token that is one byte, as in Llama 2's tokenizer.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:

@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -20,6 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.gguf_header import is_gguf, read_header
+from mesh_transformer.data.gguf_tokenizer import read_tokenizer
+from mesh_transformer.data.special_tokens import BYTE_TOKEN
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import AnyPath, is_uri
 from mesh_transformer.util import InputError
@@ -49,9 +51,10 @@ def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
 
     Args:
       source: None or "gpt2" for GPT-2's tokenizer, which needs no network; "bytes" for
-        `byte_tokenizer`; the path of a folder, which may be in a bucket; or the name of a tokenizer
-        on the Hugging Face hub.  A folder must hold one of these: a saved Hugging Face tokenizer;
-        the files vocab.json and merges.txt; or OpenAI's files encoder.json and vocab.bpe.
+        `byte_tokenizer`; the path of a GGUF file or of a folder, either of which may be in a
+        bucket; or the name of a tokenizer on the Hugging Face hub.  A folder must hold one of
+        these: a saved Hugging Face tokenizer; the files vocab.json and merges.txt; or OpenAI's
+        files encoder.json and vocab.bpe.
 
     Raises:
       InputError: if there is no tokenizer at `source`, or it is damaged.
@@ -61,6 +64,12 @@ def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
         return _from_openai_files(_packaged_vocabulary())
     if source == "bytes":
         return byte_tokenizer()
+    if is_gguf(source):
+        stored = read_tokenizer(read_header(source))
+        names: dict[str, Any] = stored.special
+        return _import_transformers().PreTrainedTokenizerFast(
+            tokenizer_object=stored.model, name_or_path=source, **names
+        )
     if is_uri(source):
         return _from_uri(source)
     folder = Path(source)
@@ -514,10 +523,6 @@ def byte_decoder() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {
         chr(0x100 + at): byte for at, byte in enumerate(others)
     }
-
-
-# The name of a token that is one byte, as in Llama 2's tokenizer.
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mesh_transformer.config import Config
-from mesh_transformer.data.special_tokens import beginning, end_tokens, special_tokens
-from mesh_transformer.data.tokenizer import BYTE_TOKEN, byte_decoder
+from mesh_transformer.data.special_tokens import BYTE_TOKEN, beginning, end_tokens, special_tokens
+from mesh_transformer.data.tokenizer import byte_decoder
 from mesh_transformer.generation.text_stream import CONTEXT, TextStream
 from mesh_transformer.serving.engine import Progress, Token
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mesh_transformer.data.chat import ChatTemplate
 from mesh_transformer.data.special_tokens import (
     before_end,
     end_tokens,
@@ -23,6 +24,8 @@ from mesh_transformer.generation.text_stream import CONTEXT, TextStream
 from mesh_transformer.network import Network
 from mesh_transformer.util import InputError, cache_folder
 
+CHAT_GREETING = "Type a message; an empty line, Ctrl-D or Ctrl-C exits. /new forgets the \
+conversation, /help lists the settings."
 GREETING = "Type a prompt; an empty line, Ctrl-D or Ctrl-C exits. /help lists the settings."
 COMPILING = "compiling; the first answer takes longer"
 PIECE_SECONDS = 0.1  # target time between pieces of an answer
@@ -98,15 +101,29 @@ class Repl:
       settings: the settings of the next answer.
     """
 
-    def __init__(self, network: Network, tokenizer: Any, settings: Settings):
+    def __init__(
+        self,
+        network: Network,
+        tokenizer: Any,
+        settings: Settings,
+        template: ChatTemplate | None = None,
+    ):
+        """Prepare a REPL.
+
+        Args:
+          template: renders conversations.  A line is then a message, which the model answers with
+            all earlier ones in mind; without a template, it is the beginning of a text.
+        """
         self.settings = settings
+        self._template = template
+        self._messages: list[dict[str, str]] = []
         self._network = network
         self._tokenizer = tokenizer
         self._batch: Batch | None = None  # reused by the next answer
 
     def run(self) -> None:
         """Read and answer prompts until an empty line, Ctrl-D, or Ctrl-C at the prompt."""
-        _message(GREETING)
+        _message(GREETING if self._template is None else CHAT_GREETING)
         try:
             with _line_editing():
                 while line := input(">>> "):
@@ -123,20 +140,27 @@ class Repl:
     def _run_command(self, command: str) -> None:
         if command.rstrip() == "/help":
             _message(str(self.settings))
+        elif command.rstrip() == "/new" and self._template is not None:
+            self._messages = []
         else:
             self.settings = self.settings.changed(command)
 
     def _print_answer(self, prompt: str) -> None:
         if self._batch is None:
             _message(COMPILING)
-        start, generated = time.perf_counter(), 0
+        start, generated, answer = time.perf_counter(), 0, ""
         try:
             for piece, tokens in self.answer(prompt):
                 print(piece, end="", flush=True)
                 generated += tokens
+                answer += piece
             print()
         except KeyboardInterrupt:  # ends only this answer, unlike Ctrl-C at the prompt
             print()
+        self._messages += [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": answer},
+        ]
         _message(f"[{generated} tokens, {generated / (time.perf_counter() - start):.1f} tokens/s]")
 
     def answer(self, prompt: str) -> Iterator[tuple[str, int]]:
@@ -148,7 +172,7 @@ class Repl:
         settings, special = self.settings, special_tokens(self._tokenizer)
         ends = end_tokens(self._tokenizer, self._network.config)
         ends |= {number for number, name in special.items() if name == settings.stop}
-        tokens = prompt_tokens(self._tokenizer, prompt)
+        tokens = self._tokens(prompt)
         window = self._network.config.window
         if len(tokens) > window:
             _message(
@@ -165,6 +189,13 @@ class Repl:
             if stream.stopped or len(kept) < len(new):
                 break
         yield stream.finish(), 0
+
+    def _tokens(self, prompt: str) -> list[int]:
+        """Return the token ids of a prompt or, in a chat, of the conversation so far."""
+        if self._template is None:
+            return prompt_tokens(self._tokenizer, prompt)
+        text = self._template.prompt([*self._messages, {"role": "user", "content": prompt}])
+        return prompt_tokens(self._tokenizer, text, whole=True)
 
     def _generate(self, prompt: list[int], settings: Settings) -> Iterator[list[int]]:
         """Yield an answer's tokens in lists that each take about `PIECE_SECONDS` to generate."""

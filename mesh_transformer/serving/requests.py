@@ -8,6 +8,8 @@ import hmac
 import json
 import re
 import secrets
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -290,10 +292,13 @@ class SamplingRequest(_StrictModel):
         """The stop sequences as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    @property
-    def options(self) -> SamplingOptions:
-        """The sampling settings, without a seed."""
-        return SamplingOptions(
+    def options(self, defaults: Mapping[str, float]) -> SamplingOptions:
+        """Return the sampling settings, without a seed.
+
+        Args:
+          defaults: settings for the fields that the request leaves out.
+        """
+        options = SamplingOptions(
             top_p=self.top_p,
             top_k=self.top_k,
             temp=self.temperature,
@@ -304,6 +309,9 @@ class SamplingRequest(_StrictModel):
             frequency_penalty=self.frequency_penalty,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
         )
+        sent = {"temp" if name == "temperature" else name for name in self.model_fields_set}
+        own: dict[str, Any] = {key: x for key, x in defaults.items() if key not in sent}
+        return replace(options, **own)
 
 
 class CompletionRequest(SamplingRequest):

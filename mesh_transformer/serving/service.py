@@ -65,6 +65,7 @@ class Service:
         that it refuses (see `ChatTemplate.prompt`); None for a model that cannot chat.
       any_name: whether all other names mean the model without an adapter.
       ends: {number of an adapter: the `end_tokens` of its config}, for those whose config has some.
+      sampling: the settings of `SamplingOptions` for requests of OpenAI's API that leave them out.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Service:
         template: Callable[..., str] | None = None,
         any_name: bool = False,
         ends: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        sampling: Mapping[str, float] = MappingProxyType({}),
     ):
         self.name, self.names = next(iter(names)), names
-        self._any_name = any_name
+        self._any_name, self._sampling = any_name, sampling
         self.engine = engine
         self.metrics = metrics
         self.words = TokenTexts(tokenizer, engine.network.config)
@@ -204,7 +206,9 @@ class Service:
         if len(prompts) * count > room:
             most = f"at most {room // len(prompts)}, as the server has room for {room} answers"
             raise invalid("n", count, most)
-        options = dataclasses.replace(body.options, adapter=self.adapter(body.model))
+        options = dataclasses.replace(
+            body.options(self._sampling), adapter=self.adapter(body.model)
+        )
         numbers = itertools.count()
         for prompt in prompts:
             seeds = [answer_seed(body.seed, next(numbers)) for _ in range(count)]

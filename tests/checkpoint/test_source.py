@@ -93,3 +93,20 @@ def test_a_deleted_step_is_replaced_by_the_newest_one(small, tmp_path, capsys):
     assert source.existing_path() == str(tmp_path / "step_3")
     assert f"{first} was deleted; loading {tmp_path}/step_3" in capsys.readouterr().err
     network.close()
+
+
+def test_the_models_own_sampling_settings(tmp_path):
+    """Those in generation_config.json, which may be wrong; others, such as do_sample, are not."""
+    (tmp_path / "config.json").write_text('{"model_type": "gptj"}')
+    assert Source(tmp_path).sampling == {}
+    path = tmp_path / "generation_config.json"
+    path.write_text(
+        '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": null, "max_length": 9}'
+    )
+    assert Source(tmp_path).sampling == {"temp": 0.6, "top_k": 20}
+    for wrong in ("-1", '"hot"', "NaN"):
+        path.write_text(f'{{"temperature": {wrong}}}')
+        with pytest.raises(
+            InputError, match=r"generation_config.json: .*temp is .*expected a number"
+        ):
+            _ = Source(tmp_path).sampling

@@ -95,6 +95,32 @@ def test_end_of_text_token_ends_an_answer(network):
     assert "".join(pieces) == text[: text.index(text[4])]
 
 
+class Turns:
+    """A chat template that joins the messages, and marks an answer by <."""
+
+    def __init__(self) -> None:
+        self.rendered: list[list[str]] = []
+
+    def prompt(self, messages: list[dict[str, str]]) -> str:
+        self.rendered.append([message["content"] for message in messages])
+        return "".join(f"{message['role'][0]}{message['content']}" for message in messages) + "<"
+
+
+def test_a_chat_has_turns(network, capsys, monkeypatch):
+    """Each message is answered with those before it in mind, until /new."""
+    lines = iter(["hi", "yo", "/new", "yo", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    template: Any = Turns()
+    Repl(network, Letters(), QUIET, template).run()
+    out, err = capsys.readouterr()
+    first = text_of(network, "uhi<", QUIET)
+    second = text_of(network, f"uhia{first}uyo<"[-32:], QUIET)
+    alone = text_of(network, "uyo<", QUIET)
+    assert out == f"{first}\n{second}\n{alone}\n"
+    assert template.rendered == [["hi"], ["hi", first, "yo"], ["yo"]]
+    assert "/new forgets the conversation" in err
+
+
 def test_commands_change_one_setting():
     cases = {
         "/temp 0.5": {"temp": 0.5},

@@ -391,3 +391,17 @@ def test_page_refers_to_no_other_site(live):
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
     assert not re.findall(r"(?:https?:)?//[a-z]", answer.text)
     assert live.http.get("/health").json() == {"status": "ok", "model": "fake"}
+
+
+def test_the_models_settings_apply_where_a_request_has_none(serve):
+    live = serve(sampling={"temp": 0.25, "top_k": 5, "repetition_penalty": 1.5})
+
+    def used(**body):
+        live.ask(prompt="a", max_tokens=1, **body)
+        settings = live.network.settings
+        names = ("temp_B", "top_k_B", "penalty_B", "top_p_B")
+        return [float(np.ravel(getattr(settings, name))[0]) for name in names]
+
+    assert used() == [0.25, 5, 1.5, 1]
+    assert used(temperature=1, top_p=0.5) == [1, 5, 1.5, 0.5]
+    assert used(temperature=0.0, top_k=0, repetition_penalty=1)[0] == 0

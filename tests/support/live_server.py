@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from mesh_transformer.data.chat import read_template
+from mesh_transformer.data.chat import ChatTemplate, read_template
 from mesh_transformer.serving.app import create_app
 from mesh_transformer.serving.engine import Engine
 from mesh_transformer.serving.metrics import Metrics
@@ -29,10 +29,13 @@ class Live:
     def __init__(self, network: Any, tokenizer: Any, keys: str | None, **options: Any):
         metrics, hosts = Metrics(options.setdefault("rows", 8)), options.pop("hosts", ())
         drain_seconds = options.pop("drain_seconds", 5)
-        template = read_template(tokenizer, options.pop("template", None))
+        template = options.pop("template", None)
+        if not isinstance(template, ChatTemplate):
+            template = read_template(tokenizer, template)
         names = dict.fromkeys(options.pop("names", ["fake"]), 0)
         names |= {name: number for number, name in enumerate(options.pop("adapters", ()), 1)}
         any_name, ends = options.pop("any_name", False), options.pop("ends", {})
+        sampling = options.pop("sampling", {})
         self.network = network
         self.tokenizer = tokenizer
         self.engine = Engine(network, metrics, **options)
@@ -45,6 +48,7 @@ class Live:
             template and template.prompt,
             any_name,
             ends,
+            sampling,
         )
         listening = listen("127.0.0.1", 0)
         self.address = listening.getsockname()

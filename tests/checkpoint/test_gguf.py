@@ -1,0 +1,464 @@
+"""GGUF files: reading and writing, compared with transformers and with the package gguf."""
+
+import contextlib
+import os
+import sys
+
+import gguf
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tokenizers import normalizers, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import mesh_transformer
+from mesh_transformer.checkpoint import conversion, gguf_files, hf
+from mesh_transformer.checkpoint.host_arrays import FLOATS
+from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.cli import convert as convert_command
+from mesh_transformer.data.gguf_header import read_header
+from mesh_transformer.data.gguf_tokenizer import metadata_of, read_tokenizer
+from mesh_transformer.data.tokenizer import (
+    byte_tokenizer,
+    character_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from mesh_transformer.util import InputError
+from tests.checkpoint.test_hf import logits, tokens_for
+from tests.support.llama_tokenizers import LLAMA_LIKE
+
+VOCAB = 300
+# Heads and key heads.  With as many groups as key heads, such as 9 over 3, a mistake in the order
+# of rows that confuses the two does not show.
+HEADS = [(6, 2), (9, 3), (8, 2), (4, 1), (4, 4)]
+K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+OLD_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+
+
+def llama(heads, key_heads, *, head=8, tied=False, **keys):
+    """Return a Llama with random weights; its width is not heads * head."""
+    torch.manual_seed(heads * 100 + key_heads)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=head,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=256,
+        **({"rope_theta": 5e4, "hidden_size": 10 * heads, "intermediate_size": 96} | keys),
+    )
+    network = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            # A norm's scale, or a matrix large enough for logits that differ.
+            parameter.normal_(1.0, 0.3) if parameter.ndim == 1 else parameter.normal_(0, 0.2)
+    return network
+
+
+def save(network, folder, tokenizer=None):
+    network.save_pretrained(folder)
+    (tokenizer or byte_tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
+def tensors(path):
+    """Return the tensors of a GGUF file as transformers reads them."""
+    folder, name = os.path.split(path)
+    options = {"gguf_file": name, "dtype": torch.float32}
+    network = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    return network, {key: value.numpy() for key, value in network.state_dict().items()}
+
+
+def as_gguf(tmp_path, network, **options):
+    folder = save(network, tmp_path / "hf")
+    path = str(tmp_path / "model.gguf")
+    conversion.convert(folder, "hf", path, "gguf", **options)
+    return folder, path
+
+
+def rewritten(source, path, *, tensors=None, **metadata):
+    """Write a file with other metadata (None to leave it out) or tensors than those of `source`."""
+    reader = gguf.GGUFReader(source)
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    types = {key: field.types for key, field in reader.fields.items()}
+    writer = gguf.GGUFWriter(path, str(metadata.pop("architecture", "llama")))
+    changed = {key.replace("__", "."): value for key, value in metadata.items()}
+    for key, value in (fields | changed).items():
+        if key.startswith("GGUF.") or key == "general.architecture" or value is None:
+            continue
+        kinds = types.get(key) if key not in changed else None
+        if kinds is not None and kinds[0] != gguf.GGUFValueType.ARRAY:
+            writer.add_key_value(key, value, kinds[0])
+        else:
+            name = {str: "string", int: "uint32", float: "float32", bool: "bool", list: "array"}
+            getattr(writer, f"add_{name[type(value)]}")(key, value)
+    stored = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    for name, value in (stored | (tensors or {})).items():
+        if value is not None:
+            data, kind = value
+            writer.add_tensor(name, np.array(data), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("heads", "key_heads"), HEADS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_files_hold_the_model_for_us_and_for_transformers(tmp_path, heads, key_heads, tied):
+    network = llama(heads, key_heads, tied=tied)
+    folder, path = as_gguf(tmp_path, network)
+    theirs, read = tensors(path)
+    expected = network.state_dict()
+    assert read.keys() == expected.keys()
+    for name, values in read.items():
+        np.testing.assert_array_equal(values, expected[name].numpy(), err_msg=name)
+    config, state = hf.read(path)
+    own_config, own = hf.read(folder)
+    assert config.replace(tokenizer=own_config.tokenizer) == own_config
+    for part, modules in own["params"].items():
+        for module, leaves in modules.items():
+            for leaf, values in leaves.items():
+                np.testing.assert_array_equal(state["params"][part][module][leaf], values)
+    tokens = tokens_for(VOCAB)
+    with torch.no_grad():
+        reference = theirs(torch.tensor(tokens)).logits.numpy()
+    assert np.abs(reference).max() > 3
+    # 1e-4, for logits of up to some tens in f32: the sums differ in order.
+    np.testing.assert_allclose(logits(state, config, tokens), reference, rtol=0, atol=1e-4)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("heads", "key_heads"), HEADS)
+def test_rows_have_the_order_of_llama_cpps_converter(tmp_path, heads, key_heads):
+    network = llama(heads, key_heads)
+    _, path = as_gguf(tmp_path, network)
+    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    for name, count in (("q", heads), ("k", key_heads)):
+        values = network.state_dict()[f"model.layers.1.self_attn.{name}_proj.weight"].numpy()
+        # LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py.
+        rows = values.reshape(count, 2, len(values) // count // 2, *values.shape[1:])
+        expected = rows.swapaxes(1, 2).reshape(values.shape)
+        np.testing.assert_array_equal(found[f"blk.1.attn_{name}.weight"], expected)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0"])
+def test_types_that_are_written(tmp_path, kind):
+    network = llama(6, 2, hidden_size=96)
+    quantized = kind == "q8_0"
+    options = {"quantized": True} if quantized else {"dtype": FLOATS[kind]}
+    _, path = as_gguf(tmp_path, network, **options)
+    expected = gguf.GGMLQuantizationType[kind.upper()]
+    half = gguf.GGMLQuantizationType.F16
+    for tensor in gguf.GGUFReader(path).tensors:
+        if len(tensor.shape) == 1:
+            assert tensor.tensor_type == gguf.GGMLQuantizationType.F32, tensor.name
+        elif quantized and tensor.shape[0] % 32:  # attn_output has rows of 48 values
+            assert tensor.tensor_type == half
+            assert tensor.name.endswith("attn_output.weight")
+        else:
+            assert tensor.tensor_type == expected, tensor.name
+    assert gguf_files.is_quantized(path) == quantized
+    _, theirs = tensors(path)
+    config, state = hf.read(path)
+    hf.write(str(tmp_path / "back"), state, config, dtype=np.float32)
+    back = LlamaForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    for name, values in theirs.items():
+        np.testing.assert_array_equal(back[name].numpy(), values, err_msg=name)
+    held = state["params"]["embed"]["embedding"]["w"].dtype
+    assert held == (np.float32 if quantized else FLOATS[kind])
+    again = str(tmp_path / "again.gguf")
+    conversion.convert(path, "gguf", again, "gguf", quantized=quantized)
+    with open(path, "rb") as one, open(again, "rb") as other:
+        assert one.read() == other.read()
+
+
+@pytest.mark.parametrize("kind", [*OLD_TYPES, *K_TYPES])
+def test_quantized_types_are_read_as_gguf_does(tmp_path, kind):
+    network = llama(4, 2, head=64, hidden_size=256, intermediate_size=512)
+    _, path = as_gguf(tmp_path, network)
+    number = gguf.GGMLQuantizationType[kind]
+    random, changed = np.random.default_rng(int(number)), {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        if len(tensor.shape) > 1:
+            shape = gguf.quant_shape_to_byte_shape(tensor.data.shape, number)
+            raw = random.integers(0, 256, shape, dtype=np.uint8)
+            if kind in OLD_TYPES:  # the package cannot quantize to the others
+                raw = gguf.quantize(tensor.data, number)
+            changed[tensor.name] = raw, number
+    path = rewritten(path, str(tmp_path / f"{kind}.gguf"), tensors=changed)
+    config = Source(path).config
+    names = {"model.layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight"}
+    names |= {"model.embed_tokens.weight": "token_embd.weight"}
+    names |= {"model.layers.0.self_attn.v_proj.weight": "blk.0.attn_v.weight"}
+    stored = gguf_files.find(path, names, config)
+    for name, theirs in names.items():
+        assert stored[name].dtype == "F32"
+        with np.errstate(invalid="ignore"):  # random scales may be infinite
+            expected = gguf.dequantize(*changed[theirs])
+            np.testing.assert_array_equal(stored[name].read(), expected)
+    if kind in OLD_TYPES:
+        _, read = tensors(path)
+        _, state = hf.read(path)
+        for name in ("q", "k"):
+            ours = state["params"]["layers"][f"layer/{name}"]["w"]
+            layers = (f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in (0, 1))
+            theirs = [read[layer] for layer in layers]
+            np.testing.assert_array_equal(ours, np.stack(theirs).swapaxes(1, 2))
+
+
+def test_mixed_types_become_f32(tmp_path):
+    """The types may differ from layer to layer, as in files that llama.cpp quantizes."""
+    network = llama(6, 2, hidden_size=96)
+    _, path = as_gguf(tmp_path, network, dtype=np.float16)
+    name = "blk.1.ffn_up.weight"
+    values = network.state_dict()["model.layers.1.mlp.up_proj.weight"].numpy()
+    kind = gguf.GGMLQuantizationType.Q8_0
+    changed = {name: (gguf.quantize(values, kind), kind)}
+    path = rewritten(path, str(tmp_path / "mixed.gguf"), tensors=changed)
+    _, state = hf.read(path)
+    leaf = state["params"]["layers"]["layer/fc"]["w"]
+    assert leaf.dtype == np.float32
+    np.testing.assert_array_equal(leaf[1].T, gguf.dequantize(*changed[name]))
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_rotary_frequencies_of_llama_3_are_recognised(factor):
+    rope = gguf_files.LLAMA3 | {"factor": factor, "rope_theta": 5e5}
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=1, rope_parameters=rope, max_position_embeddings=2**17
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 5e5 ** (-np.arange(0, 128, 2) / 128)
+    divisors = gguf_files.llama3_divisors(rope, 128)
+    assert divisors.min() == 1
+    assert divisors.max() == factor
+    np.testing.assert_allclose(plain / divisors, scaled.numpy(), rtol=1e-5)
+
+
+TEXTS = ["It's 12345 IT'S\n\n  a\u0301 \u65e5\u672c.\t?!", " the  a.", "", "\U0001f44d x", "the\n"]
+
+
+def assert_same_tokenizer(actual, expected):
+    for text in TEXTS:
+        ids = expected(text)["input_ids"]
+        assert actual(text)["input_ids"] == ids
+        assert actual.decode(ids) == expected.decode(ids)
+    assert actual.get_vocab() == expected.get_vocab()
+    for name in ("bos", "eos", "unk"):
+        assert getattr(actual, f"{name}_token") == getattr(expected, f"{name}_token")
+
+
+def tokenizer_file(tmp_path, tokenizer, rows=None, **changed):
+    """Return a GGUF file that holds a tokenizer, and no model."""
+    path = str(tmp_path / "tokenizer.gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in (metadata_of(tokenizer, rows or len(tokenizer)) | changed).items():
+        getattr(writer, f"add_{gguf_files._WRITTEN[type(value)]}")(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_byte_level_tokenizers(tmp_path):
+    for number, expected in enumerate((load_tokenizer("gpt2"), byte_tokenizer())):
+        expected.add_tokens(["<think>", "<|user|>"])
+        expected.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+        expected.chat_template = "{{ messages }}"
+        (tmp_path / str(number)).mkdir()
+        path = tokenizer_file(tmp_path / str(number), expected)
+        actual = load_tokenizer(path)
+        assert_same_tokenizer(actual, expected)
+        text = "<think> a <|im_end|><|user|>"
+        assert actual.tokenize(text) == expected.tokenize(text)
+        shown = actual.decode(actual(text)["input_ids"], skip_special_tokens=True)
+        assert "<|im_end|>" not in shown
+
+
+def test_sentencepiece_tokenizers(tmp_path):
+    """Their merges follow from the scores of tokens, and a text begins with the BOS token."""
+    expected = LLAMA_LIKE["llama"]()
+    actual = load_tokenizer(tokenizer_file(tmp_path, expected))
+    assert_same_tokenizer(actual, expected)
+    assert actual("the")["input_ids"][0] == expected.bos_token_id
+
+
+def test_tokenizers_that_llama_cpp_lacks_are_refused():
+    """Merges across words, an unknown split, a normalizer, and characters without bytes."""
+    lower = load_tokenizer("gpt2")
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
+    words = load_tokenizer("gpt2")
+    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    others = (LLAMA_LIKE["metaspace"](), lower, words, character_tokenizer(["abc"]))
+    for tokenizer in others:
+        with pytest.raises(
+            InputError, match=r"convert to hf, or give another --tokenizer"
+        ) as caught:
+            metadata_of(tokenizer, len(tokenizer))
+        assert "\n" not in str(caught.value)
+
+
+def test_every_split_is_distinct_and_has_a_name(tmp_path):
+    from mesh_transformer.data.gguf_tokenizer import _PROBE, _SPLITS, _pre_tokenizer
+
+    names = {}
+    for split in _SPLITS.values():
+        words = tuple(_pre_tokenizer(split).pre_tokenize_str(_PROBE))
+        names.setdefault(words, set()).add(split)
+    assert all(len(splits) == 1 for splits in names.values())
+    for name in ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"):
+        tokenizer = train_tokenizer(TEXTS * 3, 400)
+        tokenizer.backend_tokenizer.pre_tokenizer = _pre_tokenizer(_SPLITS[name])
+        if name == "qwen2":
+            tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+        (tmp_path / name).mkdir()
+        path = tokenizer_file(tmp_path / name, tokenizer)
+        assert read_header(path).metadata["tokenizer.ggml.pre"] == name
+        for text in TEXTS:
+            stored = read_tokenizer(read_header(path)).model
+            assert stored.encode(text).ids == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"architecture": "mamba"}, "general.architecture is 'mamba', expected one of llama"),
+        ({"split__count": 2}, "is one of 2 parts"),
+        ({"llama__block_count": None}, "llama.block_count is missing, expected a whole number"),
+        ({"llama__block_count": "2"}, "llama.block_count is '2', expected a whole number"),
+        ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count is 4, expected 8"),
+        ({"llama__rope__scaling__type": "other"}, "type 'other'|scaling"),
+        ({"tokenizer__ggml__pre": "other"}, "tokenizer.ggml.pre is 'other', expected one of gpt-2"),
+        ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model is 'bert', expected gpt2 or"),
+        ({"tokenizer__ggml__token_type": [1, 2]}, "its tokenizer is damaged"),
+        ({"llama__attention__head_count_kv": 3}, "attn_k|key_heads|k_proj"),
+        ({"llama__block_count": 3}, "tensor blk.2.attn_norm.weight is missing"),
+        ({"llama__block_count": 1}, "tensor blk.1.*is not part of the model"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_in_one_line(tmp_path, metadata, message):
+    _, path = as_gguf(tmp_path, llama(6, 2))
+    if "llama__rope__scaling__type" in metadata:
+        metadata = metadata | {"llama__rope__scaling__factor": 2.0}
+    path = rewritten(path, str(tmp_path / "bad.gguf"), **metadata)
+    key = next(iter(metadata))
+    read = load_tokenizer if key.startswith("tokenizer") else hf.read
+    with pytest.raises(InputError, match=message) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+    assert path in str(caught.value)
+
+
+def test_damaged_files_are_refused_in_one_line(tmp_path):
+    _, path = as_gguf(tmp_path, llama(6, 2))
+    with open(path, "rb") as file:
+        content = file.read()
+    start = min(tensor.start for tensor in read_header(path).tensors.values())
+    random = np.random.default_rng(0)
+    cuts = [
+        0,
+        3,
+        4,
+        7,
+        23,
+        *random.integers(24, start, 20),
+        *random.integers(start, len(content), 5),
+    ]
+    bad = str(tmp_path / "bad.gguf")
+    for cut in map(int, cuts):
+        with open(bad, "wb") as file:
+            file.write(content[:cut])
+        with pytest.raises(InputError, match=r"GGUF|damaged|ends at byte") as caught:
+            hf.read(bad)
+        assert "\n" not in str(caught.value)
+    for _ in range(100):  # the result is another model or an error, and no other exception
+        changed = bytearray(content)
+        changed[int(random.integers(0, start))] = int(random.integers(0, 256))
+        with open(bad, "wb") as file:
+            file.write(changed)
+        with contextlib.suppress(InputError):
+            hf.read(bad, drop_extra=True)
+
+
+def test_other_models_are_not_written(tmp_path):
+    keys = {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 300, "seq": 8}
+    config = mesh_transformer.Config(**keys, tokenizer="bytes")
+    state = {"params": {}, "step": np.zeros((), np.int32)}
+    with pytest.raises(InputError, match="hf_type is 'gptj', but GGUF files"):
+        hf.write_gguf(str(tmp_path / "model.gguf"), state, config)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path, monkeypatch):
+    folder = save(llama(6, 2), tmp_path / "hf")
+    written = gguf.GGUFWriter.write_tensor_data
+
+    def fail(self, values):
+        if len(self.tensors[0]) < 5:
+            raise OSError(28, "No space left on device")
+        written(self, values)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", fail)
+    with pytest.raises(InputError, match=r"cannot be written.*no partial file is left"):
+        conversion.convert(folder, "hf", str(tmp_path / "new" / "model.gguf"), "gguf")
+    assert not [*(tmp_path / "new").iterdir()]
+    monkeypatch.undo()
+    path = str(tmp_path / "new" / "model.gguf")
+    conversion.convert(folder, "hf", path, "gguf")
+    assert [*(tmp_path / "new").iterdir()] == [tmp_path / "new" / "model.gguf"]
+    with pytest.raises(InputError, match=r"already exists|exists"):
+        conversion.convert(folder, "hf", path, "gguf")
+    with pytest.raises(InputError, match=r"ends in \.gguf"):
+        conversion.convert(folder, "hf", str(tmp_path / "new" / "model"), "gguf")
+
+
+def test_the_command_converts_and_verifies(tmp_path, monkeypatch, capsys):
+    folder = save(llama(6, 2), tmp_path / "hf")
+
+    def convert(*flags):
+        monkeypatch.setattr(sys, "argv", ["convert", *map(str, flags)])
+        convert_command.main()
+
+    path = tmp_path / "model.gguf"
+    convert("--from", "hf", folder, "--to", "gguf", path, "--dtype", "q8_0", "--verify")
+    printed = capsys.readouterr().out
+    assert f"wrote {path}: gguf format, weights in q8_0" in printed
+    assert f"{path}: logits differ from transformers'" in printed
+    convert("--from", "gguf", path, "--to", "native", tmp_path / "native", "--verify")
+    convert("--from", "native", tmp_path / "native", "--to", "hf", tmp_path / "back", "--verify")
+    with pytest.raises(InputError, match="--dtype q8_0 requires --to gguf"):
+        convert("--from", "gguf", path, "--to", "hf", tmp_path / "other", "--dtype", "q8_0")
+
+
+def test_a_file_is_a_model_path(tmp_path):
+    """It is loaded, with its tokenizer and end tokens, as the folder it was written from."""
+    folder, path = as_gguf(tmp_path, llama(6, 2))
+    source = Source(path)
+    assert source.kind == "gguf"
+    assert (source.config.tokenizer, source.tokenizer) == (path, path)
+    assert source.config.end_tokens == [256]
+    changes = {"dtype": "float32"}
+    tokens = tokens_for(VOCAB)
+    ours, theirs = (mesh_transformer.load(place, changes=changes) for place in (path, folder))
+    np.testing.assert_array_equal(ours.logits(tokens), theirs.logits(tokens))
+
+
+def test_sampling_settings_in_the_metadata(tmp_path):
+    _, path = as_gguf(tmp_path, llama(6, 2))
+    assert Source(path).sampling == {}
+    own = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.5, "sequence": "top_k;temp"}
+    metadata = {f"general__sampling__{name}": value for name, value in own.items()}
+    path = rewritten(path, str(tmp_path / "sampling.gguf"), **metadata)
+    assert Source(path).sampling == {"temp": 0.6, "top_k": 20, "repetition_penalty": 1.5}

