@@ -46,7 +46,11 @@ class Architecture(NamedTuple):
 
 
 # {llama.cpp's name: architecture}
-ARCHITECTURES = {"llama": Architecture("llama", neighbours=True)}
+ARCHITECTURES = {
+    "llama": Architecture("llama", neighbours=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+}
 # {key of the metadata, without the architecture: key of config.json}
 _SIZES = {
     "block_count": "num_hidden_layers",
@@ -97,7 +101,8 @@ def read_config(path: str) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     values["vocab_size"] = embedding.shape[0] if embedding and embedding.shape else 0
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
-    values["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    for key, tensor in (("attention_bias", "attn_output"), ("mlp_bias", "ffn_up")):
+        values[key] = f"blk.0.{tensor}.bias" in header.tensors
     ends = [header.get(key, int) for key in _ENDS if key in header.metadata]
     values["eos_token_id"] = ends or None
     return values
@@ -316,6 +321,7 @@ def write(
     """
     import gguf
 
+    _check_expressible(path, config, values["rope_parameters"])
     metadata = _metadata(values, config, tokenizer, kind)
     names = _names((tensor.name for tensor in tensors), config)
     if values["rope_parameters"]["rope_type"] == "llama3":
@@ -372,6 +378,23 @@ def _encoded(tensor: Tensor, kind: Any, heads: int | None) -> np.ndarray:
     import gguf
 
     return gguf.quantize(values, kind)
+
+
+def _check_expressible(path: str, config: Config, rope: dict[str, Any]) -> None:
+    """Raise InputError if reading what `write` writes would give another model."""
+    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "factor")}
+    if rope["rope_type"] != "llama3":
+        scaling.pop("original_max_position_embeddings", None)
+    if scaling not in (LLAMA3, *({"rope_type": kind} for kind in ("default", "linear", "yarn"))):
+        problem = f"a rotary embedding with {scaling}"
+    elif config.sliding_window is not None:
+        problem = f"sliding_window {config.sliding_window}"
+    else:
+        return
+    raise InputError(
+        f"{path}: the config has {problem}, which is not supported in GGUF files; use another "
+        "format, such as hf"
+    )
 
 
 def _metadata(values: dict[str, Any], config: Config, tokenizer: Any, kind: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tokenizers import normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import mesh_transformer
@@ -39,10 +39,11 @@ K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 OLD_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
 
-def llama(heads, key_heads, *, head=8, tied=False, **keys):
-    """Return a Llama with random weights; its width is not heads * head."""
+def llama(heads, key_heads, *, head=8, tied=False, model_type="llama", **keys):
+    """Return a Llama, or a similar model, with random weights; its width is not heads * head."""
     torch.manual_seed(heads * 100 + key_heads)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        model_type,
         vocab_size=VOCAB,
         num_hidden_layers=2,
         num_attention_heads=heads,
@@ -55,7 +56,7 @@ def llama(heads, key_heads, *, head=8, tied=False, **keys):
         eos_token_id=256,
         **({"rope_theta": 5e4, "hidden_size": 10 * heads, "intermediate_size": 96} | keys),
     )
-    network = LlamaForCausalLM(config).eval()
+    network = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in network.parameters():
             # A norm's scale, or a matrix large enough for logits that differ.
@@ -112,11 +113,21 @@ def rewritten(source, path, *, tensors=None, **metadata):
     return path
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(("heads", "key_heads"), HEADS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_files_hold_the_model_for_us_and_for_transformers(tmp_path, heads, key_heads, tied):
-    network = llama(heads, key_heads, tied=tied)
+@pytest.mark.quick(4)
+@pytest.mark.parametrize(
+    ("model_type", "heads", "key_heads", "tied"),
+    [
+        ("qwen2", 6, 2, True),
+        ("qwen3", 8, 2, False),
+        *[("llama", *heads, tied) for tied in (False, True) for heads in HEADS],
+    ],
+)
+def test_files_hold_the_model_for_us_and_for_transformers(
+    tmp_path, model_type, heads, key_heads, tied
+):
+    # transformers reads no other size of a head for Qwen.
+    width = {"qwen2": {"hidden_size": 8 * heads}, "qwen3": {"head": 128}}.get(model_type, {})
+    network = llama(heads, key_heads, tied=tied, model_type=model_type, **width)
     folder, path = as_gguf(tmp_path, network)
     theirs, read = tensors(path)
     expected = network.state_dict()
@@ -244,6 +255,29 @@ def test_the_rotary_frequencies_of_llama_3_are_recognised(factor):
     assert divisors.min() == 1
     assert divisors.max() == factor
     np.testing.assert_allclose(plain / divisors, scaled.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        gguf_files.LLAMA3 | {"factor": 8.0},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    ],
+)
+def test_scaled_rotary_frequencies_are_kept(tmp_path, rope):
+    network = llama(6, 2, head=16, rope_parameters=rope | {"rope_theta": 5e5})
+    folder, path = as_gguf(tmp_path, network)
+    config = Source(path).config
+    assert config.rotary_scaling is not None
+    assert config.replace(tokenizer="x") == Source(folder).config.replace(tokenizer="x")
+
+
+def test_rotary_frequencies_that_a_file_cannot_hold_are_refused(tmp_path):
+    wrong = {"rope_type": "llama3", "low_freq_factor": 2.0, "high_freq_factor": 4.0}
+    rope = wrong | {"factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
+    with pytest.raises(InputError, match=r"rotary embedding with .* not supported in GGUF"):
+        as_gguf(tmp_path, llama(6, 2, head=16, rope_parameters=rope))
 
 
 TEXTS = ["It's 12345 IT'S\n\n  a\u0301 \u65e5\u672c.\t?!", " the  a.", "", "\U0001f44d x", "the\n"]
