@@ -228,14 +228,15 @@ def test_quantized_types_are_read_as_gguf_does(tmp_path, kind):
             np.testing.assert_array_equal(ours, np.stack(theirs).swapaxes(1, 2))
 
 
-def test_mixed_types_become_f32(tmp_path):
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "BF16"])
+def test_mixed_types_become_f32(tmp_path, kind):
     """The types may differ from layer to layer, as in files that llama.cpp quantizes."""
     network = llama(6, 2, hidden_size=96)
     _, path = as_gguf(tmp_path, network, dtype=np.float16)
     name = "blk.1.ffn_up.weight"
     values = network.state_dict()["model.layers.1.mlp.up_proj.weight"].numpy()
-    kind = gguf.GGMLQuantizationType.Q8_0
-    changed = {name: (gguf.quantize(values, kind), kind)}
+    number = gguf.GGMLQuantizationType[kind]
+    changed = {name: (gguf.quantize(values, number), number)}
     path = rewritten(path, str(tmp_path / "mixed.gguf"), tensors=changed)
     _, state = hf.read(path)
     leaf = state["params"]["layers"]["layer/fc"]["w"]
