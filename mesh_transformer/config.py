@@ -295,8 +295,7 @@ class Config(Model):
     # After a failed save, training continues and saves again later, or it stops.
     on_save_failure: Literal["continue", "stop"] = "continue"
     tokenizer: str = "gpt2"  # folder, hub name, gpt2 or bytes
-    # Initial weights of a new run: a model folder, step_N, Hugging Face folder or GGUF file.  None:
-    # random
+    # Initial weights of a new run: model folder, step_N, Hugging Face folder or GGUF.  None: random
     tune_model_path: str | None = None
     # Ids of tokens that end an answer, besides the tokenizer's end-of-text token.
     end_tokens: list[int] | None = field(default=None, hash=False)
