@@ -680,7 +680,7 @@ def test_the_resharding_example_continues_a_prompt_up_to_a_token_that_ends_answe
 
 
 def test_unknown_formats_are_refused(tmp_path):
-    message = "format is 'huggingface', expected one of original, native, hf, peft"
+    message = "format is 'huggingface', expected one of original, native, hf, gguf, peft"
     with pytest.raises(InputError, match=message):
         conversion.convert(tmp_path, "native", tmp_path / "new", "huggingface")  # type: ignore[arg-type]
     with pytest.raises(InputError, match=message):
