@@ -199,7 +199,10 @@ def _check_rotary_scaling(c: Any) -> None:
     for key in values.keys() - allowed:
         raise InputError(f"rotary_scaling of type {kind} has {key!r}, which is unknown; remove it")
     for key, value in values.items():
-        if key not in ("rope_type", "truncate") and (isinstance(value, str) or value <= 0):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key == "truncate" and not isinstance(value, bool):
+            raise InputError(f"rotary_scaling: truncate is {value!r}, expected true or false")
+        if key not in ("rope_type", "truncate") and not (is_number and value > 0):
             raise InputError(f"rotary_scaling: {key} is {value!r}, expected a number above 0")
 
 

@@ -16,6 +16,8 @@ from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.json"))
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 YAML = """
 # Only YAML allows comments.
 layers: 2
@@ -98,6 +100,12 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"lr": -1.0}, ["lr is -1.0", "expected at least 0"]),
         ({"adam_b1": 1}, ["adam_b1 is 1.0", "below 1"]),
         ({"clip_norm": 0}, ["clip_norm is 0.0", "expected above 0"]),
+        ({"rotary_scaling": {"rope_type": "dynamic"}}, ["rope_type 'dynamic'", "linear, llama3"]),
+        ({"rotary_scaling": {"rope_type": "linear"}}, ["type linear lacks 'factor'"]),
+        ({"rotary_scaling": LINEAR | {"mscale": 1.0}}, ["type linear has 'mscale'", "remove it"]),
+        ({"rotary_scaling": LINEAR | {"factor": "8"}}, ["factor is '8'", "a number above 0"]),
+        ({"rotary_scaling": LINEAR | {"factor": None}}, ["factor is None", "a number above 0"]),
+        ({"rotary_scaling": YARN | {"truncate": 1}}, ["truncate is 1", "expected true or false"]),
         ({"attention_window": 17}, ["attention_window is 17", "at most seq (16)"]),
     ],
     ids=str,

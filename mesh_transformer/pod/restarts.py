@@ -145,7 +145,7 @@ def evaluate_all(make: Callable[[], TrainableNetwork], folder: str) -> None:
 
 def _run_with_retries(
     make: Callable[[], TrainableNetwork],
-    attempt: Callable[[TrainableNetwork], None],
+    attempt: Callable[[TrainableNetwork], Any],
     retries: int = RETRIES,
     ledger: Ledger | None = None,
 ) -> None:
