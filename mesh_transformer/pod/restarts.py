@@ -109,8 +109,10 @@ def train(
 
     Args:
       make: function that returns a new network; called for each attempt.
+      folder: see `training.loop.train`.
+      ledger: see `training.loop.train`.
       retries: maximum number of consecutive restarts without progress.
-      folder, ledger, options: the other arguments of `training.loop.train`.
+      **options: the other arguments of `training.loop.train`.
 
     Raises:
       StoppedError: if a host fails again after `retries` restarts without progress, or if
