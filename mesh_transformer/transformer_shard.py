@@ -63,8 +63,8 @@ class CausalTransformer(TrainableNetwork):
 
     Each program is compiled when it is first needed, once per network: those of `train`, `eval` and
     `logits` are attributes of this class; those of generation depend on sizes and are cached in
-    `Generator`, and a server compiles them in advance (`Engine.warm_up`).  All are also in JAX's
-    compilation cache on disk (`mesh.program`).
+    `Generator`, and a server compiles them in advance (`Engine.warm_up`).  The commands also use
+    JAX's compilation cache on disk (`mesh.program`).
 
     If the devices belong to several processes, all processes must make the same calls.  Each
     process passes in only the batch rows of its own `replicas`, and gets back the results of these

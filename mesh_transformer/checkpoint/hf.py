@@ -2,7 +2,7 @@
 
 Hugging Face stores a separate tensor for each layer, most matrices as [out, in], and in some models
 queries, keys and values in one tensor.  This library stores matrices as [in, out], stacked over
-layers.  `hf_config` lists the tensors of each type of model.  torch is not needed.
+layers.  `hf_families` lists the tensors of each type of model.  torch is not needed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The config.json files and tensor names of Hugging Face's models, and their counterparts here."""
+"""The config.json files of Hugging Face's models, and the configs that they correspond to."""
 
 import functools
 import importlib.metadata

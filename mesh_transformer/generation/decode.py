@@ -260,7 +260,7 @@ def _insert(
         caches = tuple(map(filled, caches, new_caches))
     else:
         table = None
-        if is_paged:
+        if is_paged:  # only the pages that this chunk writes to; begin_P may be within a page
             size = slots // page_PJ.shape[1]
             at_PJ = jnp.arange(page_PJ.shape[1]) - begin_P[:, None] // size
             is_written_PJ = (at_PJ >= 0) & (at_PJ <= -(-width // size))

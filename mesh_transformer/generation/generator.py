@@ -103,7 +103,7 @@ class Generator:
 
         It has the same draft, but no adapters, which belong to the parameters they were trained on.
         """
-        self.drop_weights()
+        self._made = self._begun = None
         return Generator(self._source, self.rows, (), self.draft) if self.adapters else self
 
     def _cached(self, compile_program: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +147,7 @@ class Generator:
         """Convert `params` to the weights for generation, and keep only the converted copy.
 
         The caller can then free the memory of `params`.  The copy is kept until `weights` or
-        `cache_weights` is called with parameters; `drop_weights` does not drop it.
+        `cache_weights` is called with parameters, or `of_next_params` is.
         """
         self._made = (None, self.weights(params))
 

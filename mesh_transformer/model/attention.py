@@ -70,7 +70,8 @@ def rotate(
     `halves`, entry i is rotated together with entry i + dims / 2, as in GPT-NeoX.
 
     Args:
-      frequency_R: the angle per position of each pair, f32; None for those of GPT-J.
+      frequency_R: the angle per position of each pair, f32; None for those of GPT-J.  Negative ones
+        rotate backward, as nanochat does (`layer_values` makes them so).
       scale: a factor of sine and cosine; None for 1.
     """
     if frequency_R is None:

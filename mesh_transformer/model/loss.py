@@ -2,6 +2,10 @@
 
 Array names end in their shape: B batch, T position, C positions of one chunk, V vocabulary, D
 model.  V is the vocabulary's size per mp shard (`Manual`) or in all (`Auto`), see `Parallel`.
+
+Which targets count is decided long before: `data.completions` and `data.chat` write each token's
+loss mask into the records, `data.record_set` and `data.in_memory` read it, `data.batches` checks it
+and `training.step` passes it here.
 """
 
 from collections.abc import Callable

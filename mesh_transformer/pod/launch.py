@@ -1,4 +1,8 @@
-"""Start a `TPUCluster` for a Config, on local processes or on the hosts of a TPU."""
+"""Start a `TPUCluster` for a Config, on local processes or on the hosts of a TPU.
+
+`TPUCluster` itself starts the process of each host, with `hosts.start_process`.  Without a driver,
+Slurm or the user starts the processes; see `every_host`.
+"""
 
 import contextlib
 import dataclasses

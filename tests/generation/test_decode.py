@@ -554,6 +554,18 @@ def test_only_generate_frees_the_training_parameters():
         CausalTransformer(network.config, init=False).generate(prompts, [4], 5)
 
 
+@pytest.mark.slow
+def test_load_frees_the_weights_that_only_generate_keeps(tmp_path):
+    network = network_of(small_config())
+    network.save(tmp_path)
+    network.wait()
+    network.only_generate()
+    leaf = weakref.ref(jax.tree.leaves(network._generator.weights(None))[0])
+    network.load(tmp_path)
+    gc.collect()
+    assert leaf() is None
+
+
 @pytest.mark.parametrize("steps", [0, MOST_STEPS + 1, 1.5])
 def test_decode_refuses_an_invalid_number_of_tokens(steps):
     batch = network_of(small_config()).batch(1)
