@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from typing import Any, Literal, get_args
+from typing import Any
 
 from etils import epath
 
@@ -17,6 +17,7 @@ from mesh_transformer.checkpoint import (
     peft,
 )
 from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, saved_base
+from mesh_transformer.checkpoint.formats import Format, check_format
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.step_folders import committed_steps, step_number
 from mesh_transformer.checkpoint.stored_tensors import read_json
@@ -28,19 +29,8 @@ from mesh_transformer.storage import files
 from mesh_transformer.storage.access import AnyPath, check_bucket, local_path
 from mesh_transformer.util import InputError
 
-# A checkpoint's format.  "peft" is that of the package peft, and only for LoRA adapters.
-Format = Literal["original", "native", "hf", "gguf", "peft"]
-ALL_FORMATS: tuple[Format, ...] = get_args(Format)
-FORMATS: tuple[Format, ...] = ("original", "native", "hf")  # of whole models, GPT-J included
-
 # Sampling settings that have the same names at Hugging Face and here.
 _SAMPLING = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-
-
-def check_format(kind: str) -> None:
-    """Raise InputError if `kind` is not a checkpoint format, one of `ALL_FORMATS`."""
-    if kind not in ALL_FORMATS:
-        raise InputError(f"format is {kind!r}, expected one of {', '.join(ALL_FORMATS)}")
 
 
 class Source:

@@ -11,9 +11,8 @@ import signal
 import sys
 from typing import Any
 
-from mesh_transformer.checkpoint import conversion
+from mesh_transformer.checkpoint.formats import ALL_FORMATS
 from mesh_transformer.checkpoint.host_arrays import FLOATS
-from mesh_transformer.checkpoint.source import ALL_FORMATS, Source
 from mesh_transformer.cli.arguments import Parser, add_config_arguments, load_config, settings
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, StoppedError
@@ -121,6 +120,9 @@ def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
       source: the path of the source checkpoint.
       kind: the format of the source checkpoint.
     """
+    from mesh_transformer.checkpoint import conversion
+    from mesh_transformer.checkpoint.source import Source
+
     changes = settings(args)
     if args.config or args.model:
         return load_config(args)
@@ -135,6 +137,8 @@ def run(args: argparse.Namespace) -> None:
     Raises:
       StoppedError: if the logits differ by more than rounding errors can explain.
     """
+    from mesh_transformer.checkpoint import conversion
+
     (source_kind, source), (target_kind, target) = args.source, args.target
     written = conversion.convert(
         source,
@@ -175,6 +179,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _verify_with_torch(folder: str) -> None:
+    from mesh_transformer.checkpoint import conversion
+
     result = conversion.compare_with_torch(folder)
     if result is None:
         print(f"{folder}: not compared with transformers' logits, which need torch")

@@ -200,8 +200,8 @@ class Engine:
         self._turn_began: float | None = None  # None between turns
         self._warm_up = WarmUp()
         self._closing = False
-        # Guards `_waiting`, `failure` and `_closing`.  The worker alone changes the requests that it
-        # serves; `submit` only counts them, and may be wrong by those of the present turn.
+        # Guards `_waiting`, `failure` and `_closing`.  The worker alone changes the requests that
+        # it serves; `submit` only counts them, and may be wrong by those of the present turn.
         self._wake = threading.Condition()
         self._worker: threading.Thread | None = None
         metrics.watch(

@@ -8,8 +8,9 @@ import pytest
 from numpy.typing import DTypeLike
 
 from mesh_transformer.checkpoint import conversion, hf, native_state, original
+from mesh_transformer.checkpoint.formats import FORMATS
 from mesh_transformer.checkpoint.host_arrays import FLOATS, cast
-from mesh_transformer.checkpoint.source import FORMATS, Source
+from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import transformer
 from mesh_transformer.util import InputError

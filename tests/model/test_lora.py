@@ -12,9 +12,10 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from mesh_transformer.checkpoint import conversion, loading, native_state
+from mesh_transformer.checkpoint.formats import FORMATS
 from mesh_transformer.checkpoint.integrity import host_checksum
 from mesh_transformer.checkpoint.native import Checkpoints, find
-from mesh_transformer.checkpoint.source import FORMATS, Source
+from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.config import Config
 from mesh_transformer.families import BLOCKS
 from mesh_transformer.generation import programs
