@@ -66,11 +66,15 @@ class Heads:
         return jnp.take(x_BTHK, jnp.clip(number, 0, self.all - 1).reshape(-1), axis=2)
 
     def of_queries(self, x_BTHK: Array) -> Array:
-        """Return the keys or values that each query head attends to, of all of them."""
+        """Return the keys or values that each query head attends to, of all of them.
+
+        Those of padding are 0, so that what belongs to padding gets no gradient.
+        """
         if not self.copied:
             return jnp.repeat(x_BTHK, self.group, axis=2) if self.group > 1 else x_BTHK
-        number = (self._first + np.arange(self.queries)) // self.group
-        return jnp.take(x_BTHK, jnp.clip(number, 0, self.all - 1).reshape(-1), axis=2)
+        number = (self._first + np.arange(self.queries)).reshape(-1) // self.group
+        x_BTHK = jnp.take(x_BTHK, jnp.clip(number, 0, self.all - 1), axis=2)
+        return jnp.where((number < self.all)[:, None], x_BTHK, 0)
 
     def by_key(self, q_BTHK: Array) -> Array:
         """Return queries in the order of the kept keys, as [B, T, keys, group, K].

@@ -75,8 +75,30 @@ def assert_padding_is_zero(network: CausalTransformer) -> int:
     ],
 )
 def test_training_matches_one_device_and_padding_stays_zero(block, partitioning, dp, mp, zero):
-    config = config_of(mp, block=block, partitioning=partitioning, zero=zero, pe="fixed")
-    one, mesh = network_on(1, config_of(block=block, zero=zero, pe="fixed")), network_on(8, config)
+    changes = {"block": block, "zero": zero, "pe": "fixed"}
+    check_training(config_of(mp, partitioning=partitioning, **changes), config_of(**changes))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
+@pytest.mark.parametrize(
+    ("mp", "changes"),
+    [
+        (4, {"n_heads": 6, "key_heads": 2}),
+        (2, {"n_heads": 9, "key_heads": 3, "qk_norm": "head"}),  # as SmolLM2-135M
+        (4, {"n_heads": 6, "key_heads": 2, "qk_norm": "projection", "biases": ["q", "k", "v"]}),
+        (8, {"n_heads": 3, "key_heads": 1, "attention_scale": 0.5, "residual_scale": 0.7}),
+    ],
+    ids=str,
+)
+def test_padding_of_heads_that_share_keys_stays_zero(partitioning, mp, changes):
+    changes = {"block": "llama", "head_size": 6, "pe_rotary_dims": 4} | changes
+    check_training(config_of(mp, partitioning=partitioning, **changes), config_of(**changes))
+
+
+def check_training(config: Config, alone: Config) -> None:
+    """Check that a padded mesh trains like one device, and that its padding stays zero."""
+    one, mesh = network_on(1, alone), network_on(8, config)
     batches = [random_batch(config, 2, 8, seed=seed) for seed in range(3)]
     for batch in batches:
         actual, expected = mesh.train(batch), one.train(batch)
