@@ -302,7 +302,7 @@ class TransformerLayer(hk.Module):
         if c.norm_place != "before":
             # Saved, so that the backward pass need not sum it over mp again.
             y_BTD = Norm(c, self.par, norm, after=True)(checkpoint_name(y_BTD, MIDDLE))
-        return y_BTD * c.residual_scale if c.residual_scale != 1 else y_BTD
+        return _times(y_BTD, c.residual_scale)
 
     @hk.transparent
     def _attended(
@@ -449,8 +449,7 @@ class TransformerLayer(hk.Module):
             self._positioned(name, x, context, values) for name, x in (("q", q_BTHK), ("k", k_BTHK))
         )
         assert c.attention_scale is not None
-        if c.attention_scale != c.d_head**-0.5:
-            q_BTHK = (q_BTHK * (c.attention_scale * c.d_head**0.5)).astype(q_BTHK.dtype)
+        q_BTHK = _times(q_BTHK, c.attention_scale / c.d_head**-0.5)
 
         def cached(arrange: Callable[[Array], Array]) -> LayerCache:
             arranged = (par.shard(arrange(x), "dp", None, "mp", None) for x in (k_BTHK, v_BTHK))
@@ -542,6 +541,11 @@ class TransformerLayer(hk.Module):
             return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap), cache
         cache = write(cache, new, context.slots)
         return attention.attend_to_cache(q_BTHK, cache, bias_BHTS, cap), cache
+
+
+def _times(x: Array, factor: float) -> Array:
+    """Return x times a number, which is not rounded to the dtype of x."""
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 class Projection(hk.Module):
