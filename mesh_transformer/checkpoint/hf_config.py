@@ -140,7 +140,11 @@ def read_config(folder: str) -> Config:
             f"supported; give another {family.title} folder"
         )
     key, default = family.activation
-    activation = values.get(key, default)
+    activation = values.get(key) or default
+    if family.legacy_gelu:
+        own = values.get("hidden_activation")
+        # The released files say "gelu", but the authors' code computes the tanh approximation.
+        activation = own or (default if activation == "gelu" else activation)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise InputError(
             f"{path}: {key} is {activation!r}; only {', '.join(_ACTIVATIONS)} are supported; give "

@@ -89,6 +89,8 @@ class Family(NamedTuple):
       numbers: {key of config.json: the number}, for numbers above 0.
       biases: {key of config.json: our matrices that have a bias if it is true}.
       rope: the default base of the rotary wavelengths, if config.json gives it.
+      legacy_gelu: whether "gelu" is an older name of its tanh approximation.  If config.json has
+        `hidden_activation`, too, that is the activation.
       partial: whether a part of each head may be rotated, the others being left as they are.
       rope_by_kind: whether sliding layers have a base of their own, without scaling.
       sliding_rope: the default of that base; None: the base of full layers.
@@ -124,6 +126,7 @@ class Family(NamedTuple):
     numbers: dict[str, Number] = _NOTHING
     biases: dict[str, tuple[str, ...]] = _NOTHING
     rope: float | None = None
+    legacy_gelu: bool = False
     partial: bool = False
     rope_by_kind: bool = False
     sliding_rope: float | None = None
@@ -338,6 +341,7 @@ _GEMMA = _LLAMA._replace(
     defaults={"max_position_embeddings": 8192, "num_key_value_heads": 16, "head_dim": 256},
     fixed={"use_bidirectional_attention": False},
     activation=("hidden_act", "gelu_pytorch_tanh"),
+    legacy_gelu=True,
     implied={"norm": "rms-plus-one", "embed_scale": lambda ours: ours["d_model"] ** 0.5},
     biases=_BIASED,
     tied=True,
@@ -347,6 +351,7 @@ _GEMMA2 = _GEMMA._replace(
     architecture="Gemma2ForCausalLM",
     defaults=_GEMMA.defaults | {"num_key_value_heads": 4},
     activation=("hidden_activation", "gelu_pytorch_tanh"),
+    legacy_gelu=False,
     implied=_GEMMA.implied | {"norm_place": "both"},
     numbers=_GEMMA.numbers
     | {

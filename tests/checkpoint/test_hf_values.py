@@ -168,6 +168,23 @@ def test_parts_of_heads_are_rotated_only_in_phi_3(tmp_path, model_type):
 
 
 @pytest.mark.parametrize(
+    ("model_type", "values", "expected"),
+    [
+        ("gemma", {"hidden_act": "gelu"}, "gelu_tanh"),
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": None}, "gelu_tanh"),
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gelu_tanh"),
+        ("gemma", {"hidden_act": "silu"}, "silu"),
+        ("gemma", {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "silu"}, "silu"),
+        ("gemma2", {"hidden_activation": None, "hidden_act": "gelu"}, "gelu_tanh"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "gelu"),
+        ("llama", {"hidden_act": "gelu"}, "gelu"),
+    ],
+)
+def test_activations_of_gemma(tmp_path, model_type, values, expected):
+    assert read(tmp_path, model_type, **values).activation == expected
+
+
+@pytest.mark.parametrize(
     ("model_type", "values", "problem"),
     [
         ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0, expected"),
