@@ -67,16 +67,34 @@ def _check_expressible(config: Config, family: Family) -> None:
         known |= {"block", "pe_rotary_dims"}
     keys = [field.name for field in fields(Architecture)]
     ours = {key: getattr(config, key) for key in keys if key in known}
-    usual = Config(**(_implied(family, ours) | ours))
+    implied = _implied(family, ours)
+    usual = Config(**(implied | ours))
     if family.pe != "rotary":
         known |= {"pe_rotary_dims", "rotary_pairs", "rotary_base"}
+
+    def refuse(key: str, supported: object) -> None:
+        raise InputError(
+            f"config: {key} is {getattr(config, key)!r}, but Hugging Face's {family.title} "
+            f"supports only {supported}; keep this model in native or original format"
+        )
+
     for key in keys:
         if key not in known and getattr(config, key) != getattr(usual, key):
-            raise InputError(
-                f"config: {key} is {getattr(config, key)!r}, but Hugging Face's {family.title} "
-                f"supports only {getattr(usual, key)!r}; keep this model in native or original "
-                "format"
-            )
+            refuse(key, repr(getattr(usual, key)))
+    if family.biases:
+        groups = [list(own) for own in family.biases.values()]
+        expected = set(implied.get("biases", ()))
+        for own in groups:
+            expected |= set(own if all(map(config.has_bias, own)) else ())
+        if set(config.biases or ()) != expected:
+            refuse("biases", f"all or none of {' and of '.join(map(str, groups))}")
+    if family.legacy_gelu and config.activation == "gelu":
+        refuse("activation", "other activations, such as 'gelu_tanh'")
+    for key, number in family.numbers.items():
+        value, written = getattr(config, number.ours), number.written(config)
+        is_close = written == value or (written and math.isclose(written**number.power, value))
+        if not is_close:
+            refuse(number.ours, f"{key} ** {number.power} with a whole number as {key}")
 
 
 def _implied(family: Family, ours: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +127,12 @@ def read_config(folder: str) -> Config:
             "folder with one of these models"
         )
     family = FAMILIES[model_type]
+    if (quantization := values.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise InputError(
+            f"{path}: quantization_config says that the weights are quantized ({method}), which is "
+            f"not supported; give a {family.title} folder with unquantized weights"
+        )
     for key, expected in family.fixed.items():
         if values.get(key) not in (None, expected):
             raise InputError(

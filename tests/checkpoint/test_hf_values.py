@@ -7,6 +7,7 @@ import pytest
 import transformers
 
 from mesh_transformer.checkpoint.hf_config import family_of, read_config, write_configs
+from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 
 LAYERS = 7
@@ -184,6 +185,39 @@ def test_activations_of_gemma(tmp_path, model_type, values, expected):
     assert read(tmp_path, model_type, **values).activation == expected
 
 
+GEMMA = {"norm": "rms-plus-one", "embed_scale": 8.0, "tie_head": True, "activation": "gelu_tanh"}
+GEMMA2 = GEMMA | {"hf_type": "gemma2", "norm_place": "both"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"biases": ["q", "k", "v"]}, r"biases is \['q', 'k', 'v'\], but .* Llama supports only"),
+        ({"biases": ["gate"]}, r"biases is \['gate'\], but"),
+        ({"biases": ["q", "k", "v", "o", "out"]}, "biases is"),
+        ({"biases": ["gate", "fc", "out"], "hf_type": "granite"}, None),
+        ({"biases": ["v", "o", "q", "k"]}, None),
+        ({"biases": ["q", "k", "v"], "hf_type": "qwen2"}, None),
+        ({"biases": ["q", "k", "v"], "hf_type": "mistral"}, "biases is"),
+        (GEMMA | {"hf_type": "gemma"}, None),
+        (GEMMA | {"hf_type": "gemma", "activation": "gelu"}, "activation is 'gelu', but"),
+        (GEMMA2, None),
+        (GEMMA2 | {"activation": "gelu"}, None),
+        (GEMMA2 | {"attention_scale": 44**-0.5}, None),
+        (GEMMA2 | {"attention_scale": 0.15}, r"attention_scale is 0\.15, but .* whole number"),
+        (GEMMA2 | {"attention_scale": 2.0}, r"attention_scale is 2\.0, but .* whole number"),
+    ],
+)
+def test_exports_that_config_json_would_deny_are_refused(changes, problem):
+    sizes = {"layers": 2, "d_model": 64, "n_heads": 4, "n_vocab": 131, "head_size": 16}
+    config = Config.from_dict(sizes | {"block": "llama"} | changes)
+    if problem is None:
+        family_of(config)
+    else:
+        with pytest.raises(InputError, match=problem):
+            family_of(config)
+
+
 @pytest.mark.parametrize(
     ("model_type", "values", "problem"),
     [
@@ -221,6 +255,12 @@ def test_activations_of_gemma(tmp_path, model_type, values, expected):
         ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*expected a number above 0"),
         ("llama", {"rope_scaling": LINEAR | {"factor": "x"}}, "factor of linear is 'x', expected"),
         ("llama", {"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]; only"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"quantization_config says that the weights are quantized \(gptq\)",
+        ),
+        ("gptj", {"quantization_config": []}, "quantization_config says"),
         (["llama"], {}, r"model_type is \['llama'\], expected one of"),
     ],
     ids=str,
