@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mesh_transformer.families import ROTARY_SCALINGS, YARN_OPTIONS
+from mesh_transformer.families import DEFAULTS, ROTARY_SCALINGS, YARN_OPTIONS
 from mesh_transformer.util import InputError
 
 MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
@@ -13,6 +13,7 @@ ELEMENTWISE = ("adam", "lion", "sgd")
 MOST_SUMMED = (2**31 - 1) // 127**2  # products of 8-bit numbers whose sum fits 32 bits
 LARGEST_FLOAT = 3e38  # of 32 bits
 LONG = ("seed", "anneal_tokens", "warmup_tokens")  # the keys that may be 2**31 or larger
+ROTARY_KEYS = ("rotary_scaling", "unrotated_layers", "sliding_rotary_base")  # only of pe rotary
 MATMULS = ("forward", "input_gradients", "weight_gradients")  # the names in `int8_matmuls`
 
 
@@ -155,7 +156,15 @@ def _check_heads(c: Any) -> None:
             {"qk_norm": c.qk_norm != "none", "embed_norm": c.embed_norm}
             | {"norm_place": c.norm_place != "before"},
         ),
-        f"fused block {c.block}": (c.layer_kind.fused, {"key_heads": grouped}),
+        f"fused block {c.block}": (
+            c.layer_kind.fused,
+            {"key_heads": grouped, "qk_norm": c.qk_norm == "projection"},
+        ),
+        f"pe {c.pe}": (
+            c.pe != "rotary",
+            {"rotary_base": c.rotary_base != DEFAULTS["rotary_base"]}
+            | {key: getattr(c, key) is not None for key in ROTARY_KEYS},
+        ),
     }
     for what, (applies, keys) in alone.items():
         for key, is_set in keys.items():
@@ -171,16 +180,18 @@ def _check_heads(c: Any) -> None:
 
 
 def _check_layer_numbers(c: Any) -> None:
+    for key in ("sliding_layers", "unrotated_layers", "biases"):
+        if len(set(values := getattr(c, key) or ())) < len(values):
+            raise InputError(f"{key} is {values}, expected no duplicates")
     for key in ("sliding_layers", "unrotated_layers"):
         for number in getattr(c, key) or ():
             if not 0 <= number < c.layers:
                 raise InputError(
                     f"{key} has {number}, expected numbers from 0 to {c.layers - 1} (layers)"
                 )
-    if c.sliding_layers is not None and c.sliding_window is None:
-        raise InputError(
-            f"sliding_layers is {c.sliding_layers}, but sliding_window is null; set it"
-        )
+    for key in ("sliding_layers", "sliding_rotary_base"):
+        if (value := getattr(c, key)) is not None and c.sliding_window is None:
+            raise InputError(f"{key} is {value}, but sliding_window is null; set it")
 
 
 def _check_rotary_scaling(c: Any) -> None:
@@ -204,6 +215,15 @@ def _check_rotary_scaling(c: Any) -> None:
             raise InputError(f"rotary_scaling: truncate is {value!r}, expected true or false")
         if key not in ("rope_type", "truncate") and not (is_number and value > 0):
             raise InputError(f"rotary_scaling: {key} is {value!r}, expected a number above 0")
+    if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+        raise InputError(
+            f"rotary_scaling: high_freq_factor is {values['high_freq_factor']}, expected above "
+            f"low_freq_factor ({values['low_freq_factor']})"
+        )
+    if kind == "yarn" and c.rotary_base <= 1:
+        raise InputError(
+            f"rotary_base is {c.rotary_base}, expected above 1 with rotary_scaling of type yarn"
+        )
 
 
 def _check_lora(c: Any) -> None:

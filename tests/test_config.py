@@ -18,6 +18,8 @@ from tests.conftest import SMALL
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.json"))
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
 YAML = """
 # Only YAML allows comments.
 layers: 2
@@ -106,6 +108,22 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"rotary_scaling": LINEAR | {"factor": "8"}}, ["factor is '8'", "a number above 0"]),
         ({"rotary_scaling": LINEAR | {"factor": None}}, ["factor is None", "a number above 0"]),
         ({"rotary_scaling": YARN | {"truncate": 1}}, ["truncate is 1", "expected true or false"]),
+        ({"rotary_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, ["high_freq_factor is 1.0"]),
+        ({"rotary_scaling": YARN, "rotary_base": 1.0}, ["rotary_base is 1.0", "expected above 1"]),
+        ({"block": "llama", "biases": ["q", "q"]}, ["biases is ['q', 'q']", "no duplicates"]),
+        ({"block": "llama", "biases": ["w"]}, ["biases has 'w'", "q, v, k, o, fc, out, gate"]),
+        ({"unrotated_layers": [1, 1]}, ["unrotated_layers is [1, 1]", "no duplicates"]),
+        ({"unrotated_layers": [-1]}, ["unrotated_layers has -1", "expected numbers from 0"]),
+        ({"sliding_window": 4, "sliding_layers": [0, 0]}, ["sliding_layers is [0, 0]"]),
+        ({"sliding_window": 4, "sliding_layers": [9]}, ["sliding_layers has 9"]),
+        ({"sliding_rotary_base": 5.0}, ["sliding_rotary_base is 5.0", "sliding_window is null"]),
+        ({"pe": "fixed", "rotary_base": 5.0}, ["rotary_base is 5.0, which pe fixed does not"]),
+        ({"pe": "fixed", "unrotated_layers": [0]}, ["unrotated_layers is [0], which pe fixed"]),
+        ({"pe": "t5", "rotary_scaling": LINEAR}, ["rotary_scaling is {", "which pe t5 does not"]),
+        (
+            {"version": 2, "norm": "rms", "qk_norm": "projection"},
+            ["qk_norm is 'projection', which fused block geglu does not"],
+        ),
         ({"attention_window": 17}, ["attention_window is 17", "at most seq (16)"]),
     ],
     ids=str,

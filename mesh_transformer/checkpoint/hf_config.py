@@ -67,16 +67,34 @@ def _check_expressible(config: Config, family: Family) -> None:
         known |= {"block", "pe_rotary_dims"}
     keys = [field.name for field in fields(Architecture)]
     ours = {key: getattr(config, key) for key in keys if key in known}
-    usual = Config(**(_implied(family, ours) | ours))
+    implied = _implied(family, ours)
+    usual = Config(**(implied | ours))
     if family.pe != "rotary":
         known |= {"pe_rotary_dims", "rotary_pairs", "rotary_base"}
+
+    def refuse(key: str, supported: object) -> None:
+        raise InputError(
+            f"config: {key} is {getattr(config, key)!r}, but Hugging Face's {family.title} "
+            f"supports only {supported}; keep this model in native or original format"
+        )
+
     for key in keys:
         if key not in known and getattr(config, key) != getattr(usual, key):
-            raise InputError(
-                f"config: {key} is {getattr(config, key)!r}, but Hugging Face's {family.title} "
-                f"supports only {getattr(usual, key)!r}; keep this model in native or original "
-                "format"
-            )
+            refuse(key, repr(getattr(usual, key)))
+    if family.biases:
+        groups = [list(own) for own in family.biases.values()]
+        expected = set(implied.get("biases", ()))
+        for own in groups:
+            expected |= set(own if all(map(config.has_bias, own)) else ())
+        if set(config.biases or ()) != expected:
+            refuse("biases", f"all or none of {' and of '.join(map(str, groups))}")
+    if family.legacy_gelu and config.activation == "gelu":
+        refuse("activation", "other activations, such as 'gelu_tanh'")
+    for key, number in family.numbers.items():
+        value, written = getattr(config, number.ours), number.written(config)
+        is_close = written == value or (written and math.isclose(written**number.power, value))
+        if not is_close:
+            refuse(number.ours, f"{key} ** {number.power} with a whole number as {key}")
 
 
 def _implied(family: Family, ours: dict[str, Any]) -> dict[str, Any]:
@@ -103,12 +121,18 @@ def read_config(folder: str) -> Config:
         path = os.path.join(folder, "config.json")
         values = read_json(path)
     model_type = values.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
             f"{path}: model_type is {model_type!r}, expected one of {', '.join(FAMILIES)}; give a "
             "folder with one of these models"
         )
     family = FAMILIES[model_type]
+    if (quantization := values.get("quantization_config")) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise InputError(
+            f"{path}: quantization_config says that the weights are quantized ({method}), which is "
+            f"not supported; give a {family.title} folder with unquantized weights"
+        )
     for key, expected in family.fixed.items():
         if values.get(key) not in (None, expected):
             raise InputError(
@@ -130,7 +154,7 @@ def read_config(folder: str) -> Config:
         ours[number.ours] = _positive(path, values, key, number)
     for key, matrices in family.biases.items():
         ours.setdefault("biases", [])
-        ours["biases"] += matrices if _flag(path, values, key, False) else ()
+        ours["biases"] += matrices if hf_layers.flag(path, values, key, False) else ()
     if family.rope is not None:
         ours |= hf_layers.read(path, values, family, ours)
     inner = None if family.inner is None else values.get(family.inner)
@@ -140,41 +164,35 @@ def read_config(folder: str) -> Config:
             f"supported; give another {family.title} folder"
         )
     key, default = family.activation
-    activation = values.get(key, default)
-    if activation not in _ACTIVATIONS:
+    activation = values.get(key) or default
+    if family.legacy_gelu:
+        own = values.get("hidden_activation")
+        # The released files say "gelu", but the authors' code computes the tanh approximation.
+        activation = own or (default if activation == "gelu" else activation)
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise InputError(
             f"{path}: {key} is {activation!r}; only {', '.join(_ACTIVATIONS)} are supported; give "
             f"another {family.title} folder"
         )
     ours["activation"] = _ACTIVATIONS[activation]
-    ours["tie_head"] = _flag(path, values, "tie_word_embeddings", family.tied)
+    ours["tie_head"] = hf_layers.flag(path, values, "tie_word_embeddings", family.tied)
     if ours["tie_head"] and _has_own_head(folder, family):
         _report_own_head(path)
         ours["tie_head"] = False
     if model_type == "gpt_neox":
         ours["pe_rotary_dims"] = _neox_rotary_dims(path, values, ours)
-        if not _flag(path, values, "use_parallel_residual", True):
+        if not hf_layers.flag(path, values, "use_parallel_residual", True):
             ours["block"] = "gpt2"
     ours["tokenizer"] = tokenizer_in(folder)
     ours["end_tokens"] = _end_tokens(folder, values, ours["n_vocab"])
     return Config.from_dict(ours, path)
 
 
-def _flag(path: str, values: dict[str, Any], key: str, default: bool) -> bool:
-    """Return a value of config.json that is true or false; `path` is its path, for the error."""
-    value = values.get(key, default)
-    if not isinstance(value, bool):
-        raise InputError(f"{path}: {key} is {value!r}, expected true or false; copy the file again")
-    return value
-
-
 def _positive(path: str, values: dict[str, Any], key: str, number: Number) -> float | None:
     value = values.get(key, number.default)
     if value is None and number.may_lack:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise InputError(f"{path}: {key} is {value!r}, expected a number above 0; copy it again")
-    return float(value) ** number.power
+    return float(hf_layers.positive(path, key, value)) ** number.power
 
 
 def _has_own_head(folder: str, family: Family) -> bool:
@@ -218,10 +236,10 @@ def _neox_rotary_dims(path: str, values: dict[str, Any], ours: dict[str, Any]) -
       ours: the sizes in it, by our names.
     """
     # transformers 5 writes rope_parameters, earlier releases the other two keys.
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope, _ = hf_layers.rope_parameters(path, values)
     share = rope.get("partial_rotary_factor", values.get("rotary_pct", 0.25))
     base = rope.get("rope_theta", values.get("rotary_emb_base", _ROTARY_BASE))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if base != _ROTARY_BASE or kind != "default" or not isinstance(share, int | float):
         raise InputError(
             f"{path}: its rotary embedding has type {kind!r}, base {base!r} and share {share!r}; "

@@ -89,9 +89,14 @@ class Family(NamedTuple):
       numbers: {key of config.json: the number}, for numbers above 0.
       biases: {key of config.json: our matrices that have a bias if it is true}.
       rope: the default base of the rotary wavelengths, if config.json gives it.
-      rope_by_kind: whether sliding layers have a base of their own, whose default is this number.
-      sliding: the layers with a window, from the content of config.json and the number of layers;
-        None if no layer has one.
+      legacy_gelu: whether "gelu" is an older name of its tanh approximation.  If config.json has
+        `hidden_activation`, too, that is the activation.
+      partial: whether a part of each head may be rotated, the others being left as they are.
+      rope_by_kind: whether sliding layers have a base of their own, without scaling.
+      sliding_rope: the default of that base; None: the base of full layers.
+      sliding: the layers with a window, from a function that returns a whole number of config.json
+        given its key, default and minimum, and from the number of layers; None if no layer has one.
+      window: the window if config.json lacks the key; a null there means none.
       unrotated: whether config.json lists layers without rotary embedding.
     """
 
@@ -121,14 +126,23 @@ class Family(NamedTuple):
     numbers: dict[str, Number] = _NOTHING
     biases: dict[str, tuple[str, ...]] = _NOTHING
     rope: float | None = None
-    rope_by_kind: float | None = None
-    sliding: Callable[[dict[str, Any], int], list[int]] | None = None
+    legacy_gelu: bool = False
+    partial: bool = False
+    rope_by_kind: bool = False
+    sliding_rope: float | None = None
+    sliding: Callable[[Callable[..., int], int], list[int]] | None = None
+    window: int | None = 4096
     unrotated: bool = False
 
     @property
     def one_window(self) -> bool:
         """Whether all layers have the window, if the model has one."""
         return self.sliding is _all_layers
+
+    @property
+    def flags_window(self) -> bool:
+        """Whether there is a window only if config.json has a true `use_sliding_window`."""
+        return self.sliding is _from_max_window_layers
 
     @property
     def embedding_weight(self) -> str:
@@ -267,21 +281,19 @@ _NORMS_AFTER = _scale("post_attention_layernorm", "layer/norm_after") | _scale(
 )
 
 
-def _all_layers(values: dict[str, Any], layers: int) -> list[int]:
+def _all_layers(whole: Callable[..., int], layers: int) -> list[int]:
     return [*range(layers)]
 
 
-def _from_max_window_layers(values: dict[str, Any], layers: int) -> list[int]:
-    if not values.get("use_sliding_window"):
-        return []
-    return [*range(values.get("max_window_layers", 28), layers)]
+def _from_max_window_layers(whole: Callable[..., int], layers: int) -> list[int]:
+    return [*range(whole("max_window_layers", 28, 0), layers)]
 
 
-def _all_but_each(pattern: int) -> Callable[[dict[str, Any], int], list[int]]:
+def _all_but_each(pattern: int) -> Callable[[Callable[..., int], int], list[int]]:
     """Return a function for windows in all but each `pattern`-th layer."""
 
-    def sliding(values: dict[str, Any], layers: int) -> list[int]:
-        each = values.get("sliding_window_pattern", pattern)
+    def sliding(whole: Callable[..., int], layers: int) -> list[int]:
+        each = whole("sliding_window_pattern", pattern)
         return [layer for layer in range(layers) if (layer + 1) % each]
 
     return sliding
@@ -329,6 +341,7 @@ _GEMMA = _LLAMA._replace(
     defaults={"max_position_embeddings": 8192, "num_key_value_heads": 16, "head_dim": 256},
     fixed={"use_bidirectional_attention": False},
     activation=("hidden_act", "gelu_pytorch_tanh"),
+    legacy_gelu=True,
     implied={"norm": "rms-plus-one", "embed_scale": lambda ours: ours["d_model"] ** 0.5},
     biases=_BIASED,
     tied=True,
@@ -338,6 +351,7 @@ _GEMMA2 = _GEMMA._replace(
     architecture="Gemma2ForCausalLM",
     defaults=_GEMMA.defaults | {"num_key_value_heads": 4},
     activation=("hidden_activation", "gelu_pytorch_tanh"),
+    legacy_gelu=False,
     implied=_GEMMA.implied | {"norm_place": "both"},
     numbers=_GEMMA.numbers
     | {
@@ -406,6 +420,8 @@ FAMILIES |= {
         numbers={"rms_norm_eps": Number("norm_eps", 1e-5)},
         written=_LLAMA.written | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "pad_token_id": None},
         sliding=_all_layers,
+        window=None,
+        partial=True,
         groups=1,
         layer=_scale("input_layernorm", "layer/norm")
         | _scale("post_attention_layernorm", "layer/ff_norm")
@@ -429,7 +445,8 @@ FAMILIES |= {
             "final_logit_softcapping": Number("logit_cap", None, may_lack=True),
         },
         rope=1e6,
-        rope_by_kind=1e4,
+        rope_by_kind=True,
+        sliding_rope=1e4,
         sliding=_all_but_each(6),
         layer=_GEMMA2.layer | _QK_NORMS,
     ),
@@ -438,7 +455,7 @@ FAMILIES |= {
         title="OLMo 3",
         architecture="Olmo3ForCausalLM",
         rope=5e5,
-        rope_by_kind=5e5,
+        rope_by_kind=True,
         sliding=_all_but_each(4),
     ),
     "nanochat": _LLAMA._replace(

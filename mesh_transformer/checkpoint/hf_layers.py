@@ -1,5 +1,6 @@
 """The keys of Hugging Face's config.json for rotary embeddings, and for what differs by layer."""
 
+import functools
 from typing import Any
 
 from mesh_transformer.checkpoint.hf_families import Family
@@ -8,15 +9,17 @@ from mesh_transformer.families import ROTARY_SCALINGS, YARN_OPTIONS
 from mesh_transformer.util import InputError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_BITS = {"0", "1", "False", "True"}
+_LARGEST = 3e38  # of 32 bits
 
 
 def our_keys(family: Family) -> set[str]:
     """Return the config keys that `read` returns for some models of a type."""
-    result = {"rotary_base", "rotary_scaling", "pe_rotary_dims"}
+    result = {"rotary_base", "rotary_scaling"} | ({"pe_rotary_dims"} if family.partial else set())
     if family.sliding is not None:
         # If all layers have the window, no key lists them.
         result |= {"sliding_window"} if family.one_window else {"sliding_window", "sliding_layers"}
-    if family.rope_by_kind is not None:
+    if family.rope_by_kind:
         result.add("sliding_rotary_base")
     return result | ({"unrotated_layers"} if family.unrotated else set())
 
@@ -29,72 +32,171 @@ def read(path: str, values: dict[str, Any], family: Family, ours: dict[str, Any]
       values: its content.
       ours: the sizes in it, by our names.
     """
-    result = _rotary(path, values, family, ours)
     layers = ours["layers"]
-    if family.sliding is not None:
-        window = values.get("sliding_window")
-        kinds = values.get("layer_types") or []
-        sliding = [layer for layer, kind in enumerate(kinds) if kind == _SLIDING]
-        if not kinds and window is not None:
-            sliding = family.sliding(values, layers)
-        if unknown := set(kinds) - {_FULL, _SLIDING}:
-            raise InputError(
-                f"{path}: layer_types has {min(unknown)!r}; only {_FULL!r} and {_SLIDING!r} are "
-                f"supported; give another {family.title} folder"
-            )
-        if sliding:
-            result |= {"sliding_window": _whole(path, values, "sliding_window")}
-            result["sliding_layers"] = sliding
+    result = _windows(path, values, family, layers)
+    result |= _rotary(path, values, family, ours, has_windows=bool(result))
     if family.unrotated:
-        each = values.get("no_rope_layer_interval", 4)
-        rotated = values.get("no_rope_layers") or [(n + 1) % each for n in range(layers)]
+        each = whole(path, values, "no_rope_layer_interval", 4)
+        rotated = values.get("no_rope_layers")
+        if rotated is None:
+            rotated = [(n + 1) % each for n in range(layers)]
+        elif (
+            not isinstance(rotated, list) or len(rotated) < layers or {*map(repr, rotated)} - _BITS
+        ):
+            raise InputError(
+                f"{path}: no_rope_layers is {rotated!r}, expected a 0 or 1 for each of the "
+                f"{layers} layers; copy the file again"
+            )
         result["unrotated_layers"] = [n for n in range(layers) if not rotated[n]] or None
     return result
 
 
-def _whole(path: str, values: dict[str, Any], key: str) -> int:
-    if type(value := values.get(key)) is not int or value < 1:
-        raise InputError(f"{path}: {key} is {value!r}, expected a whole number above 0")
+def flag(path: str, values: dict[str, Any], key: str, default: bool) -> bool:
+    """Return a value of config.json that is true or false; `path` is its path, for the error."""
+    value = values.get(key, default)
+    if not isinstance(value, bool):
+        raise InputError(f"{path}: {key} is {value!r}, expected true or false; copy the file again")
     return value
 
 
+def whole(path: str, values: dict[str, Any], key: str, default: int, least: int = 1) -> int:
+    """Return a whole number of config.json, or the default if it is missing or null."""
+    value = values.get(key)
+    if value is None:
+        return default
+    if type(value) is not int or value < least:
+        raise InputError(
+            f"{path}: {key} is {value!r}, expected a whole number of at least {least}; copy the "
+            "file again"
+        )
+    return value
+
+
+def positive(path: str, key: str, value: Any) -> float:
+    """Return a value of config.json as a number above 0; raise InputError if it is not."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST:
+        raise InputError(f"{path}: {key} is {value!r}, expected a number above 0; copy it again")
+    return value
+
+
+def _windows(path: str, values: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
+    """Return our keys of the layers with a window; an empty dict if there are none."""
+    if family.sliding is None:
+        return {}
+    if family.flags_window and not flag(path, values, "use_sliding_window", False):
+        return {}
+    window = values.get("sliding_window", family.window)
+    kinds = None if family.one_window else values.get("layer_types")
+    if kinds is None:
+        read_whole = functools.partial(whole, path, values)
+        sliding = [] if window is None else family.sliding(read_whole, layers)
+    elif not isinstance(kinds, list) or len(kinds) != layers:
+        raise InputError(
+            f"{path}: layer_types is {kinds!r}, expected a list of {layers} names, one per layer; "
+            "copy the file again"
+        )
+    else:
+        if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+            raise InputError(
+                f"{path}: layer_types has {unknown[0]!r}; only {_FULL!r} and {_SLIDING!r} are "
+                f"supported; give another {family.title} folder"
+            )
+        sliding = [layer for layer, kind in enumerate(kinds) if kind == _SLIDING]
+    if not sliding:
+        return {}
+    if type(window) is not int or window < 1:
+        raise InputError(
+            f"{path}: sliding_window is {window!r}, expected a whole number above 0; copy the file "
+            "again"
+        )
+    return {"sliding_window": window, "sliding_layers": sliding}
+
+
+def rope_parameters(
+    path: str, values: dict[str, Any], by_kind: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters of rotary embeddings in full and in sliding layers.
+
+    transformers 5 writes `rope_parameters`, earlier releases `rope_scaling`.  If a file holds both,
+    the older key replaces the newer one, as in transformers; in families with parameters by kind of
+    layer it changes those of full layers.
+
+    Args:
+      path: the config.json, for error messages.
+      values: its content.
+      by_kind: whether sliding layers have parameters of their own.
+    """
+    new, old = (
+        _by_kind(path, key, _mapping(path, key, values.get(key)))
+        for key in ("rope_parameters", "rope_scaling")
+    )
+    if by_kind:
+        return new[0] | old[0], new[1] | old[1]
+    return (old if any(old) else new)[0], {}
+
+
+def _mapping(path: str, key: str, value: Any) -> dict[str, Any]:
+    """Return a mapping of rotary parameters in which the older name `type` is `rope_type`."""
+    if not isinstance(value, dict | None):
+        raise InputError(f"{path}: {key} is {value!r}, expected a mapping; copy the file again")
+    value = dict(value or {})
+    kind = value.pop("type", None)
+    return value if kind is None else {"rope_type": kind} | value
+
+
+def _by_kind(path: str, key: str, rope: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters of full and of sliding layers, which a mapping may nest by kind."""
+    if _FULL not in rope and _SLIDING not in rope:
+        return rope, {}
+    full, sliding = (_mapping(path, f"{key}.{kind}", rope.get(kind)) for kind in (_FULL, _SLIDING))
+    return full, sliding
+
+
 def _rotary(
-    path: str, values: dict[str, Any], family: Family, ours: dict[str, Any]
+    path: str, values: dict[str, Any], family: Family, ours: dict[str, Any], has_windows: bool
 ) -> dict[str, Any]:
     assert family.rope is not None
-    # transformers 5 writes rope_parameters, earlier releases the other keys.
-    rope = values.get("rope_parameters") or {}
-    sliding: dict[str, Any] = {"rope_theta": values.get("rope_local_base_freq")}
-    if _FULL in rope or _SLIDING in rope:
-        rope, sliding = rope.get(_FULL) or {}, rope.get(_SLIDING) or {}
-    rope = rope | (values.get("rope_scaling") or {})
-    base = rope.get("rope_theta", values.get("rope_theta")) or family.rope
+    rope, sliding = rope_parameters(path, values, family.rope_by_kind)
+    original = "original_max_position_embeddings"
+    # transformers prefers this key outside the mapping, unless parameters are nested by kind.
+    if not family.rope_by_kind and values.get(original) is not None:
+        rope[original] = values[original]
+    base = _first(rope.get("rope_theta"), values.get("rope_theta"), family.rope)
+    base = positive(path, "rope_theta", base)
     result: dict[str, Any] = {"rotary_base": base, "rotary_scaling": _scaling(path, rope, ours)}
-    if family.rope_by_kind is not None:
+    if family.rope_by_kind and has_windows:
         if _scaling(path, sliding, ours) is not None:
             raise InputError(
                 f"{path}: the rotary embedding of sliding layers is scaled, which is not "
                 f"supported; give another {family.title} folder"
             )
-        own = sliding.get("rope_theta") or values.get("rope_local_base_freq")
-        result["sliding_rotary_base"] = own or family.rope_by_kind
-    for key in ("rotary_base", "sliding_rotary_base"):
-        number = result.get(key, 1.0)
-        if isinstance(number, bool) or not isinstance(number, int | float) or number <= 0:
-            raise InputError(f"{path}: rope_theta is {number!r}, expected a number above 0")
-    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if share is not None and share != 1:
+        local = values.get("rope_local_base_freq")
+        own = _first(sliding.get("rope_theta"), local, family.sliding_rope, base)
+        result["sliding_rotary_base"] = positive(path, "rope_theta of sliding layers", own)
+    share = _first(rope.get("partial_rotary_factor"), values.get("partial_rotary_factor"), 1)
+    share = positive(path, "partial_rotary_factor", share)
+    if share > 1 or (share < 1 and not family.partial):
+        supported = "a number above 0, at most 1" if family.partial else "1"
+        raise InputError(
+            f"{path}: partial_rotary_factor is {share!r}; only {supported} is supported; give "
+            f"another {family.title} folder"
+        )
+    if share < 1:
         head = ours.get("head_size") or ours["d_model"] // ours["n_heads"]
         result["pe_rotary_dims"] = int(head * share)
     return result
 
 
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
 def _scaling(path: str, rope: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any] | None:
     """Return our `rotary_scaling`; raise InputError if its type is not supported."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type")
     if kind in (None, "default"):
         return None
-    if kind not in ROTARY_SCALINGS:
+    if not isinstance(kind, str) or kind not in ROTARY_SCALINGS:
         raise InputError(
             f"{path}: its rotary embedding has type {kind!r}; only 'default', "
             f"{', '.join(map(repr, ROTARY_SCALINGS))} are supported; give another folder"
@@ -102,16 +204,26 @@ def _scaling(path: str, rope: dict[str, Any], ours: dict[str, Any]) -> dict[str,
     rope = {"original_max_position_embeddings": ours["seq"]} | rope
     names = (*ROTARY_SCALINGS[kind], *(YARN_OPTIONS if kind == "yarn" else ()))
     numbers = {name: rope[name] for name in names if rope.get(name) is not None}
-    for name, value in numbers.items():
-        if not isinstance(value, int | float):
-            raise InputError(f"{path}: {name} of its rotary embedding is {value!r}, not a number")
     return {"rope_type": kind} | {
-        name: value if isinstance(value, bool) else float(value) for name, value in numbers.items()
+        name: value if name == "truncate" else float(positive(path, f"{name} of {kind}", value))
+        for name, value in numbers.items()
     }
 
 
 def keys(config: Config, family: Family) -> dict[str, Any]:
-    """Return the keys of config.json that `read` reads."""
+    """Return the keys of config.json that `read` reads.
+
+    Raises:
+      InputError: if sliding layers have the scaling of other layers, which the keys cannot express.
+    """
+    slides = config.sliding_window is not None and config.sliding_layers
+    is_scaled = config.rotary_scaling is not None and config.sliding_rotary_base is None
+    if family.rope_by_kind and slides and is_scaled:
+        raise InputError(
+            f"config: rotary_scaling applies to sliding layers, but in Hugging Face's "
+            f"{family.title} only to the others; set sliding_rotary_base, or keep this model in "
+            "native format"
+        )
     scaling: dict[str, Any] = dict(config.rotary_scaling or {"rope_type": "default"})
     if (length := scaling.get("original_max_position_embeddings")) is not None:
         scaling["original_max_position_embeddings"] = int(length)
@@ -126,8 +238,8 @@ def keys(config: Config, family: Family) -> dict[str, Any]:
     result: dict[str, Any] = dict(base)
     if config.rotary_scaling is not None:
         result["rope_scaling"] = scaling | share
-    if family.rope_by_kind is not None:
-        own = config.sliding_rotary_base
+    if family.rope_by_kind:
+        own = config.sliding_rotary_base or config.rotary_base
         result["rope_local_base_freq"] = own
         rope = {_FULL: rope, _SLIDING: {"rope_type": "default", "rope_theta": own}}
     result |= {"rope_parameters": rope} | share
@@ -135,7 +247,7 @@ def keys(config: Config, family: Family) -> dict[str, Any]:
         sliding = config.sliding_layers or []
         result["sliding_window"] = config.sliding_window
         result["use_sliding_window"] = config.sliding_window is not None
-        if len(sliding) < config.layers or family.rope_by_kind is not None:
+        if not family.one_window:
             kinds = [_SLIDING if layer in sliding else _FULL for layer in range(config.layers)]
             result["layer_types"] = kinds
     if family.unrotated:
