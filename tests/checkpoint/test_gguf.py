@@ -274,6 +274,68 @@ def test_scaled_rotary_frequencies_are_kept(tmp_path, rope):
     assert config.replace(tokenizer="x") == Source(folder).config.replace(tokenizer="x")
 
 
+@pytest.mark.parametrize(
+    ("metadata", "factor"),
+    [
+        ({"scale_linear": 4.0}, 4.0),
+        ({"scaling__factor": 2.0}, 2.0),
+        ({"scaling__factor": 2.0, "scale_linear": 4.0}, 2.0),
+        ({"scaling__type": "linear", "scale_linear": 4.0}, 4.0),
+        ({"scaling__type": "none", "scaling__factor": 4.0}, None),
+        ({"scaling__type": "linear"}, None),
+        ({"scale_linear": 1.0}, None),
+    ],
+)
+def test_linear_scaling_by_its_old_key_or_without_a_type(tmp_path, metadata, factor):
+    network = llama(6, 2)
+    folder, path = as_gguf(tmp_path, network)
+    metadata = {f"llama__rope__{key}": value for key, value in metadata.items()}
+    path = rewritten(path, str(tmp_path / "scaled.gguf"), **metadata)
+    if factor is not None:
+        network.config.rope_parameters |= {"rope_type": "linear", "factor": factor}
+        folder = save(network, tmp_path / "scaled")
+    config = Source(path).config
+    assert config.replace(tokenizer="x") == Source(folder).config.replace(tokenizer="x")
+
+
+NEUTRAL = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": -1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "attention.scale": 8**-0.5,
+    "attention.causal": True,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+}
+
+
+def test_metadata_that_would_change_the_model_are_refused(tmp_path):
+    """Keys that are not supported, and unknown keys, are accepted with neutral values only."""
+    _, path = as_gguf(tmp_path, llama(6, 2))
+    changed = str(tmp_path / "changed.gguf")
+
+    def rewrite(values):
+        rewritten(path, changed, **{key.replace(".", "__"): x for key, x in values.items()})
+
+    zero = {"attention.sliding_window": 0, "expert_count": 0, "attention.scale": 0.0, "other": 0}
+    ignored = {"rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
+    for neutral in (NEUTRAL, zero | ignored):
+        # A key of another architecture does not count.
+        rewrite({f"llama.{key}": value for key, value in neutral.items()} | {"other.key": 7})
+        assert Source(changed).config.replace(tokenizer=path) == Source(path).config
+    wrong = {key: not value if value is True else value + 0.5 for key, value in NEUTRAL.items()}
+    for key, value in (wrong | {"attention.sliding_window": 16, "other": "x"}).items():
+        rewrite({f"llama.{key}": value})
+        with pytest.raises(InputError, match=rf"'llama\.{key}' is .* not supported") as caught:
+            _ = Source(changed).config
+        assert "\n" not in str(caught.value)
+        assert changed in str(caught.value)
+
+
 def test_rotary_frequencies_that_a_file_cannot_hold_are_refused(tmp_path):
     wrong = {"rope_type": "llama3", "low_freq_factor": 2.0, "high_freq_factor": 4.0}
     rope = wrong | {"factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
@@ -375,6 +437,7 @@ def test_every_split_is_distinct_and_has_a_name(tmp_path):
         ({"llama__block_count": "2"}, "llama.block_count is '2', expected a whole number"),
         ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count is 4, expected 8"),
         ({"llama__rope__scaling__type": "other"}, "type 'other'|scaling"),
+        ({"llama__rope__scaling__type": "yarn"}, "scaling.factor is missing, expected a number"),
         ({"tokenizer__ggml__pre": "other"}, "tokenizer.ggml.pre is 'other', expected one of gpt-2"),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model is 'bert', expected gpt2 or"),
         ({"tokenizer__ggml__token_type": [1, 2]}, "its tokenizer is damaged"),
@@ -385,7 +448,7 @@ def test_every_split_is_distinct_and_has_a_name(tmp_path):
 )
 def test_files_that_do_not_fit_are_refused_in_one_line(tmp_path, metadata, message):
     _, path = as_gguf(tmp_path, llama(6, 2))
-    if "llama__rope__scaling__type" in metadata:
+    if "other" in metadata.values() and "llama__rope__scaling__type" in metadata:
         metadata = metadata | {"llama__rope__scaling__factor": 2.0}
     path = rewritten(path, str(tmp_path / "bad.gguf"), **metadata)
     key = next(iter(metadata))
