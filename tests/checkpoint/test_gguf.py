@@ -490,6 +490,43 @@ def test_damaged_files_are_refused_in_one_line(tmp_path):
             hf.read(bad, drop_extra=True)
 
 
+def text(value):
+    content = value.encode()
+    return len(content).to_bytes(8, "little") + content
+
+
+def header_of(*tensors, keys=()):
+    """Return a file without data, of tensors given as (name, shape), and of keys."""
+    numbers = (3).to_bytes(4, "little"), *(len(x).to_bytes(8, "little") for x in (tensors, keys))
+    content = b"GGUF" + b"".join(numbers)
+    for key in keys:
+        content += text(key) + (4).to_bytes(4, "little") + (1).to_bytes(4, "little")
+    for name, shape in tensors:
+        sizes = b"".join(size.to_bytes(8, "little") for size in shape)
+        content += text(name) + len(shape).to_bytes(4, "little") + sizes + bytes(12)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (header_of(("a", [1] * 5)), "tensor 'a' has 5 dimensions, expected at most 4"),
+        (header_of(("a", [0] * 100_000)), "100,000 dimensions"),
+        (header_of(("a", [2]), ("b", [2]), ("a", [3])), "tensor 'a' is listed twice"),
+        (header_of(("a\nb" * 99, [2]), ("a\nb" * 99, [2])), "listed twice"),
+        (header_of(keys=["a", "b", "b"]), "key 'b' is listed twice"),
+    ],
+)
+def test_damaged_headers_are_refused(tmp_path, content, message):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        read_header(str(path))
+    assert "\n" not in str(caught.value)
+    path.write_bytes(header_of(("a", [1] * 4), ("b", [2]), keys=["a", "b"]))
+    assert [*read_header(str(path)).tensors] == ["a", "b"]
+
+
 def test_other_models_are_not_written(tmp_path):
     keys = {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 300, "seq": 8}
     config = mesh_transformer.Config(**keys, tokenizer="bytes")
