@@ -19,7 +19,7 @@ from mesh_transformer.checkpoint import conversion, gguf_files, hf
 from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.cli import convert as convert_command
-from mesh_transformer.data.gguf_header import read_header
+from mesh_transformer.data.gguf_header import GgufHeader, read_header
 from mesh_transformer.data.gguf_tokenizer import metadata_of, read_tokenizer
 from mesh_transformer.data.tokenizer import (
     byte_tokenizer,
@@ -413,11 +413,12 @@ def test_every_split_is_distinct_and_has_a_name(tmp_path):
     names = {}
     for split in _SPLITS.values():
         words = tuple(_pre_tokenizer(split).pre_tokenize_str(_PROBE))
-        names.setdefault(words, set()).add(split)
+        names.setdefault((words, split.whole), set()).add(split)
     assert all(len(splits) == 1 for splits in names.values())
-    for name in ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"):
+    for name in ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o"):
         tokenizer = train_tokenizer(TEXTS * 3, 400)
         tokenizer.backend_tokenizer.pre_tokenizer = _pre_tokenizer(_SPLITS[name])
+        tokenizer.backend_tokenizer.model.ignore_merges = _SPLITS[name].whole
         if name == "qwen2":
             tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
         (tmp_path / name).mkdir()
@@ -426,6 +427,71 @@ def test_every_split_is_distinct_and_has_a_name(tmp_path):
         for text in TEXTS:
             stored = read_tokenizer(read_header(path)).model
             assert stored.encode(text).ids == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "whole", "begins"),
+    [
+        ("gpt-2", False, False),
+        ("smollm", False, False),
+        ("qwen2", False, False),
+        ("gpt-4o", False, False),
+        ("llama-bpe", True, True),
+        ("falcon3", True, True),
+        ("tekken", True, True),
+        ("dbrx", False, False),
+        ("smaug-bpe", False, False),
+    ],
+)
+def test_splits_are_those_of_llama_cpp(tmp_path, pre, whole, begins):
+    """llama.cpp's `ignore_merges` and `add_bos` by the name of the split.
+
+    The token "ba" has no merge, so that it is found only if words that are tokens need none.
+    """
+    tokenizer = train_tokenizer(TEXTS * 3, 400)
+    metadata = metadata_of(tokenizer, len(tokenizer) + 1)
+    metadata["tokenizer.ggml.tokens"][-1] = "ba"
+    metadata["tokenizer.ggml.token_type"][-1] = 1
+    metadata |= {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": 0}
+    metadata.pop("tokenizer.ggml.add_bos_token")
+    actual = read_tokenizer(GgufHeader("x", metadata, {}, 0)).model.encode("ba").tokens
+    first = metadata["tokenizer.ggml.tokens"][:1]
+    assert actual == first * begins + (["ba"] if whole else ["b", "a"])
+
+
+@pytest.mark.parametrize("pre", [None, "default"])
+def test_files_that_do_not_name_a_split_are_refused(tmp_path, pre):
+    """Such as those of Llama 3 from before the key existed; GPT-2's split would be another."""
+    metadata = metadata_of(tokenizer := byte_tokenizer(), len(tokenizer))
+    metadata.pop("tokenizer.ggml.pre")
+    if pre:
+        metadata["tokenizer.ggml.pre"] = pre
+    problem = "is missing" if pre is None else "is 'default'"
+    with pytest.raises(InputError, match=rf"x: tokenizer.ggml.pre {problem}, .*--tokenizer"):
+        read_tokenizer(GgufHeader("x", metadata, {}, 0))
+
+
+def test_special_tokens_that_only_pad_the_vocabulary_are_left_out(tmp_path):
+    expected = byte_tokenizer()
+    size = len(expected)
+    key = "tokenizer.ggml.padding_token_id"
+    for number, left in ((size + 2, True), (size + 3, False), (size - 1, False)):
+        metadata = metadata_of(expected, size + 3) | {key: number}
+        header = GgufHeader("x", metadata, {}, 0)
+        if number < size + 3:
+            assert ("pad_token" not in read_tokenizer(header).special) == left
+        else:
+            with pytest.raises(InputError, match="damaged"):
+                read_tokenizer(header)
+
+
+def test_very_long_tokens_are_refused(tmp_path):
+    """The ways to cut a token in two take time quadratic in its length."""
+    metadata = metadata_of(tokenizer := LLAMA_LIKE["llama"](), len(tokenizer) + 1)
+    for key, value in (("tokens", "a" * 1_000_000), ("token_type", 1), ("scores", 0.0)):
+        metadata[f"tokenizer.ggml.{key}"][-1] = value
+    with pytest.raises(InputError, match=r"damaged .*1,000,000 letters"):
+        read_tokenizer(GgufHeader("x", metadata, {}, 0))
 
 
 @pytest.mark.parametrize(
