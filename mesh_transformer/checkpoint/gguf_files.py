@@ -60,8 +60,28 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 _KEY_HEADS, _EPS = "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
+_KEY_SIZE, _OTHER_SIZES = "attention.key_length", ("attention.value_length", "rope.dimension_count")
 _SAMPLING = "general.sampling."
-_ROPE, _SCALING = "rope.freq_base", "rope.scaling."
+_ROPE, _SCALING, _LINEAR = "rope.freq_base", "rope.scaling.", "rope.scale_linear"
+_KNOWN = {  # keys that are read, or do not change the model
+    *_SIZES,
+    *_OTHER_SIZES,
+    *(_KEY_HEADS, _KEY_SIZE, _EPS, _ROPE, _LINEAR),
+    *(f"{_SCALING}{name}" for name in ("type", "factor", "original_context_length", "finetuned")),
+    *("vocab_size", "tensor_data_layout", "pooling_type"),
+}
+# {another key: the values with which it does not change the model}, in llama.cpp.  Default: 0.
+_NEUTRAL = {
+    "attention.causal": (1,),
+    f"{_SCALING}attn_factor": (1,),
+    f"{_SCALING}yarn_attn_factor": (1,),
+    f"{_SCALING}yarn_beta_fast": (32,),
+    f"{_SCALING}yarn_beta_slow": (1,),
+    f"{_SCALING}yarn_ext_factor": (-1,),
+    "embedding_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+}
 # The keys of tokens that end an answer.
 _ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
@@ -88,13 +108,14 @@ def read_config(path: str) -> dict[str, Any]:
     values |= {theirs: header.get(f"{name}.{key}", int) for key, theirs in _SIZES.items()}
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = header.get(f"{name}.{_KEY_HEADS}", int, heads)
-    size = header.get(f"{name}.attention.key_length", int, values["hidden_size"] // max(heads, 1))
-    for key in ("attention.value_length", "rope.dimension_count"):
+    size = header.get(f"{name}.{_KEY_SIZE}", int, values["hidden_size"] // max(heads, 1))
+    for key in _OTHER_SIZES:
         if (other := header.get(f"{name}.{key}", int, size)) != size:
             raise InputError(
                 f"{path}: {name}.{key} is {other}, expected {size}, the size of a head; give "
                 "another model"
             )
+    _check_other_keys(header, name, size)
     values["head_dim"] = size
     values["rms_norm_eps"] = header.get(f"{name}.{_EPS}", float)
     values["rope_parameters"] = _rotary(header, name)
@@ -108,6 +129,27 @@ def read_config(path: str) -> dict[str, Any]:
     return values
 
 
+def _check_other_keys(header: GgufHeader, name: str, size: int) -> None:
+    """Raise InputError if a key that is not supported may change the model.
+
+    Args:
+      name: llama.cpp's name of the architecture.
+      size: the size of a head.
+    """
+    neutral = _NEUTRAL | {"attention.scale": (0, max(size, 1) ** -0.5)}
+    for key, value in header.metadata.items():
+        architecture, _, own = key.partition(".")
+        if architecture != name or own in _KNOWN:
+            continue
+        expected = neutral.get(own, (0,))
+        if not isinstance(value, int | float) or not np.isclose(value, expected, 1e-6, 0).any():
+            numbers = " or ".join(f"{number:g}" for number in expected)
+            raise InputError(
+                f"{header.path}: {key[:80]!r} is {str(value)[:80]!r}, which is not supported "
+                f"(expected {numbers}); give another model"
+            )
+
+
 def read_sampling(path: str) -> dict[str, Any]:
     """Return the model's sampling settings in a GGUF file, by Hugging Face's names."""
     names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
@@ -119,10 +161,14 @@ def read_sampling(path: str) -> dict[str, Any]:
 def _rotary(header: GgufHeader, name: str) -> dict[str, Any]:
     """Return the key `rope_parameters` of a config.json."""
     base = header.get(f"{name}.{_ROPE}", float, 10000.0)
-    kind = header.get(f"{name}.{_SCALING}type", str, "none")
+    factor = header.get(f"{name}.{_LINEAR}", float, 0.0)
+    factor = header.get(f"{name}.{_SCALING}factor", float, factor)
+    kind = header.get(f"{name}.{_SCALING}type", str, "linear")
+    if kind == "linear" and factor in (0, 1):  # 0: no factor
+        kind = "none"
     rope: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind, "rope_theta": base}
     if kind != "none":
-        rope["factor"] = header.get(f"{name}.{_SCALING}factor", float)
+        rope["factor"] = factor or header.get(f"{name}.{_SCALING}factor", float)
         if original := header.get(f"{name}.{_SCALING}original_context_length", int, 0):
             rope["original_max_position_embeddings"] = original
     if _FREQUENCIES in header.tensors:

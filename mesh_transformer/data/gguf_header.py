@@ -8,6 +8,7 @@ import functools
 import io
 import math
 import struct
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ COPY_ADVICE = "copy the file again"
 _NUMBERS = dict(enumerate(("u1", "i1", "u2", "i2", "u4", "i4", "f4", "?")))
 _NUMBERS |= {10: "u8", 11: "i8", 12: "f8"}
 _STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4  # of a tensor, ggml's limit
 _LONGEST = 1 << 28  # bytes of a string or an array of numbers, more than any vocabulary has
 
 
@@ -97,18 +99,22 @@ def _read_header(path: str, status: tuple[int, int]) -> GgufHeader:
                     "convert the model again with a current llama.cpp"
                 )
             count, keys = _number(file, "<u8"), _number(file, "<u8")
-            metadata = {}
+            metadata: dict[str, Any] = {}
             for _ in range(keys):
-                key = _string(file)
+                key = _new_name(file, "key", metadata)
                 metadata[key] = _value(file, _number(file, "<u4"))
-            found = [(_string(file), _tensor(file)) for _ in range(count)]
+            tensors: dict[str, GgufTensor] = {}
+            for _ in range(count):
+                name = _new_name(file, "tensor", tensors)
+                tensors[name] = _tensor(file, name)
         except (ValueError, MemoryError, OverflowError) as error:
             raise InputError(f"{path}: its header is damaged ({error}); {COPY_ADVICE}") from None
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise InputError(f"{path}: general.alignment is {alignment!r}; {COPY_ADVICE}")
         start = file.tell() + -file.tell() % alignment
-    tensors = {name: tensor._replace(start=start + tensor.start) for name, tensor in found}
+    for name, tensor in tensors.items():
+        tensors[name] = tensor._replace(start=start + tensor.start)
     return GgufHeader(path, metadata, tensors, size)
 
 
@@ -136,6 +142,13 @@ def _string(file: io.BufferedReader) -> str:
     return _bytes(file, length).decode("utf-8", "replace")
 
 
+def _new_name(file: io.BufferedReader, what: str, names: Collection[str]) -> str:
+    name = _string(file)
+    if name in names:
+        raise ValueError(f"{what} {name[:80]!r} is listed twice")
+    return name
+
+
 def _value(file: io.BufferedReader, kind: int) -> Any:
     if kind in _NUMBERS:
         return _number(file, _NUMBERS[kind])
@@ -151,8 +164,13 @@ def _value(file: io.BufferedReader, kind: int) -> Any:
     return [_string(file) for _ in range(count)]
 
 
-def _tensor(file: io.BufferedReader) -> GgufTensor:
-    shape = tuple(reversed(_numbers(file, "<u8", _number(file, "<u4"))))
+def _tensor(file: io.BufferedReader, name: str) -> GgufTensor:
+    rank = _number(file, "<u4")
+    if rank > _MOST_DIMENSIONS:
+        raise ValueError(
+            f"tensor {name[:80]!r} has {rank:,} dimensions, expected at most {_MOST_DIMENSIONS}"
+        )
+    shape = tuple(reversed(_numbers(file, "<u8", rank)))
     if math.prod(shape) >= 2**63:
-        raise ValueError(f"a tensor has shape {shape}")
+        raise ValueError(f"tensor {name[:80]!r} has shape {shape}")
     return GgufTensor(shape, _number(file, "<u4"), _number(file, "<u8"))

@@ -42,21 +42,25 @@ class Split(NamedTuple):
     begins: bool = False
 
 
-# {`tokenizer.ggml.pre`: split}.  Of the names for one split, the first is written.
+# {`tokenizer.ggml.pre`: split}, as in llama.cpp's src/llama-vocab.cpp.  "default" is left out: it
+# stands for a split that the converter did not know.  Of the names for one split, the first is
+# written.
 _SPLITS = {
     "gpt-2": Split(_GPT2_WORDS),
     "smollm": Split(_GPT2_WORDS, digits=True),
     "llama-bpe": Split(rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}", whole=True, begins=True),
     "qwen2": Split(rf"{_WORDS}|\p{{N}}|{_REST}"),
-    "tekken": Split(rf"{_CASED % ('', '')}|\p{{N}}|{_CASED_REST}", whole=True),
+    "dbrx": Split(rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"),
+    "tekken": Split(rf"{_CASED % ('', '')}|\p{{N}}|{_CASED_REST}", whole=True, begins=True),
     "gpt-4o": Split(rf"{_CASED % (_SUFFIX, _SUFFIX)}|\p{{N}}{{1,3}}|{_CASED_REST}"),
 }
 _SPLITS |= {
     other: _SPLITS[name]
     for name, others in (
-        ("gpt-2", "default olmo jais trillion phi-2"),
+        ("gpt-2", "olmo jais trillion phi-2"),
         ("smollm", "starcoder refact command-r codeshell exaone"),
-        ("llama-bpe", "llama3 llama-v3 falcon3 dbrx smaug-bpe"),
+        ("llama-bpe", "llama3 llama-v3 falcon3"),
+        ("dbrx", "smaug-bpe"),
         ("qwen2", "deepseek-r1-qwen megrez"),
     )
     for other in others.split()
@@ -66,6 +70,7 @@ _SPECIAL = {
     f"{_PREFIX}{key}_token_id": f"{name}_token"
     for key, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad"))
 }
+_MOST_LETTERS = 1000  # of a token that is merged, far more than vocabularies have
 # A text on which any two of the splits differ.
 _PROBE = "It's IT'S aB Ab  12345 1a\n\n x\r\n\t?!/\n/ \u0e01\u0e33 \u4e2d3 \u00e9\u0301."
 
@@ -104,6 +109,7 @@ def read_tokenizer(header: GgufHeader) -> GgufTokenizer:
         )
     tokens = header.get(f"{_PREFIX}tokens", list)
     types = header.get(f"{_PREFIX}token_type", list, [NORMAL] * len(tokens))
+    rows = len(tokens)
     used = max((number for number, kind in enumerate(types, 1) if kind != UNUSED), default=0)
     if len(types) == len(tokens):  # the rest pads the vocabulary
         tokens, types = tokens[:used], types[:used]
@@ -122,7 +128,7 @@ def read_tokenizer(header: GgufHeader) -> GgufTokenizer:
         names = {
             name: tokens[number]
             for key, name in _SPECIAL.items()
-            if (number := header.get(key, int, -1)) >= 0
+            if (number := header.get(key, int, -1)) >= 0 and not len(tokens) <= number < rows
         }
     except InputError:
         raise
@@ -144,10 +150,11 @@ def read_tokenizer(header: GgufHeader) -> GgufTokenizer:
 
 
 def _split_of(header: GgufHeader) -> Split:
-    name = header.get(f"{_PREFIX}pre", str, "gpt-2")
-    if name not in _SPLITS:
+    name = header.metadata.get(f"{_PREFIX}pre")
+    if not isinstance(name, str) or name not in _SPLITS:
+        problem = "is missing" if name is None else f"is {str(name)[:80]!r}"
         raise InputError(
-            f"{header.path}: {_PREFIX}pre is {name!r}, expected one of {', '.join(_SPLITS)}; name "
+            f"{header.path}: {_PREFIX}pre {problem}, expected one of {', '.join(_SPLITS)}; name "
             "another tokenizer (--tokenizer or the config key tokenizer)"
         )
     return _SPLITS[name]
@@ -206,6 +213,10 @@ def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> lis
     for token, number in vocab.items():
         if types[number] not in (NORMAL, USER_DEFINED):
             continue
+        if len(token) > _MOST_LETTERS:
+            raise ValueError(
+                f"a token has {len(token):,} letters, expected at most {_MOST_LETTERS:,}"
+            )
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         whole = sorted((vocab[a], vocab[b]) for a, b in cuts if a in vocab and b in vocab)
         pairs += [(-scores[number], number, pair) for pair in whole]
@@ -257,7 +268,7 @@ def metadata_of(tokenizer: Any, rows: int) -> dict[str, Any]:
         }
     else:
         merges = [" ".join(pair) for pair in pairs]
-        values |= {"model": BPE, "pre": _name_of_split(backend, pairs, where), "merges": merges}
+        values |= {"model": BPE, "pre": _name_of_split(backend, model, where), "merges": merges}
     for key, name in _SPECIAL.items():
         if (number := getattr(tokenizer, f"{name}_id")) is not None:
             values[key.removeprefix(_PREFIX)] = number
@@ -271,12 +282,18 @@ def metadata_of(tokenizer: Any, rows: int) -> dict[str, Any]:
     return metadata
 
 
-def _name_of_split(backend: Any, merges: list[Any], where: str) -> str:
-    """Return the name of the split that a byte-level tokenizer makes."""
-    own = backend.pre_tokenizer
+def _name_of_split(backend: Any, model: dict[str, Any], where: str) -> str:
+    """Return the name of the split that a byte-level tokenizer makes.
+
+    Args:
+      model: the key `model` of its tokenizer.json.
+    """
+    own, whole = backend.pre_tokenizer, bool(model.get("ignore_merges"))
     words = None if own is None else own.pre_tokenize_str(_PROBE)
-    for name, split in _SPLITS.items():
-        if not merges or _pre_tokenizer(split).pre_tokenize_str(_PROBE) == words:
+    # Tokens that merges lead to are found with both values of `whole`.
+    for name, _ in sorted(_SPLITS.items(), key=lambda item: item[1].whole != whole):
+        split = _pre_tokenizer(_SPLITS[name])
+        if not model["merges"] or split.pre_tokenize_str(_PROBE) == words:
             return name
     raise InputError(
         f"{where}: it splits text into words in none of the ways {', '.join(_SPLITS)}; convert to "

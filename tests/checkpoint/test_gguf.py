@@ -19,7 +19,7 @@ from mesh_transformer.checkpoint import conversion, gguf_files, hf
 from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.cli import convert as convert_command
-from mesh_transformer.data.gguf_header import read_header
+from mesh_transformer.data.gguf_header import GgufHeader, read_header
 from mesh_transformer.data.gguf_tokenizer import metadata_of, read_tokenizer
 from mesh_transformer.data.tokenizer import (
     byte_tokenizer,
@@ -274,6 +274,68 @@ def test_scaled_rotary_frequencies_are_kept(tmp_path, rope):
     assert config.replace(tokenizer="x") == Source(folder).config.replace(tokenizer="x")
 
 
+@pytest.mark.parametrize(
+    ("metadata", "factor"),
+    [
+        ({"scale_linear": 4.0}, 4.0),
+        ({"scaling__factor": 2.0}, 2.0),
+        ({"scaling__factor": 2.0, "scale_linear": 4.0}, 2.0),
+        ({"scaling__type": "linear", "scale_linear": 4.0}, 4.0),
+        ({"scaling__type": "none", "scaling__factor": 4.0}, None),
+        ({"scaling__type": "linear"}, None),
+        ({"scale_linear": 1.0}, None),
+    ],
+)
+def test_linear_scaling_by_its_old_key_or_without_a_type(tmp_path, metadata, factor):
+    network = llama(6, 2)
+    folder, path = as_gguf(tmp_path, network)
+    metadata = {f"llama__rope__{key}": value for key, value in metadata.items()}
+    path = rewritten(path, str(tmp_path / "scaled.gguf"), **metadata)
+    if factor is not None:
+        network.config.rope_parameters |= {"rope_type": "linear", "factor": factor}
+        folder = save(network, tmp_path / "scaled")
+    config = Source(path).config
+    assert config.replace(tokenizer="x") == Source(folder).config.replace(tokenizer="x")
+
+
+NEUTRAL = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": -1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "attention.scale": 8**-0.5,
+    "attention.causal": True,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+}
+
+
+def test_metadata_that_would_change_the_model_are_refused(tmp_path):
+    """Keys that are not supported, and unknown keys, are accepted with neutral values only."""
+    _, path = as_gguf(tmp_path, llama(6, 2))
+    changed = str(tmp_path / "changed.gguf")
+
+    def rewrite(values):
+        rewritten(path, changed, **{key.replace(".", "__"): x for key, x in values.items()})
+
+    zero = {"attention.sliding_window": 0, "expert_count": 0, "attention.scale": 0.0, "other": 0}
+    ignored = {"rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
+    for neutral in (NEUTRAL, zero | ignored):
+        # A key of another architecture does not count.
+        rewrite({f"llama.{key}": value for key, value in neutral.items()} | {"other.key": 7})
+        assert Source(changed).config.replace(tokenizer=path) == Source(path).config
+    wrong = {key: not value if value is True else value + 0.5 for key, value in NEUTRAL.items()}
+    for key, value in (wrong | {"attention.sliding_window": 16, "other": "x"}).items():
+        rewrite({f"llama.{key}": value})
+        with pytest.raises(InputError, match=rf"'llama\.{key}' is .* not supported") as caught:
+            _ = Source(changed).config
+        assert "\n" not in str(caught.value)
+        assert changed in str(caught.value)
+
+
 def test_rotary_frequencies_that_a_file_cannot_hold_are_refused(tmp_path):
     wrong = {"rope_type": "llama3", "low_freq_factor": 2.0, "high_freq_factor": 4.0}
     rope = wrong | {"factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
@@ -351,11 +413,12 @@ def test_every_split_is_distinct_and_has_a_name(tmp_path):
     names = {}
     for split in _SPLITS.values():
         words = tuple(_pre_tokenizer(split).pre_tokenize_str(_PROBE))
-        names.setdefault(words, set()).add(split)
+        names.setdefault((words, split.whole), set()).add(split)
     assert all(len(splits) == 1 for splits in names.values())
-    for name in ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"):
+    for name in ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o"):
         tokenizer = train_tokenizer(TEXTS * 3, 400)
         tokenizer.backend_tokenizer.pre_tokenizer = _pre_tokenizer(_SPLITS[name])
+        tokenizer.backend_tokenizer.model.ignore_merges = _SPLITS[name].whole
         if name == "qwen2":
             tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
         (tmp_path / name).mkdir()
@@ -367,6 +430,71 @@ def test_every_split_is_distinct_and_has_a_name(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("pre", "whole", "begins"),
+    [
+        ("gpt-2", False, False),
+        ("smollm", False, False),
+        ("qwen2", False, False),
+        ("gpt-4o", False, False),
+        ("llama-bpe", True, True),
+        ("falcon3", True, True),
+        ("tekken", True, True),
+        ("dbrx", False, False),
+        ("smaug-bpe", False, False),
+    ],
+)
+def test_splits_are_those_of_llama_cpp(tmp_path, pre, whole, begins):
+    """llama.cpp's `ignore_merges` and `add_bos` by the name of the split.
+
+    The token "ba" has no merge, so that it is found only if words that are tokens need none.
+    """
+    tokenizer = train_tokenizer(TEXTS * 3, 400)
+    metadata = metadata_of(tokenizer, len(tokenizer) + 1)
+    metadata["tokenizer.ggml.tokens"][-1] = "ba"
+    metadata["tokenizer.ggml.token_type"][-1] = 1
+    metadata |= {"tokenizer.ggml.pre": pre, "tokenizer.ggml.bos_token_id": 0}
+    metadata.pop("tokenizer.ggml.add_bos_token")
+    actual = read_tokenizer(GgufHeader("x", metadata, {}, 0)).model.encode("ba").tokens
+    first = metadata["tokenizer.ggml.tokens"][:1]
+    assert actual == first * begins + (["ba"] if whole else ["b", "a"])
+
+
+@pytest.mark.parametrize("pre", [None, "default"])
+def test_files_that_do_not_name_a_split_are_refused(tmp_path, pre):
+    """Such as those of Llama 3 from before the key existed; GPT-2's split would be another."""
+    metadata = metadata_of(tokenizer := byte_tokenizer(), len(tokenizer))
+    metadata.pop("tokenizer.ggml.pre")
+    if pre:
+        metadata["tokenizer.ggml.pre"] = pre
+    problem = "is missing" if pre is None else "is 'default'"
+    with pytest.raises(InputError, match=rf"x: tokenizer.ggml.pre {problem}, .*--tokenizer"):
+        read_tokenizer(GgufHeader("x", metadata, {}, 0))
+
+
+def test_special_tokens_that_only_pad_the_vocabulary_are_left_out(tmp_path):
+    expected = byte_tokenizer()
+    size = len(expected)
+    key = "tokenizer.ggml.padding_token_id"
+    for number, left in ((size + 2, True), (size + 3, False), (size - 1, False)):
+        metadata = metadata_of(expected, size + 3) | {key: number}
+        header = GgufHeader("x", metadata, {}, 0)
+        if number < size + 3:
+            assert ("pad_token" not in read_tokenizer(header).special) == left
+        else:
+            with pytest.raises(InputError, match="damaged"):
+                read_tokenizer(header)
+
+
+def test_very_long_tokens_are_refused(tmp_path):
+    """The ways to cut a token in two take time quadratic in its length."""
+    metadata = metadata_of(tokenizer := LLAMA_LIKE["llama"](), len(tokenizer) + 1)
+    for key, value in (("tokens", "a" * 1_000_000), ("token_type", 1), ("scores", 0.0)):
+        metadata[f"tokenizer.ggml.{key}"][-1] = value
+    with pytest.raises(InputError, match=r"damaged .*1,000,000 letters"):
+        read_tokenizer(GgufHeader("x", metadata, {}, 0))
+
+
+@pytest.mark.parametrize(
     ("metadata", "message"),
     [
         ({"architecture": "mamba"}, "general.architecture is 'mamba', expected one of llama"),
@@ -375,6 +503,7 @@ def test_every_split_is_distinct_and_has_a_name(tmp_path):
         ({"llama__block_count": "2"}, "llama.block_count is '2', expected a whole number"),
         ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count is 4, expected 8"),
         ({"llama__rope__scaling__type": "other"}, "type 'other'|scaling"),
+        ({"llama__rope__scaling__type": "yarn"}, "scaling.factor is missing, expected a number"),
         ({"tokenizer__ggml__pre": "other"}, "tokenizer.ggml.pre is 'other', expected one of gpt-2"),
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model is 'bert', expected gpt2 or"),
         ({"tokenizer__ggml__token_type": [1, 2]}, "its tokenizer is damaged"),
@@ -385,7 +514,7 @@ def test_every_split_is_distinct_and_has_a_name(tmp_path):
 )
 def test_files_that_do_not_fit_are_refused_in_one_line(tmp_path, metadata, message):
     _, path = as_gguf(tmp_path, llama(6, 2))
-    if "llama__rope__scaling__type" in metadata:
+    if "other" in metadata.values() and "llama__rope__scaling__type" in metadata:
         metadata = metadata | {"llama__rope__scaling__factor": 2.0}
     path = rewritten(path, str(tmp_path / "bad.gguf"), **metadata)
     key = next(iter(metadata))
@@ -425,6 +554,43 @@ def test_damaged_files_are_refused_in_one_line(tmp_path):
             file.write(changed)
         with contextlib.suppress(InputError):
             hf.read(bad, drop_extra=True)
+
+
+def text(value):
+    content = value.encode()
+    return len(content).to_bytes(8, "little") + content
+
+
+def header_of(*tensors, keys=()):
+    """Return a file without data, of tensors given as (name, shape), and of keys."""
+    numbers = (3).to_bytes(4, "little"), *(len(x).to_bytes(8, "little") for x in (tensors, keys))
+    content = b"GGUF" + b"".join(numbers)
+    for key in keys:
+        content += text(key) + (4).to_bytes(4, "little") + (1).to_bytes(4, "little")
+    for name, shape in tensors:
+        sizes = b"".join(size.to_bytes(8, "little") for size in shape)
+        content += text(name) + len(shape).to_bytes(4, "little") + sizes + bytes(12)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (header_of(("a", [1] * 5)), "tensor 'a' has 5 dimensions, expected at most 4"),
+        (header_of(("a", [0] * 100_000)), "100,000 dimensions"),
+        (header_of(("a", [2]), ("b", [2]), ("a", [3])), "tensor 'a' is listed twice"),
+        (header_of(("a\nb" * 99, [2]), ("a\nb" * 99, [2])), "listed twice"),
+        (header_of(keys=["a", "b", "b"]), "key 'b' is listed twice"),
+    ],
+)
+def test_damaged_headers_are_refused(tmp_path, content, message):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        read_header(str(path))
+    assert "\n" not in str(caught.value)
+    path.write_bytes(header_of(("a", [1] * 4), ("b", [2]), keys=["a", "b"]))
+    assert [*read_header(str(path)).tensors] == ["a", "b"]
 
 
 def test_other_models_are_not_written(tmp_path):
