@@ -181,9 +181,9 @@ def check_shards(
 
 def _check_expressible(config: Config) -> None:
     """Raise InputError if mesh-transformer-jax checkpoints cannot represent the config's model."""
-    free = {"layers", "d_model", "n_heads", "n_vocab", "seq"}
+    free = {"layers", "d_model", "n_heads", "n_vocab", "seq", "head_size"}
     usual = Config(**{key: getattr(config, key) for key in free}, block="gptj")
-    free |= {"norm", "pe", "pe_rotary_dims", "head_size", "hf_type", "attention_window"}
+    free |= {"norm", "pe", "pe_rotary_dims", "hf_type", "attention_window"}
     for key in (field.name for field in fields(Architecture) if field.name not in free):
         if getattr(config, key) != (expected := getattr(usual, key)):
             raise InputError(

@@ -24,8 +24,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.network import Train
 from mesh_transformer.pod import ray_head, restarts
 from mesh_transformer.pod.faults import PermanentError
-from mesh_transformer.pod.launch import LocalNodes, build_model, local_machines
-from mesh_transformer.pod.ray_head import RayHead
+from mesh_transformer.pod.launch import build_model, local_machines
 from mesh_transformer.pod.runner import (
     PACKAGE_VERSION,
     MeshPlace,
@@ -160,21 +159,6 @@ def test_a_host_that_runs_another_version_is_refused(machines, monkeypatch, tmp_
     assert "\n" not in str(caught.value)
     assert own is not None
     assert own in str(caught.value) or kind == "not importable"
-
-
-@pytest.mark.slow
-def test_a_host_that_has_joined_twice_is_named(other_ray, capfd):
-    once, twice = "127.0.0.3", "127.0.0.2"
-    with RayHead(machines=[twice, twice, once]) as head:
-        from mesh_transformer.pod.hosts import joined_hosts, missing_hosts
-
-        wait_until(lambda: missing_hosts([once]) == [], "the other host")
-        line = f"^2 Ray nodes have joined as host {twice}; stop Ray there, and start it once$"
-        with pytest.raises(HostError, match=line):
-            joined_hosts([twice, once], 1.0)
-        present = LocalNodes(CONFIG, head, [twice, once], 1.0)()
-        assert [host.address for host in present.hosts] == [once]
-        assert line[1:-1] in capfd.readouterr().err
 
 
 def late(value: Any, seconds: float) -> Any:

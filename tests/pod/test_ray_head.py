@@ -16,9 +16,9 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.pod import ray_head
-from mesh_transformer.pod.launch import build_model
+from mesh_transformer.pod.launch import LocalNodes, build_model
 from mesh_transformer.pod.ray_head import RayHead
-from mesh_transformer.util import StoppedError
+from mesh_transformer.util import HostError, StoppedError
 from tests.conftest import random_batch
 from tests.long.interruptions import members, sessions_of
 from tests.support.small_run import VALUES
@@ -195,3 +195,18 @@ def test_a_head_that_does_not_start_leaves_no_folder(monkeypatch):
     assert "RAY_TMPDIR" not in os.environ
     assert len(folders) == 2  # it was tried twice
     assert not os.path.exists(folders[0])
+
+
+@pytest.mark.slow
+def test_a_host_that_has_joined_twice_is_named(capfd):
+    once, twice = "127.0.0.3", "127.0.0.2"
+    with RayHead(machines=[twice, twice, once]) as head:
+        from mesh_transformer.pod.hosts import joined_hosts, missing_hosts
+
+        wait_until(lambda: missing_hosts([once]) == [], "the other host")
+        line = f"^2 Ray nodes have joined as host {twice}; stop Ray there, and start it once$"
+        with pytest.raises(HostError, match=line):
+            joined_hosts([twice, once], 1.0)
+        present = LocalNodes(CONFIG, head, [twice, once], 1.0)()
+        assert [host.address for host in present.hosts] == [once]
+        assert line[1:-1] in capfd.readouterr().err
