@@ -138,10 +138,11 @@ def _check_norm(c: Any) -> None:
 
 
 def _check_heads(c: Any) -> None:
-    for key in ("norm_eps", "rotary_base", "sliding_rotary_base", "attention_scale", "score_cap"):
-        if (value := getattr(c, key)) is not None and value <= 0:
-            raise InputError(f"{key} is {value}, expected above 0")
-    for key in ("logit_cap", "logit_divisor", "embed_scale", "residual_scale", "sliding_window"):
+    positive = (
+        "norm_eps rotary_base sliding_rotary_base attention_scale score_cap logit_cap "
+        "logit_divisor embed_scale residual_scale sliding_window"
+    )
+    for key in positive.split(" "):
         if (value := getattr(c, key)) is not None and value <= 0:
             raise InputError(f"{key} is {value}, expected above 0")
     grouped = c.key_heads != c.n_heads

@@ -56,7 +56,7 @@ def atomic_file(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _atomic(path: str, inside: str = "") -> Iterator[str]:
-    """Yield a temporary folder which, or of which the file `inside`, becomes `path` at the end."""
+    """Yield a temporary folder that becomes `path` at the end, or only its file `inside` does."""
     path = local_path(path)
     check_absent(path)
     if is_uri(path):

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from mesh_transformer.checkpoint import gguf_files, hf, native_state, original, peft, torch_model
 from mesh_transformer.checkpoint.adapters import Base, merged_leaves
-from mesh_transformer.checkpoint.formats import Format, check_format
+from mesh_transformer.checkpoint.formats import HUGGING_FACE, WITHOUT_STEPS, Format, check_format
 from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Source, other_format
 from mesh_transformer.checkpoint.state_tree import check_same_model
@@ -85,7 +85,7 @@ def read(
       InputError: if the checkpoint cannot be read or does not fit the config, or if it stores no
         config and none is passed.
     """
-    if source.kind in ("hf", "gguf"):
+    if source.kind in HUGGING_FACE:
         return hf.read(source.path, config=config, dtype=dtype, lazy=lazy, drop_extra=drop_extra)
     if source.adapters is not None:
         config, state = _merged(source, source.adapters, config, base, dtype)
@@ -193,7 +193,7 @@ def convert(
             check_encoding(described.tokenizer, None, config.tokenizer, described.path)
         config = (config or described.config).merged()
         config = described.with_end_tokens(config)
-        if source_kind in ("hf", "gguf") and target_kind == "original":
+        if source_kind in HUGGING_FACE and target_kind == "original":
             _check_rows(target, config, shards)
         # Check before the long read that the tokenizer exists and fits the model.
         if tokenizer is not None:
@@ -272,7 +272,7 @@ def _check_target(target: str, kind: Format) -> None:
     check_absent(target)
     if kind == "gguf" and not is_gguf(target):
         raise InputError(f"{target}: the name of a GGUF file ends in {SUFFIX}; add it")
-    if kind in ("hf", "gguf", "peft"):
+    if kind in WITHOUT_STEPS:
         return
     folder, name = os.path.split(target)
     if step_number(target) is None:
@@ -314,7 +314,7 @@ def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
     path = local_path(path)
     if step is None:
         return path
-    if kind in ("hf", "gguf", "peft"):
+    if kind in WITHOUT_STEPS:
         what = "GGUF file" if kind == "gguf" else "Hugging Face folder"
         raise InputError(f"--step {step}: a {what} has no steps; remove --step")
     if (own := step_number(path)) is not None:
@@ -345,7 +345,7 @@ def _model_folder(target: str, state: dict[str, Any], source_kind: Format) -> st
     if named is None:
         return target
     step = int(state["step"])
-    if source_kind in ("hf", "gguf", "peft"):
+    if source_kind in WITHOUT_STEPS:
         state["step"] = np.asarray(named, np.int32)
     elif step != named:
         raise InputError(
@@ -390,7 +390,7 @@ def compare(
     one, other = Source(source, source_kind), Source(target, target_kind)
     # The vocabulary in a Hugging Face folder may lack the padding of the config's `n_vocab`.
     ends = (one, other)
-    sizes = [opened.config.n_vocab for opened in ends if opened.kind in ("hf", "gguf")]
+    sizes = [opened.config.n_vocab for opened in ends if opened.kind in HUGGING_FACE]
     tokens = min([config.n_vocab, *sizes])
     before, _ = _logits(one, config, tokens, base)
     after, dtype = _logits(other, config, tokens, None)
@@ -444,7 +444,7 @@ def _logits(
       tokens: the prompt and the returned logits contain only token ids below this number.
       base: if the source holds adapters, the path of their base model (default: the recorded one).
     """
-    own = None if source.kind in ("hf", "gguf") else config
+    own = None if source.kind in HUGGING_FACE else config
     config, state = read(source, own, optimizer=False, lazy=True, base=base, drop_extra=True)
     prompt = _prompt(config, tokens)
     params = _on_device(state)["params"]

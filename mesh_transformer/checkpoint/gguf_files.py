@@ -23,6 +23,7 @@ from mesh_transformer.data.gguf_header import COPY_ADVICE, GgufHeader, GgufTenso
 from mesh_transformer.data.gguf_tokenizer import metadata_of
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.tokenizer import chat_template
+from mesh_transformer.model.layer_values import frequencies
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
@@ -198,11 +199,8 @@ def llama3_divisors(rope: dict[str, Any], dims: int) -> np.ndarray:
     Args:
       rope: the key `rope_parameters` of a config.json.
     """
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["rope_theta"] ** (-np.arange(0, dims, 2) / dims) / (2 * np.pi)
-    turns *= rope["original_max_position_embeddings"]  # in the original context
-    share = np.clip((turns - low) / (high - low), 0, 1)
-    return 1 / ((1 - share) / rope["factor"] + share)
+    plain, _ = frequencies(dims, rope["rope_theta"], None)
+    return plain / frequencies(dims, rope["rope_theta"], rope)[0]
 
 
 def find(path: str, names: Iterable[str], config: Config) -> dict[str, StoredTensor]:
@@ -241,8 +239,7 @@ def _names(names: Iterable[str], config: Config) -> dict[str, str]:
     own = architecture_of(config)
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == own)
     known = gguf.get_tensor_name_map(number, config.layers)
-    found = {name: known.get_name(name, (".weight", ".bias")) for name in names}
-    return {name: theirs or name for name, theirs in found.items()}
+    return {name: known.get_name(name, (".weight", ".bias")) or name for name in names}
 
 
 def architecture_of(config: Config) -> str:

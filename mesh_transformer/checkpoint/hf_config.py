@@ -5,7 +5,6 @@ import importlib.metadata
 import math
 import os
 import sys
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,10 @@ import numpy as np
 from mesh_transformer.checkpoint import gguf_files, hf_files, hf_layers
 from mesh_transformer.checkpoint.hf_families import FAMILIES, Family, Number
 from mesh_transformer.checkpoint.hf_files import write_json
+from mesh_transformer.checkpoint.state_tree import differing_keys
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, have_equal_values, read_json
 from mesh_transformer.checkpoint.stored_tokenizer import tokenizer_in
-from mesh_transformer.config import Architecture, Config
+from mesh_transformer.config import Config
 from mesh_transformer.data.gguf_header import is_gguf
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
@@ -65,8 +65,7 @@ def _check_expressible(config: Config, family: Family) -> None:
         known |= hf_layers.our_keys(family)
     if config.hf_type == "gpt_neox":
         known |= {"block", "pe_rotary_dims"}
-    keys = [field.name for field in fields(Architecture)]
-    ours = {key: getattr(config, key) for key in keys if key in known}
+    ours = {key: getattr(config, key) for key in known}
     implied = _implied(family, ours)
     usual = Config(**(implied | ours))
     if family.pe != "rotary":
@@ -78,9 +77,8 @@ def _check_expressible(config: Config, family: Family) -> None:
             f"supports only {supported}; keep this model in native or original format"
         )
 
-    for key in keys:
-        if key not in known and getattr(config, key) != getattr(usual, key):
-            refuse(key, repr(getattr(usual, key)))
+    for key in differing_keys(config, usual, known):
+        refuse(key, repr(getattr(usual, key)))
     if family.biases:
         groups = [list(own) for own in family.biases.values()]
         expected = set(implied.get("biases", ()))

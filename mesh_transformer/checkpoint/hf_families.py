@@ -276,6 +276,9 @@ def _projections(*names: tuple[str, str]) -> Layer:
 _ATTENTION = _projections(*((f"self_attn.{name}_proj", name) for name in "qkvo"))
 _GATED = _projections(("mlp.gate_proj", "gate"), ("mlp.up_proj", "fc"), ("mlp.down_proj", "out"))
 _QK_NORMS = _scale("self_attn.q_norm", "layer/q_norm") | _scale("self_attn.k_norm", "layer/k_norm")
+_NORMS_BEFORE = _scale("input_layernorm", "layer/norm") | _scale(
+    "post_attention_layernorm", "layer/ff_norm"
+)
 _NORMS_AFTER = _scale("post_attention_layernorm", "layer/norm_after") | _scale(
     "post_feedforward_layernorm", "layer/ff_norm_after"
 )
@@ -319,10 +322,7 @@ _LLAMA = Family(
     embedding="embed_tokens",
     positions=None,
     layers="layers",
-    layer=_scale("input_layernorm", "layer/norm")
-    | _scale("post_attention_layernorm", "layer/ff_norm")
-    | _ATTENTION
-    | _GATED,
+    layer=_NORMS_BEFORE | _ATTENTION | _GATED,
     norm="norm",
     head="lm_head",
     rotary_pairs="halves",
@@ -423,8 +423,7 @@ FAMILIES |= {
         window=None,
         partial=True,
         groups=1,
-        layer=_scale("input_layernorm", "layer/norm")
-        | _scale("post_attention_layernorm", "layer/ff_norm")
+        layer=_NORMS_BEFORE
         | {
             "self_attn.qkv_proj.weight": (_Q, _K, _V),
             "self_attn.o_proj.weight": (_O,),

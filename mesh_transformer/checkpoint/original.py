@@ -10,7 +10,6 @@ the step.
 import enum
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +21,8 @@ from mesh_transformer.checkpoint import original_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
 from mesh_transformer.checkpoint.original_files import Shard
-from mesh_transformer.checkpoint.state_tree import check_state
-from mesh_transformer.config import Architecture, Config
+from mesh_transformer.checkpoint.state_tree import check_state, differing_keys
+from mesh_transformer.config import Config
 from mesh_transformer.families import NORMS
 from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import transformer
@@ -184,12 +183,12 @@ def _check_expressible(config: Config) -> None:
     free = {"layers", "d_model", "n_heads", "n_vocab", "seq", "head_size"}
     usual = Config(**{key: getattr(config, key) for key in free}, block="gptj")
     free |= {"norm", "pe", "pe_rotary_dims", "hf_type", "attention_window"}
-    for key in (field.name for field in fields(Architecture) if field.name not in free):
-        if getattr(config, key) != (expected := getattr(usual, key)):
-            raise InputError(
-                f"config: {key} is {getattr(config, key)}, but mesh-transformer-jax checkpoints "
-                f"support only {expected}; change the config, or keep a model in native format"
-            )
+    for key in differing_keys(config, usual, free):
+        raise InputError(
+            f"config: {key} is {getattr(config, key)}, but mesh-transformer-jax checkpoints "
+            f"support only {getattr(usual, key)}; change the config, or keep a model in native "
+            "format"
+        )
     if config.norm_kind.original is None:
         known = ", ".join(name for name, kind in NORMS.items() if kind.original is not None)
         raise InputError(

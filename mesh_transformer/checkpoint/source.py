@@ -17,7 +17,7 @@ from mesh_transformer.checkpoint import (
     peft,
 )
 from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, saved_base
-from mesh_transformer.checkpoint.formats import Format, check_format
+from mesh_transformer.checkpoint.formats import HUGGING_FACE, Format, check_format
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.step_folders import committed_steps, step_number
 from mesh_transformer.checkpoint.stored_tensors import read_json
@@ -118,7 +118,7 @@ class Source:
         """
         if self.step is not None:
             return Config.from_dict(self.step.config, f"{self.path}: saved config")
-        if self.kind in ("hf", "gguf"):
+        if self.kind in HUGGING_FACE:
             return hf_config.read_config(self.path)
         if self.adapters is not None:
             return self.read_adapters(None)[0]

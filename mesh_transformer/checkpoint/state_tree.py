@@ -31,17 +31,23 @@ def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
         free |= {"pe_rotary_dims", "rotary_pairs"}
     if all(c.window == c.seq for c in (config, saved_config)):
         free.add("attention_window")  # by default all of seq, which may change from run to run
-    keys = [field.name for field in fields(Architecture) if field.name not in free]
+    keys = differing_keys(saved_config, config, free)
     # If only the new config has adapters, the saved weights become their base model.  If only the
     # saved one has them, they are merged into their base model.
     if saved_config.lora_rank and config.lora_rank:
-        keys += ["lora_rank", "lora_alpha", "lora_targets"]
+        adapter = ("lora_rank", "lora_alpha", "lora_targets")
+        keys += [key for key in adapter if getattr(saved_config, key) != getattr(config, key)]
     for key in keys:
-        if getattr(saved_config, key) != getattr(config, key):
-            raise InputError(
-                f"{where}: its model has {key} {getattr(saved_config, key)!r}, but the config has "
-                f"{getattr(config, key)!r}; use the config that the model was trained with"
-            )
+        raise InputError(
+            f"{where}: its model has {key} {getattr(saved_config, key)!r}, but the config has "
+            f"{getattr(config, key)!r}; use the config that the model was trained with"
+        )
+
+
+def differing_keys(one: Config, other: Config, but: set[str]) -> list[str]:
+    """Return the keys of `Architecture`, except those in `but`, that differ in two configs."""
+    keys = (field.name for field in fields(Architecture) if field.name not in but)
+    return [key for key in keys if getattr(one, key) != getattr(other, key)]
 
 
 def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Any
 
-from mesh_transformer.checkpoint.formats import ALL_FORMATS
+from mesh_transformer.checkpoint.formats import ALL_FORMATS, HUGGING_FACE
 from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.cli.arguments import Parser, add_config_arguments, load_config, settings
 from mesh_transformer.config import Config
@@ -97,7 +97,7 @@ def parse_args() -> argparse.Namespace:
     ):
         if is_given and args.target[0] not in re.findall(r"\w+", kind):
             raise InputError(f"{flag} requires --to {kind}; remove {flag}")
-    if args.drop_extra and args.source[0] not in ("hf", "gguf"):
+    if args.drop_extra and args.source[0] not in HUGGING_FACE:
         raise InputError("--drop-extra requires --from hf or gguf; remove --drop-extra")
     return args
 
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> None:
                 f"{target}: its logits differ from those of {source}; do not use the new checkpoint"
             )
         for kind, path in ((source_kind, source), (target_kind, target)):
-            if kind in ("hf", "gguf"):
+            if kind in HUGGING_FACE:
                 _verify_with_torch(path)
 
 

@@ -51,10 +51,10 @@ def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
 
     Args:
       source: None or "gpt2" for GPT-2's tokenizer, which needs no network; "bytes" for
-        `byte_tokenizer`; the path of a GGUF file or of a folder, either of which may be in a
-        bucket; or the name of a tokenizer on the Hugging Face hub.  A folder must hold one of
-        these: a saved Hugging Face tokenizer; the files vocab.json and merges.txt; or OpenAI's
-        files encoder.json and vocab.bpe.
+        `byte_tokenizer`; the path of a GGUF file or of a folder, also in a bucket; or the name
+        of a tokenizer on the Hugging Face hub.  A folder must hold one of these: a saved Hugging
+        Face tokenizer; the files vocab.json and merges.txt; or OpenAI's files encoder.json and
+        vocab.bpe.
 
     Raises:
       InputError: if there is no tokenizer at `source`, or it is damaged.
