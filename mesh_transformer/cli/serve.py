@@ -49,14 +49,15 @@ def parse_args() -> argparse.Namespace:
         type=natural,
         metavar="N",
         help="tokens of prompts that each replica keeps for prompts with the same beginning "
-        "(default: 4 times the model's window)",
+        "(default: 4 times 2048, or 4 times the model's window if that is shorter)",
     )
     parser.add_argument(
         "--cache-tokens",
         type=positive,
         metavar="N",
         help="tokens of all requests and kept prompts that each replica has memory for (default: "
-        "the model's window for every row, and --prefix-cache)",
+        "2048 for every row, or the model's window if that is shorter, and --prefix-cache; at "
+        "least the window)",
     )
     parser.add_argument(
         "--chunk",

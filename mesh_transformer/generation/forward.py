@@ -4,6 +4,11 @@ Array names end in their shape: B rows of the batch, T tokens of a text, S slots
 heads, V vocabulary.
 """
 
+import functools
+from typing import Any
+
+import jax
+import numpy as np
 from jax import Array
 
 from mesh_transformer.config import Config
@@ -37,9 +42,20 @@ def forward(
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
     filled = []
     caches = caches or (None,) * config.layers
+
+    # Jitted, so that layers of one kind are traced once.  The compiler inlines each call.
+    @functools.partial(jax.jit, static_argnames="is_sliding")
+    def run(
+        layer: Any, x_BTD: Array, context: Context, cache: LayerCache | None, is_sliding: bool
+    ) -> tuple[Array, LayerCache]:
+        assert context.values is not None
+        values = context.values._replace(is_sliding=np.bool_(is_sliding))
+        return parts["layers"].apply(layer, x_BTD, context._replace(values=values), cache)
+
     for layer, values, cache in zip(weights["layers"], layer_values(config), caches, strict=True):
         layer = matrices.after(x_BTD, layer)
-        y_BTD, cache = parts["layers"].apply(layer, x_BTD, context._replace(values=values), cache)
+        own = context._replace(values=values)
+        y_BTD, cache = run(layer, x_BTD, own, cache, is_sliding=bool(values.is_sliding))
         x_BTD += y_BTD
         filled.append(cache)
     return x_BTD, tuple(filled)

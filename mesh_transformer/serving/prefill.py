@@ -33,7 +33,9 @@ SMOOTHING = 0.2  # weight of the newest call in the average times of the chunks
 # A short prompt is inserted alone, after its kept beginning, if this saves so many positions.
 # Otherwise it may share a call with others.
 SAVING = 64
-KEPT_WINDOWS = 4  # default room for kept prompts in each replica's pool, in windows
+# The default pool of a replica has room for this number of tokens in each row, or for the window if
+# that is shorter, and for this many times as many tokens of kept prompts.
+USUAL_TOKENS, KEPT_ROWS = 2048, 4
 
 
 def allowed_in(rows: Iterable[int], constraints: Iterable[Any]) -> dict[int, np.ndarray]:
@@ -54,9 +56,10 @@ class Prefiller:
       rows: number of rows of the batch.
       chunk: maximum number of tokens of a prompt per prefill call.
       kept_tokens: number of prompt tokens for whose keys and values each replica's pool has room
-        beside that of its rows; None for `KEPT_WINDOWS` windows, and 0 to keep none.
+        beside that of its rows; None for as many as 4 rows (`KEPT_ROWS`) have, and 0 to keep none.
       cache_tokens: number of tokens, of rows and kept prompts together, that each replica's pool
-        has room for.  None lets every row have as many tokens as the window.
+        has room for.  None gives every row 2048 tokens (`USUAL_TOKENS`) or those of the window, and
+        all rows together at least those of the window.
       guesses: number of tokens that a decode step may guess (see `Batch.decode`).
       fixed_shapes: whether to compute each prompt alone, in chunks that are all padded to `chunk`
         tokens.  The tokens of an answer then do not depend, even by rounding, on other requests or
@@ -85,11 +88,14 @@ class Prefiller:
         widths = sorted({bucket(n, MIN_WIDTH, window) for n in range(1, self._longest + 1)})
         self._widths = widths[-1:] if fixed_shapes else widths  # that chunks are padded to
         self._seconds: dict[int, float] = {}  # the time of a chunk's call, on average, by width
-        kept = KEPT_WINDOWS * window if kept_tokens is None else kept_tokens
+        usual = min(window, USUAL_TOKENS)
+        kept = KEPT_ROWS * usual if kept_tokens is None else kept_tokens
         self._rows, self._rows_per_replica = rows, rows // network.dp
         page = self._longest if fixed_shapes else PAGE
         slots = most_slots(window, guesses, Pool(0, page))
-        tokens = cache_tokens or self._rows_per_replica * slots + kept
+        tokens = cache_tokens or max(
+            self._rows_per_replica * most_slots(usual, guesses, Pool(0, page)) + kept, slots
+        )
         pool = pool_of(tokens, window + guesses, page)
         self._pages = [Pages(pool, slots, keep=kept > 0) for _ in range(network.dp)]
         self._in_rows: dict[int, Row] = {}  # the pages of each row that is in use
