@@ -16,15 +16,23 @@ torch = pytest.importorskip("torch")
 from mesh_transformer.checkpoint import hf
 from mesh_transformer.checkpoint.hf_config import family_of
 from mesh_transformer.config import Config
+from mesh_transformer.generation.batch import MOST_STEPS
+from mesh_transformer.generation.pool import Pool
+from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
 from mesh_transformer.model.loss import train_loss
+from mesh_transformer.serving.pages import Pages
 from mesh_transformer.transformer_shard import load
 from mesh_transformer.util import InputError
-from tests.support.families_of_today import CASES, torch_model
+from tests.serving.test_pages import insert_in_parts
+from tests.support.families_of_today import CASES, SEQ, torch_model
 
 TOKENS = np.random.default_rng(0).integers(0, 131, (2, 40))
-MESHES = [(1, "jit"), (2, "shard_map"), (4, "shard_map"), (4, "jit"), (2, "jit")]
+# (number of devices, mp, partitioning)
+MESHES = [(1, 1, "jit"), (2, 2, "shard_map"), (4, 4, "jit"), (8, 8, "shard_map"), (8, 4, "jit")]
+LENGTH = 64  # number of tokens that are generated: many times the sliding windows
+MARGIN = 1e-3  # between the logits of the two most likely tokens: ten times what rounding changes
 
 
 def torch_logits(network, tokens=TOKENS):
@@ -66,20 +74,54 @@ def test_logits_match_torchs_and_exports_keep_every_bit(tmp_path, case):
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def torch_answers(network, prompts):
+    """Return the `LENGTH` most likely tokens that follow each of some prompts of one length."""
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "return_dict_in_generate": True}
+    made = network.generate(torch.tensor(np.stack(prompts)), output_logits=True, **options)
+    top = torch.stack(made.logits).topk(2).values
+    assert (top[..., 0] - top[..., 1]).min() > MARGIN  # so that rounding decides no token
+    return made.sequences[:, -LENGTH:].numpy()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("mp", "partitioning"), MESHES)
+@pytest.mark.parametrize(("devices", "mp", "partitioning"), MESHES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_mesh_computes_and_generates_like_torch(tmp_path, case, mp, partitioning):
+def test_every_mesh_computes_and_generates_like_torch(tmp_path, case, devices, mp, partitioning):
     network = torch_model(case)
     network.save_pretrained(tmp_path)
     single, double = torch_logits(network)
-    changes = {"dtype": "float32", "cores_per_replica": mp, "tpu_size": mp}
-    ours = load(str(tmp_path), changes=changes | {"partitioning": partitioning})
+    mesh = {"cores_per_replica": mp, "tpu_size": devices, "partitioning": partitioning}
+    ours = load(str(tmp_path), changes={"dtype": "float32"} | mesh)
     check_close(np.asarray(ours.logits(TOKENS)), single, double)
-    prompts = torch.tensor(TOKENS[:, :9])
-    expected = network.generate(prompts, max_new_tokens=40, do_sample=False)[:, 9:].numpy()
-    actual = ours.generate(TOKENS[:, :9], [9, 9], 40, {"temp": 0})
-    np.testing.assert_array_equal(actual, expected)
+    actual = ours.generate(TOKENS[:, :9], [9, 9], LENGTH, {"temp": 0})
+    np.testing.assert_array_equal(actual, torch_answers(network, TOKENS[:, :9]))
+    ours.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_parts_of_prompts_and_shared_pages_generate_like_torch(tmp_path, case):
+    network = torch_model(case)
+    network.save_pretrained(tmp_path)
+    ours = load(str(tmp_path), changes={"dtype": "float32"})
+    first, second = TOKENS[0, :21], np.concatenate((TOKENS[0, :16], TOKENS[1, :5]))
+    pool = Pool(pages=3 * SEQ // 4, page=4)
+    batch, pages = ours.batch(3, pool), Pages(pool, SEQ)
+    settings = sampler_settings({"temp": 0.0}, 1)
+    options = {"length": LENGTH, "settings": settings, "alternatives": None}
+    prompts = [(first, 8), (second, 32), (TOKENS[1, :9], 32)]
+    begun = [
+        insert_in_parts(batch, number, prompt, size, pages, **options)
+        for number, (prompt, size) in enumerate(prompts)
+    ]
+    # The first prompt is computed in parts, and the second without its beginning, which it shares.
+    parts = [[(0, 8), (8, 16), (16, 21)], [(16, 21)], [(0, 9)]]
+    assert [calls for _, _, calls in begun] == parts
+    tokens = [np.stack([chosen.token[0] for _, chosen, _ in begun])[:, None]]
+    while batch.left.any():
+        tokens.append(batch.decode(min(MOST_STEPS, batch.left.max())).token)
+    expected = torch_answers(network, [first, second]), torch_answers(network, [TOKENS[1, :9]])
+    np.testing.assert_array_equal(np.concatenate(tokens, axis=1), np.concatenate(expected))
     ours.close()
 
 

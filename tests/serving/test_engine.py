@@ -5,6 +5,7 @@ import itertools
 import queue
 import threading
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -641,7 +642,7 @@ def test_a_failure_between_two_chunks_forgets_what_was_kept(start):
     assert again.request.cached == 0
 
 
-def test_chunks_are_short_while_other_rows_wait_for_them(network):
+def test_chunks_are_short_while_other_rows_wait_for_them(network, monkeypatch):
     prefiller = Engine(long_network(), Metrics(4), rows=4, kept_tokens=0)._prefiller
     assert prefiller.chunk(0.001) == 256  # before anything was timed
     for _, compile_program in prefiller.programs():
@@ -649,7 +650,10 @@ def test_chunks_are_short_while_other_rows_wait_for_them(network):
     prefiller._seconds = {16: 0.02, 32: 0.03, 64: 0.05, 128: 0.1, 256: 0.2}
     seconds = (1.0, 0.2, 0.19, 0.1, 0.05, 0.03, 0.001, None)
     assert [prefiller.chunk(s) for s in seconds] == [256, 256, 128, 128, 64, 32, 32, 256]
-    # The times follow what is measured: this network answers at once.
+    # The times follow what is measured: by this clock, each call takes a millisecond.
+    clock = itertools.count()
+    fake = types.SimpleNamespace(perf_counter=lambda: next(clock) / 1000)
+    monkeypatch.setattr("mesh_transformer.serving.prefill.time", fake)
     prefiller.place([np.zeros(200, int)], [1], [0], chunks=True)
     for _ in range(30):
         prefiller.insert_chunk(0, np.zeros(200, int), 60, 1, SamplingOptions(), None, 128)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import transformers
 
-SEQ = 64
+SEQ = 96
 _COMMON = {
     "vocab_size": 131,
     "hidden_size": 72,
@@ -98,17 +98,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def torch_model(case: str, seed: int = 0) -> Any:
+# Seeds with which no two tokens are almost equally likely in greedy answers; 0 for other cases.
+SEEDS = {
+    "llama, biases": 1,
+    "mistral": 1,
+    "qwen2": 1,
+    "qwen3": 1,
+    "smollm3": 1,
+    "phi3": 2,
+    "gemma": 1,
+    "gemma2": 1,
+    "gemma3_text": 1,
+}
+
+
+def torch_model(case: str) -> Any:
     """Return a model of one of `CASES` in f32, with all parameters random."""
     name, keys = CASES[case]
     config = getattr(transformers, f"{name}Config")(**(_COMMON | keys))
     kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
     network = kind(config).eval()
     network.set_attn_implementation("eager")  # the only one with caps on scores
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEEDS.get(case, 0))
     with torch.no_grad():
         for path, values in network.named_parameters():
             noise = torch.randn(values.shape, generator=generator)
             start = float("norm" in path and "gemma" not in case)
-            values.copy_(start + noise * (0.3 if values.ndim == 2 else 0.2))
+            spread = 0.3 if values.ndim == 2 else 0.2
+            # With others, a Gemma model would repeat one token: its embedding is scaled and tied.
+            if "gemma" in case and values.shape[0] == _COMMON["vocab_size"]:
+                spread = 0.1
+            elif "gemma" in case and path == "model.norm.weight":
+                spread = 5.0
+            values.copy_(start + noise * spread)
     return network
