@@ -192,7 +192,6 @@ def main() -> None:
         own_config = config or Source.of(model).config
         tokenizer = Tokenizer.of(None, own_config, must_fit=True).loaded
         template = template_to_chat(tokenizer, args.chat_template)
-        chat = template and template.prompt
         sampling = Source.of(model).sampling
         names = names_of(args, own_config)
         draft = draft_of(args, own_config)
@@ -218,7 +217,7 @@ def main() -> None:
             max_tokens = args.max_tokens or network.config.window
             ends = ends_of(map(Source, folders))
             service = Service(
-                names, engine, tokenizer, metrics, max_tokens, chat, args.any_name, ends, sampling
+                names, engine, tokenizer, metrics, max_tokens, template, args.any_name, ends, sampling
             )
             log = sys.stderr if args.log_requests else None
             app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host], log)

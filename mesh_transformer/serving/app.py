@@ -354,6 +354,10 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
             "created": service.created,
             "owned_by": "mesh-transformer",
             "context_window": config.window,
+            "chat": service.template is not None,
+            "sampling": {
+                "temperature" if key == "temp" else key: x for key, x in service.sampling.items()
+            },
         }
 
     @app.get("/v1/models")

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import BaseModel
 
-from mesh_transformer.data.chat import ANSWERS
+from mesh_transformer.data.chat import ANSWERS, ChatTemplate
 from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens
 from mesh_transformer.generation.prompts import longest_text
 from mesh_transformer.generation.sampling_settings import SamplingOptions
@@ -61,8 +61,7 @@ class Service:
       names: the names that requests may choose, each with the number of its adapter, 0 for none.
         The first name is the default.
       most_tokens: maximum number of tokens per answer.
-      template: function from messages to the text of a prompt, which raises InputError for messages
-        that it refuses (see `ChatTemplate.prompt`); None for a model that cannot chat.
+      template: renders conversations; None for a model that cannot chat.
       any_name: whether all other names mean the model without an adapter.
       ends: {number of an adapter: the `end_tokens` of its config}, for those whose config has some.
       sampling: the settings of `SamplingOptions` for requests of OpenAI's API that leave them out.
@@ -75,13 +74,13 @@ class Service:
         tokenizer: Any,
         metrics: Metrics,
         most_tokens: int,
-        template: Callable[..., str] | None = None,
+        template: ChatTemplate | None = None,
         any_name: bool = False,
         ends: Mapping[int, Sequence[int]] = MappingProxyType({}),
         sampling: Mapping[str, float] = MappingProxyType({}),
     ):
         self.name, self.names = next(iter(names)), names
-        self._any_name, self._sampling = any_name, sampling
+        self._any_name, self.sampling = any_name, sampling
         self.engine = engine
         self.metrics = metrics
         self.words = TokenTexts(tokenizer, engine.network.config)
@@ -172,7 +171,7 @@ class Service:
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         length = body.max_completion_tokens or body.max_tokens
         self._check_length(length or 1, param)
-        render = functools.partial(self.template, body.messages, **body.rendering())
+        render = functools.partial(self.template.prompt, body.messages, **body.rendering())
         try:
             text = await self.run_in_thread(render)
         except InputError as error:
@@ -207,7 +206,7 @@ class Service:
             most = f"at most {room // len(prompts)}, as the server has room for {room} answers"
             raise invalid("n", count, most)
         options = dataclasses.replace(
-            body.options(self._sampling), adapter=self.adapter(body.model)
+            body.options(self.sampling), adapter=self.adapter(body.model)
         )
         numbers = itertools.count()
         for prompt in prompts:
