@@ -144,6 +144,7 @@ def convert(
     step: int | None = None,
     trim_vocab: bool = False,
     tokenizer: str | None = None,
+    chat_template: str | None = None,
     base: AnyPath | None = None,
     drop_extra: bool = False,
     quantized: bool = False,
@@ -172,6 +173,8 @@ def convert(
       step: the step to convert, if `source` is a model folder (default: its newest).
       trim_vocab: whether to cut the padding off the vocabulary, if `target_kind` is "hf".
       tokenizer: the model's tokenizer, as `load_tokenizer` accepts it (default: the config's).
+      chat_template: the text of the model's chat template (default: that of `tokenizer`, if it has
+        one, or else the config's).
       base: if `source` holds adapters, the path of their base model (default: the path that
         `source` records).  With the target format "peft", the path or hub name to store.
       drop_extra: see `read`.
@@ -192,13 +195,18 @@ def convert(
         if config is not None and tokenizer is None and target_kind != "original":
             check_encoding(described.tokenizer, None, config.tokenizer, described.path)
         config = (config or described.config).merged()
-        config = described.with_end_tokens(config)
+        config = described.with_answer_keys(config)
         if source_kind in HUGGING_FACE and target_kind == "original":
             _check_rows(target, config, shards)
+        before = config.chat_template
         # Check before the long read that the tokenizer exists and fits the model.
         if tokenizer is not None:
-            config = config.replace(tokenizer=tokenizer)
-            Tokenizer.of(tokenizer, config, must_fit=True)
+            config = config.replace(tokenizer=tokenizer, chat_template=None)
+            own = Tokenizer.of(tokenizer, config, must_fit=True).loaded.chat_template or before
+            # A tokenizer with several templates keeps them.
+            chat_template = chat_template or (own if isinstance(own, str) else None)
+        if chat_template is not None:
+            config = config.replace(chat_template=chat_template)
         # Which formats can store the state of the config's optimizer.
         stores = {"native": True, "original": config.optimizer == "adam"}
         optimizer = not slim and stores.get(source_kind, False) and stores.get(target_kind, False)

@@ -14,9 +14,11 @@ from mesh_transformer.checkpoint.hf_families import FAMILIES, Family, Number
 from mesh_transformer.checkpoint.hf_files import write_json
 from mesh_transformer.checkpoint.state_tree import differing_keys
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, have_equal_values, read_json
-from mesh_transformer.checkpoint.stored_tokenizer import tokenizer_in
+from mesh_transformer.checkpoint.stored_tokenizer import template_in, tokenizer_in
 from mesh_transformer.config import Config
+from mesh_transformer.config_checks import SAMPLING
 from mesh_transformer.data.gguf_header import is_gguf
+from mesh_transformer.generation.sampling_settings import sampler_settings
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
@@ -30,6 +32,9 @@ _ACTIVATIONS = {
     "relu2": "relu2",
 }
 _ROTARY_BASE = 10000
+_GENERATION = "generation_config.json"
+# Sampling settings: Hugging Face's names -> ours.
+_SAMPLING = {"temperature" if name == "temp" else name: name for name in SAMPLING}
 
 
 def family_of(config: Config) -> Family:
@@ -183,6 +188,8 @@ def read_config(folder: str) -> Config:
             ours["block"] = "gpt2"
     ours["tokenizer"] = tokenizer_in(folder)
     ours["end_tokens"] = _end_tokens(folder, values, ours["n_vocab"])
+    ours["chat_template"] = template_in(folder)
+    ours["sampling"] = _sampling(folder)
     return Config.from_dict(ours, path)
 
 
@@ -275,11 +282,9 @@ def _end_tokens(folder: str, values: dict[str, Any], n_vocab: int) -> list[int] 
       values: the content of config.json.
     """
     path, name = os.path.join(folder, "config.json"), "eos_token_id"
-    generation = os.path.join(folder, "generation_config.json")
-    if files.is_file(generation):
-        settings = read_json(generation)
-        if settings.get(name) is not None:
-            path, values = generation, settings
+    generation = os.path.join(folder, _GENERATION)
+    if (settings := _generation(folder)).get(name) is not None:
+        path, values = generation, settings
     ids = values.get(name)
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if any(type(number) is not int for number in ids):
@@ -288,6 +293,29 @@ def _end_tokens(folder: str, values: dict[str, Any], n_vocab: int) -> list[int] 
             "file again"
         )
     return [number for number in ids if 0 <= number < n_vocab] or None
+
+
+def _generation(folder: str) -> dict[str, Any]:
+    """Return the content of a folder's generation_config.json; {} if there is none."""
+    path = os.path.join(folder, _GENERATION)
+    return read_json(path) if files.is_file(path) else {}
+
+
+def _sampling(folder: str) -> dict[str, float]:
+    """Return the sampling settings of a folder or GGUF file, by our names; often none.
+
+    Raises:
+      InputError: if a setting is not a number in its range.
+    """
+    where, values = os.path.join(folder, _GENERATION), _generation(folder)
+    if is_gguf(folder):
+        where, values = folder, gguf_files.read_sampling(folder)
+    own = {ours: x for name, ours in _SAMPLING.items() if (x := values.get(name)) is not None}
+    try:
+        sampler_settings(own, ())
+    except InputError as error:
+        raise InputError(f"{where}: {error}; correct the file") from None
+    return own
 
 
 def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, tokenizer: Any) -> None:
@@ -303,8 +331,12 @@ def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, token
     # transformers 5 reads dtype, transformers 4 reads torch_dtype.
     values |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     write_json(os.path.join(folder, "config.json"), values | tokens)
-    generation = {"_from_model_config": True} | tokens
-    write_json(os.path.join(folder, "generation_config.json"), generation)
+    own = {
+        name: config.sampling[ours] for name, ours in _SAMPLING.items() if ours in config.sampling
+    }
+    # With `_from_model_config`, transformers takes the file for a copy of config.json.
+    generation = {"do_sample": True} | own if own else {"_from_model_config": True}
+    write_json(os.path.join(folder, _GENERATION), generation | tokens)
 
 
 def config_values(

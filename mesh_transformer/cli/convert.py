@@ -13,7 +13,13 @@ from typing import Any
 
 from mesh_transformer.checkpoint.formats import ALL_FORMATS, HUGGING_FACE
 from mesh_transformer.checkpoint.host_arrays import FLOATS
-from mesh_transformer.cli.arguments import Parser, add_config_arguments, load_config, settings
+from mesh_transformer.cli.arguments import (
+    Parser,
+    add_config_arguments,
+    add_template_argument,
+    load_config,
+    settings,
+)
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, StoppedError
 
@@ -67,6 +73,7 @@ def parse_args() -> argparse.Namespace:
         "--tokenizer",
         help="with --to hf, gguf or native: folder, hub name or gpt2 (default: the config's)",
     )
+    add_template_argument(parser)
     parser.add_argument(
         "--base",
         metavar="PATH",
@@ -93,6 +100,7 @@ def parse_args() -> argparse.Namespace:
         ("--shards", args.shards is not None, "original"),
         ("--trim-vocab", args.trim_vocab, "hf"),
         ("--tokenizer", args.tokenizer is not None, "hf, gguf or native"),
+        ("--chat-template", args.chat_template is not None, "hf, gguf or native"),
         ("--dtype q8_0", args.dtype == "q8_0", "gguf"),
     ):
         if is_given and args.target[0] not in re.findall(r"\w+", kind):
@@ -138,6 +146,7 @@ def run(args: argparse.Namespace) -> None:
       StoppedError: if the logits differ by more than rounding errors can explain.
     """
     from mesh_transformer.checkpoint import conversion
+    from mesh_transformer.data.chat import template_text
 
     (source_kind, source), (target_kind, target) = args.source, args.target
     written = conversion.convert(
@@ -152,6 +161,7 @@ def run(args: argparse.Namespace) -> None:
         step=args.step,
         trim_vocab=args.trim_vocab,
         tokenizer=args.tokenizer,
+        chat_template=None if args.chat_template is None else template_text(args.chat_template),
         base=args.base,
         drop_extra=args.drop_extra,
         quantized=args.dtype == "q8_0",

@@ -50,13 +50,14 @@ def main() -> None:
 
     # This comes before the model is loaded, which takes long, so that errors appear at once.
     model = path if config else Source(path)
-    tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
+    own_config = config or Source.of(model).config
+    tokenizer = Tokenizer.of(None, own_config, must_fit=True).loaded
     template = template_to_chat(tokenizer, args.chat_template)
     names = {"temperature": "temp"} | {name: name for name in COMMANDS}
     given = {
         ours: x for name, ours in names.items() if (x := getattr(args, name, None)) is not None
     }
-    own: dict[str, Any] = Source.of(model).sampling | given
+    own: dict[str, Any] = own_config.sampling | given
     settings = Settings(**own)
     with running_model(args, model, config, only_generate=True) as network:
         repl = Repl(network, tokenizer, settings, template)

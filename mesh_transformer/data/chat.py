@@ -338,14 +338,22 @@ def read_template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
     Raises:
       InputError: if the file cannot be read, or is not a template.
     """
-    if path is None:
-        return None
+    return None if path is None else ChatTemplate(tokenizer, template_text(path), path)
+
+
+def template_text(path: str) -> str:
+    """Return the chat template in a file, or `PLAIN` if `path` is "plain".
+
+    Raises:
+      InputError: if the file cannot be read, or is not a template.
+    """
     if path == "plain":
-        return ChatTemplate(tokenizer, PLAIN, path)
+        return PLAIN
     try:
         with open_file(path) as file:
             text = file.read().decode()
-        return ChatTemplate(tokenizer, text, path)
+        check_chat_template(text)
+        return text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise InputError(f"--chat-template {path} cannot be read ({reason})") from error

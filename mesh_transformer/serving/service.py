@@ -205,9 +205,7 @@ class Service:
         if len(prompts) * count > room:
             most = f"at most {room // len(prompts)}, as the server has room for {room} answers"
             raise invalid("n", count, most)
-        options = dataclasses.replace(
-            body.options(self.sampling), adapter=self.adapter(body.model)
-        )
+        options = dataclasses.replace(body.options(self.sampling), adapter=self.adapter(body.model))
         numbers = itertools.count()
         for prompt in prompts:
             seeds = [answer_seed(body.seed, next(numbers)) for _ in range(count)]

@@ -75,6 +75,19 @@ def test_mode_train_does_not_validate(tmp_path, capsys):
             options("train", val_set="a.index", **{key: value})
 
 
+def test_a_chat_template_becomes_a_config_key(tmp_path):
+    path, template = tmp_path / "config.json", tmp_path / "chat.jinja"
+    path.write_text(json.dumps(SMALL))
+    template.write_text("{{ messages[0].content }}")
+    words = ["--config", str(path), "--model-dir", "there", "--chat-template", str(template)]
+    assert (
+        run_arguments(run_parser(None).parse_args(words))[0].chat_template == template.read_text()
+    )
+    template.write_text("{% if %}")
+    with pytest.raises(InputError, match=r"--chat-template .*: the chat template is not valid"):
+        run_arguments(run_parser(None).parse_args(words))
+
+
 @pytest.mark.slow
 def test_a_config_with_another_tokenizer_than_the_models_is_refused(tmp_path):
     """In all modes and commands; `end_tokens` that it lacks are the model's."""
