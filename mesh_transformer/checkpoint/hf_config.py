@@ -16,7 +16,6 @@ from mesh_transformer.checkpoint.state_tree import differing_keys
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, have_equal_values, read_json
 from mesh_transformer.checkpoint.stored_tokenizer import template_in, tokenizer_in
 from mesh_transformer.config import Config
-from mesh_transformer.config_checks import SAMPLING
 from mesh_transformer.data.gguf_header import is_gguf
 from mesh_transformer.generation.sampling_settings import sampler_settings
 from mesh_transformer.storage import files
@@ -34,7 +33,8 @@ _ACTIVATIONS = {
 _ROTARY_BASE = 10000
 _GENERATION = "generation_config.json"
 # Sampling settings: Hugging Face's names -> ours.
-_SAMPLING = {"temperature" if name == "temp" else name: name for name in SAMPLING}
+_SAMPLING = {"temperature": "temp"}
+_SAMPLING |= {n: n for n in ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
 
 
 def family_of(config: Config) -> Family:

@@ -12,8 +12,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -222,6 +223,7 @@ def render_chat(
     *,
     prompt: bool = False,
     unfinished: bool = False,
+    values: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return the text of a conversation.
 
@@ -229,6 +231,7 @@ def render_chat(
       template: the chat template.
       prompt: whether to add what comes before an answer.
       unfinished: whether to leave out what comes after the last message's content.
+      values: of other variables of the template.
 
     Raises:
       Exception: whatever the template raises.
@@ -239,6 +242,7 @@ def render_chat(
         tokenize=False,
         add_generation_prompt=prompt,
         continue_final_message=unfinished,
+        **values,
     )
     return rendered
 
