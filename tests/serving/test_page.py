@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.fake_network import FakeNetwork
 from tests.support.live_server import SECONDS, Live, wait_for
 
 pytest_plugins = ["tests.support.live_fixtures"]
@@ -458,6 +459,37 @@ def test_a_stopped_answer_stays_in_the_conversation(held, held_template, page):
     page.wait_for_status("5 tokens in")
     rendered = f"<user>Hello<assistant>{begun}<user>More<assistant>"
     assert page.run(MESSAGES)[-1] == ["assistant", answer_to(live, rendered, 3, 5)]
+
+
+def test_reasoning_is_shown_apart(tokenizer, page, tmp_path):
+    (tmp_path / "template.jinja").write_text(
+        TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
+    )
+    script = tokenizer("<think>\nIs it so?\n</think>\n\nYes.<|endoftext|>")["input_ids"]
+    live = Live(FakeNetwork(script), tokenizer, None, template=str(tmp_path / "template.jinja"))
+    seed = -len(tokenizer("<user>Hello<assistant>")["input_ids"]) % len(script)
+    try:
+        page.open(live.url)
+        wait_for(lambda: page.shown("#talk"))
+        page.click("summary")
+        page.type("#seed", str(seed))
+        page.type("#prompt", "Hello")
+        page.click("#go")
+        page.wait_for_status("tokens in")
+        assert page.run(MESSAGES)[1] == ["assistant", "Yes."]
+        assert page.text("#talk .assistant div") == "Is it so?"
+        assert not page.shown("#talk .assistant div")  # folded, as the content has begun
+        page.click("#talk .assistant summary")
+        assert page.shown("#talk .assistant div")
+        page.click("#new")
+        page.run("document.getElementById('thinking').value = 'off'")
+        page.type("#prompt", "Hello")
+        page.click("#go")
+        page.wait_for_status("tokens in")
+        tokens = len(tokenizer("<user>Hello<assistant><think></think>")["input_ids"])
+        wait_for(lambda: f'"prompt_tokens": {tokens}' in live.log.getvalue())
+    finally:
+        live.close()
 
 
 # What is shown besides the text.
