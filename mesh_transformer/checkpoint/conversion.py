@@ -86,7 +86,8 @@ def read(
         config and none is passed.
     """
     if source.kind in HUGGING_FACE:
-        return hf.read(source.path, config=config, dtype=dtype, lazy=lazy, drop_extra=drop_extra)
+        options = {"lazy": lazy, "drop_extra": drop_extra, "text_only": source.text_only}
+        return hf.read(source.path, config=config, dtype=dtype, **options)
     if source.adapters is not None:
         config, state = _merged(source, source.adapters, config, base, dtype)
         return config, state if lazy else in_memory(state)
@@ -147,6 +148,7 @@ def convert(
     chat_template: str | None = None,
     base: AnyPath | None = None,
     drop_extra: bool = False,
+    text_only: bool = False,
     quantized: bool = False,
 ) -> ConversionResult:
     """Convert a checkpoint to another format, dtype or number of shards.
@@ -178,6 +180,7 @@ def convert(
       base: if `source` holds adapters, the path of their base model (default: the path that
         `source` records).  With the target format "peft", the path or hub name to store.
       drop_extra: see `read`.
+      text_only: whether to convert the text part of a multi-modal model, a Hugging Face folder.
       quantized: whether to write matrices as 8-bit integers (Q8_0), if `target_kind` is "gguf".
 
     Raises:
@@ -188,7 +191,7 @@ def convert(
     check_format(target_kind)
     _check_target(target, target_kind)
     try:
-        opened = Source(step_of(source, source_kind, step), source_kind)
+        opened = Source(step_of(source, source_kind, step), source_kind, text_only=text_only)
         if target_kind == "peft":
             return _export_adapters(opened, target, base, dtype)
         described = opened.base(base) if opened.kind == "peft" else opened
@@ -378,6 +381,7 @@ def compare(
     target_kind: Format,
     config: Config,
     base: AnyPath | None = None,
+    text_only: bool = False,
 ) -> tuple[float, float]:
     """Compare the logits of two checkpoints on a fixed prompt, to check a conversion.
 
@@ -389,13 +393,14 @@ def compare(
       config: the config of the model.
       base: if the source holds adapters, the path of their base model (default: the path that the
         source records).
+      text_only: as for `convert`.
 
     Returns:
       The largest difference between the logits, and the largest difference to accept for the
       target's dtype.  Both are divided by the spread of the source's logits, which is their maximum
       minus their median.
     """
-    one, other = Source(source, source_kind), Source(target, target_kind)
+    one, other = Source(source, source_kind, text_only=text_only), Source(target, target_kind)
     # The vocabulary in a Hugging Face folder may lack the padding of the config's `n_vocab`.
     ends = (one, other)
     sizes = [opened.config.n_vocab for opened in ends if opened.kind in HUGGING_FACE]

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import math
 import os
+import re
 import sys
 from typing import Any
 
@@ -13,7 +14,12 @@ from mesh_transformer.checkpoint import gguf_files, hf_files, hf_layers
 from mesh_transformer.checkpoint.hf_families import FAMILIES, Family, Number
 from mesh_transformer.checkpoint.hf_files import write_json
 from mesh_transformer.checkpoint.state_tree import differing_keys
-from mesh_transformer.checkpoint.stored_tensors import DTYPES, have_equal_values, read_json
+from mesh_transformer.checkpoint.stored_tensors import (
+    DTYPES,
+    StoredTensor,
+    have_equal_values,
+    read_json,
+)
 from mesh_transformer.checkpoint.stored_tokenizer import template_in, tokenizer_in
 from mesh_transformer.config import Config
 from mesh_transformer.data.gguf_header import is_gguf
@@ -107,13 +113,16 @@ def _implied(family: Family, ours: dict[str, Any]) -> dict[str, Any]:
     return same | {key: value(ours) if callable(value) else value for key, value in implied}
 
 
-def read_config(folder: str) -> Config:
+def read_config(folder: str, *, text_only: bool = False) -> Config:
     """Return the config of the model that a folder's config.json, or a GGUF file, describes.
 
     Keys of `Config` without a counterpart in config.json keep their defaults.  The exception is
     `tokenizer`, which is set to the folder if the folder holds a tokenizer other than GPT-2's.  As
     in transformers 5, the output head is not tied if the weights hold one that differs from the
     embedding, whatever config.json says.
+
+    Args:
+      text_only: whether the folder holds a multi-modal model, whose text part is described.
 
     Raises:
       InputError: if the model is of another type, or is a variant that our model does not support.
@@ -122,7 +131,7 @@ def read_config(folder: str) -> Config:
         path, values = folder, gguf_files.read_config(folder)
     else:
         path = os.path.join(folder, "config.json")
-        values = read_json(path)
+        values = _text_part(path, read_json(path), text_only)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
@@ -179,7 +188,7 @@ def read_config(folder: str) -> Config:
         )
     ours["activation"] = _ACTIVATIONS[activation]
     ours["tie_head"] = hf_layers.flag(path, values, "tie_word_embeddings", family.tied)
-    if ours["tie_head"] and _has_own_head(folder, family):
+    if ours["tie_head"] and _has_own_head(folder, family, text_only):
         _report_own_head(path)
         ours["tie_head"] = False
     if model_type == "gpt_neox":
@@ -193,6 +202,35 @@ def read_config(folder: str) -> Config:
     return Config.from_dict(ours, path)
 
 
+def _text_part(path: str, values: dict[str, Any], text_only: bool) -> dict[str, Any]:
+    """Return what a config.json says about a model's text part; `values` if that is all of it."""
+    text = values.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+        if text_only:
+            raise InputError(f"{path}: the model has no text part of its own; remove --text-only")
+        return values
+    if not text_only:
+        kind = values.get("model_type")
+        raise InputError(
+            f"{path}: model_type is {kind!r}, a multi-modal model; only its text part is supported, "
+            "which mesh-transformer convert --text-only extracts"
+        )
+    # transformers ties the heads of these models by default, whatever the text part says.
+    whole = {"tie_word_embeddings": True} | values
+    keys = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+    return text | {key: whole[key] for key in keys if key in whole}
+
+
+def text_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a multi-modal model's text part, by their names in a model of text."""
+    names = {name: re.sub(r"^(model\.)?language_model\.", r"\1", name) for name in stored}
+    return {
+        new: stored[name]
+        for name, new in names.items()
+        if new != name or name.startswith("lm_head.")
+    }
+
+
 def _positive(path: str, values: dict[str, Any], key: str, number: Number) -> float | None:
     value = values.get(key, number.default)
     if value is None and number.may_lack:
@@ -200,7 +238,7 @@ def _positive(path: str, values: dict[str, Any], key: str, number: Number) -> fl
     return float(hf_layers.positive(path, key, value)) ** number.power
 
 
-def _has_own_head(folder: str, family: Family) -> bool:
+def _has_own_head(folder: str, family: Family, text_only: bool) -> bool:
     """Return whether a folder's weights hold an output head other than the embedding's matrix.
 
     False if the weights cannot be read, which is reported when they are loaded.
@@ -208,6 +246,7 @@ def _has_own_head(folder: str, family: Family) -> bool:
     bare = family.embedding_weight.removeprefix(family.prefix)
     try:
         stored = hf_files.find(folder, optional=family.head_weights)
+        stored = text_tensors(stored) if text_only else stored
         tensors = {name: x for name, x in stored.items() if x.dtype in DTYPES}
         head, embedding = (
             next((tensors[name] for name in names if name in tensors), None)

@@ -42,11 +42,12 @@ class Source:
         step in it; None for other formats.
     """
 
-    def __init__(self, path: AnyPath, kind: Format | None = None):
+    def __init__(self, path: AnyPath, kind: Format | None = None, *, text_only: bool = False):
         """Open the checkpoint at `path`.
 
         Args:
           kind: the checkpoint's format (default: detected).
+          text_only: whether it is a multi-modal model of Hugging Face's, whose text part is meant.
 
         Raises:
           InputError: if `kind` is not a format, or if there is no checkpoint at `path`.  The latter
@@ -55,6 +56,7 @@ class Source:
         if kind is not None:
             check_format(kind)
         self.path = snapshot_of(local_path(path))
+        self.text_only = text_only
         self.step: SavedStep | None = None
         if kind is None and is_gguf(self.path) and files.is_file(self.path):
             kind = "gguf"
@@ -113,7 +115,7 @@ class Source:
         if self.step is not None:
             return Config.from_dict(self.step.config, f"{self.path}: saved config")
         if self.kind in HUGGING_FACE:
-            return hf_config.read_config(self.path)
+            return hf_config.read_config(self.path, text_only=self.text_only)
         if self.adapters is not None:
             return self.read_adapters(None)[0]
         raise InputError(

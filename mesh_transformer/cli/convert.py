@@ -87,6 +87,11 @@ def parse_args() -> argparse.Namespace:
         "v_head.*, and print their names (default: an error)",
     )
     parser.add_argument(
+        "--text-only",
+        action="store_true",
+        help="with --from hf: convert the text part of a multi-modal model, such as gemma3",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
         help="read both checkpoints again and compare their logits; those of a Hugging Face folder "
@@ -107,6 +112,8 @@ def parse_args() -> argparse.Namespace:
             raise InputError(f"{flag} requires --to {kind}; remove {flag}")
     if args.drop_extra and args.source[0] not in HUGGING_FACE:
         raise InputError("--drop-extra requires --from hf or gguf; remove --drop-extra")
+    if args.text_only and args.source[0] != "hf":
+        raise InputError("--text-only requires --from hf; remove --text-only")
     return args
 
 
@@ -136,7 +143,8 @@ def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
         return load_config(args)
     if not changes:
         return None
-    return Source(conversion.step_of(source, kind, args.step)).config.replace(**changes)
+    path = conversion.step_of(source, kind, args.step)
+    return Source(path, text_only=args.text_only).config.replace(**changes)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -164,6 +172,7 @@ def run(args: argparse.Namespace) -> None:
         chat_template=None if args.chat_template is None else template_text(args.chat_template),
         base=args.base,
         drop_extra=args.drop_extra,
+        text_only=args.text_only,
         quantized=args.dtype == "q8_0",
     )
     optimizer = ", with the optimizer" if written.optimizer else ""
@@ -176,7 +185,7 @@ def run(args: argparse.Namespace) -> None:
     if args.verify:
         source = conversion.step_of(source, source_kind, args.step)
         difference, bound = conversion.compare(
-            source, source_kind, target, target_kind, written.config, args.base
+            source, source_kind, target, target_kind, written.config, args.base, args.text_only
         )
         print(f"logits differ by {difference:.1e} of their spread; {bound:.0e} is the limit")
         if not difference <= bound:
@@ -184,7 +193,7 @@ def run(args: argparse.Namespace) -> None:
                 f"{target}: its logits differ from those of {source}; do not use the new checkpoint"
             )
         for kind, path in ((source_kind, source), (target_kind, target)):
-            if kind in HUGGING_FACE:
+            if kind in HUGGING_FACE and not (args.text_only and path == source):
                 _verify_with_torch(path)
 
 
