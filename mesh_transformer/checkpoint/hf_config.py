@@ -212,8 +212,8 @@ def _text_part(path: str, values: dict[str, Any], text_only: bool) -> dict[str, 
     if not text_only:
         kind = values.get("model_type")
         raise InputError(
-            f"{path}: model_type is {kind!r}, a multi-modal model; only its text part is supported, "
-            "which mesh-transformer convert --text-only extracts"
+            f"{path}: model_type is {kind!r}, a multi-modal model; only its text part is "
+            "supported, which mesh-transformer convert --text-only extracts"
         )
     # transformers ties the heads of these models by default, whatever the text part says.
     whole = {"tie_word_embeddings": True} | values

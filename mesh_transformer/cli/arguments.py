@@ -187,7 +187,9 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
         raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
     base = args.tune_model_path if args.mode in EVAL_MODES else base
     existing = [] if getattr(args, "new", False) else [folder]  # --new deletes the run there
-    config = _based_on([*filter(None, [base]), *existing], config)
+    # A run that is resumed has its own keys about answers, such as --chat-template.
+    paths = [base, *existing] if args.mode in EVAL_MODES else [*existing, base]
+    config = _based_on([*filter(None, paths)], config)
     if args.mode == "train" and config.watched_set is not None:
         raise InputError(
             f"--mode train does not score {config.watched_set}, which keep_best and early_stop "
