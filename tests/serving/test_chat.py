@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from mesh_transformer.data.tokenizer import load_tokenizer
 from tests.support.fake_network import FakeNetwork
 from tests.support.live_server import Live, check_error
 
@@ -373,9 +374,12 @@ REASONING, CONTENT = "Is 2 < 3? Yes; so </b> is not a mark.", "The answer is 3."
 ANSWER = f"<think>\n{REASONING}\n</think>\n\n{CONTENT}"
 
 
-@pytest.fixture(scope="module")
-def thinking(tokenizer, tmp_path_factory) -> Iterator[Live]:
-    """A server whose answers with the right seed are `ANSWER`."""
+@pytest.fixture(scope="module", params=[False, True], ids=["ordinary", "special"])
+def thinking(request, tmp_path_factory) -> Iterator[Live]:
+    """A server whose answers with the right seed are `ANSWER`; its marks may be special tokens."""
+    tokenizer: Any = load_tokenizer()
+    if request.param:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     path = tmp_path_factory.mktemp("thinking") / "template.jinja"
     path.write_text(THINKING)
     live = Live(
