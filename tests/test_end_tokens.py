@@ -208,6 +208,23 @@ def test_conversions_keep_the_chat_template_and_the_sampling_settings(folder, tm
     assert Source(tmp_path / "other").config.chat_template == TEMPLATE
 
 
+@pytest.mark.parametrize(
+    ("sampling", "samples"),
+    [({"temp": 0}, False), ({"repetition_penalty": 1.5}, False), ({"top_k": 5}, True)],
+)
+def test_exports_sample_for_transformers_only_if_the_model_does(
+    folder, tmp_path, sampling, samples
+):
+    from transformers import GenerationConfig
+
+    config = Source(folder).config.replace(sampling=sampling)
+    convert(folder, "hf", tmp_path / "again", "hf", config=config)
+    theirs = GenerationConfig.from_pretrained(tmp_path / "again")
+    assert bool(theirs.do_sample) == samples
+    assert theirs.top_k in (None, 50, sampling.get("top_k"))
+    assert (theirs.repetition_penalty or 1) == sampling.get("repetition_penalty", 1)
+
+
 def test_a_model_that_is_loaded_with_a_config_keeps_its_end_tokens(folder):
     """Unless the config has its own, or another tokenizer, whose ids have other meanings."""
     own = Source(folder).config.replace(dtype="float32", end_tokens=None)

@@ -370,11 +370,12 @@ def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, token
     # transformers 5 reads dtype, transformers 4 reads torch_dtype.
     values |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     write_json(os.path.join(folder, "config.json"), values | tokens)
-    own = {
-        name: config.sampling[ours] for name, ours in _SAMPLING.items() if ours in config.sampling
-    }
-    # With `_from_model_config`, transformers takes the file for a copy of config.json.
-    generation = {"do_sample": True} | own if own else {"_from_model_config": True}
+    sampling = {key: x for key, x in config.sampling.items() if x or key != "temp"}
+    own = {name: sampling[ours] for name, ours in _SAMPLING.items() if ours in sampling}
+    # With `_from_model_config`, transformers takes the file for a copy of config.json.  Without
+    # `do_sample`, it generates greedily, which is how it has a temperature of 0.
+    samples = sampling == config.sampling and sampling.keys() - {"repetition_penalty"}
+    generation = own | ({"do_sample": True} if samples else {}) or {"_from_model_config": True}
     write_json(os.path.join(folder, _GENERATION), generation | tokens)
 
 
