@@ -299,6 +299,10 @@ class Config(Model):
     tune_model_path: str | None = None
     # Ids of tokens that end an answer, besides the tokenizer's end-of-text token.
     end_tokens: list[int] | None = field(default=None, hash=False)
+    # Jinja text that replaces the tokenizer's chat template; --chat-template FILE sets it.
+    chat_template: str | None = field(default=None, hash=False)
+    # Sampling settings of answers for which none are given, such as temp and top_k.
+    sampling: dict[str, float] = field(default_factory=dict, hash=False)
     eval_harness_tasks: list[str] = field(default_factory=list, hash=False)  # lm-eval tasks
     eval_harness_limit: int | None = None  # questions per task; None: all
     name: str = "mesh-transformer"  # of the run on wandb
@@ -382,26 +386,21 @@ class Config(Model):
         return self.replace(int8_matmuls=[])
 
     def merged(self) -> "Config":
-        """Return a copy of this config without LoRA adapters.
-
-        The copy describes the base model, and also the base model with the adapters merged into it.
-        """
+        """Return a copy without LoRA adapters, which describes the model that they merge into."""
         return self.replace(lora_rank=0, lora_alpha=None, lora_targets=None)
 
     def replace(self, **changes: Any) -> "Config":
         """Return a copy of this config with the keys in `changes` set to new values.
 
-        The defaults of some keys depend on other keys.  A key that has such a default gets the new
-        default in the copy.  For example, changing `d_model` also changes a `head_size` that is
-        `d_model / n_heads`.
+        A key whose default depends on other keys, and that has it, gets the new default: changing
+        `d_model` also changes a `head_size` that is `d_model / n_heads`.
         """
         return Config(**(self.as_dict() | _known(changes, "config")))
 
     def as_dict(self) -> dict[str, Any]:
         """Return all keys as a dict of JSON values, from which `from_dict` builds an equal config.
 
-        The defaults of some keys depend on other keys.  A key that has such a default is None in
-        the dict, so that `from_dict` computes the default again.
+        A key whose default depends on other keys is None if it has that default.
         """
         values = dataclasses.asdict(self)
         for key, default in self.defaults().items():
@@ -508,8 +507,8 @@ class Config(Model):
     def model_folder(self) -> str:
         """Return `bucket` joined with `model_dir`: a URI such as gs://bucket/dir, or a local path.
 
-        A `bucket` that is only a name is a Google Cloud Storage bucket, as in the original
-        mesh-transformer-jax.  A `bucket` with a slash or a leading dot is used unchanged.
+        As in the original mesh-transformer-jax, a `bucket` without slash and leading dot is the
+        name of one on Google Cloud Storage.
 
         Raises:
           InputError: if `bucket` or `model_dir` is not set.

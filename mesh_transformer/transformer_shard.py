@@ -397,16 +397,17 @@ def load(
         checkpoint of the original mesh-transformer-jax, a Hugging Face folder or a GGUF file.
       config: a Config, a dict of config keys and values (those that describe the model suffice), or
         the path of a config file; required for checkpoints of the original mesh-transformer-jax,
-        which store none.  `end_tokens` that it lacks are the checkpoint's.  Default: the
-        checkpoint's, with mp (`cores_per_replica`) reduced to a divisor of the number of
-        accelerators, or to 1 on CPUs.  For the last two, the default `dtype` is bfloat16.
+        which store none.  `end_tokens`, `chat_template` and `sampling` that it lacks are those of
+        the checkpoint.  Default: the checkpoint's, with mp (`cores_per_replica`) reduced to a
+        divisor of the number of accelerators, or to 1 on CPUs.  For the last two, the default
+        `dtype` is bfloat16.
       changes: config keys whose values replace those of the config, such as `total_steps` to
         fine-tune, or `tpu_size` and `cores_per_replica` to load onto a mesh.
       optimizer: whether to load the optimizer's state too; otherwise training creates a fresh one.
     """
     source = Source.of(path)
     changes = changes or {}
-    given = None if config is None else source.with_end_tokens(Config.of(config))
+    given = None if config is None else source.with_answer_keys(Config.of(config))
     fitted = (given or fit_to_devices(source.config, changes)).replace(**changes)
     assert fitted.tpu_size is not None
     use_virtual_devices(fitted.tpu_size)

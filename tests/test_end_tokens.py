@@ -1,6 +1,7 @@
 """The tokens that end answers: as for transformers, whoever generates, and kept by conversions."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,54 @@ def test_conversions_keep_the_end_tokens(folder, tmp_path):
     for name in ("config.json", "generation_config.json"):
         assert json.loads((again / name).read_text())["eos_token_id"] == [TURN, END]
     assert Source(again).config.end_tokens == [TURN, END]
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m.content }}]{% endfor %}"])
+def test_conversions_keep_the_chat_template_and_the_sampling_settings(folder, tmp_path, template):
+    """A template that is given once, too: in native checkpoints and for transformers."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    source, native = tmp_path / "source", tmp_path / "native"
+    shutil.copytree(folder, source)
+    own = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.5}
+    path = source / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | own | {"do_sample": True}))
+    convert(source, "hf", native, "native", chat_template=template)
+    config = Source(native).config
+    assert config.sampling == {"temp": 0.6, "top_k": 20, "repetition_penalty": 1.5}
+    assert config.chat_template == (template or TEMPLATE)
+    folders = [tmp_path / "once", tmp_path / "twice"]
+    convert(native, "native", folders[0], "hf")
+    convert(folders[0], "hf", folders[1], "hf")
+    for name in (path.name for path in folders[0].iterdir()):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
+    theirs = GenerationConfig.from_pretrained(folders[0])
+    assert {name: getattr(theirs, name) for name in own} == own
+    assert theirs.do_sample
+    assert theirs.eos_token_id == [TURN, END]
+    messages = [{"role": "user", "content": "Hello"}]
+    text = AutoTokenizer.from_pretrained(folders[0]).apply_chat_template(messages, tokenize=False)
+    assert text == ("[Hello]" if template else "<|start|>Hello<|turn|>")
+    # Another tokenizer has another template, unless it has none.
+    convert(native, "native", tmp_path / "other", "native", tokenizer=str(folder))
+    assert Source(tmp_path / "other").config.chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("sampling", "samples"),
+    [({"temp": 0}, False), ({"repetition_penalty": 1.5}, False), ({"top_k": 5}, True)],
+)
+def test_exports_sample_for_transformers_only_if_the_model_does(
+    folder, tmp_path, sampling, samples
+):
+    from transformers import GenerationConfig
+
+    config = Source(folder).config.replace(sampling=sampling)
+    convert(folder, "hf", tmp_path / "again", "hf", config=config)
+    theirs = GenerationConfig.from_pretrained(tmp_path / "again")
+    assert bool(theirs.do_sample) == samples
+    assert theirs.top_k in (None, 50, sampling.get("top_k"))
+    assert (theirs.repetition_penalty or 1) == sampling.get("repetition_penalty", 1)
 
 
 def test_a_model_that_is_loaded_with_a_config_keeps_its_end_tokens(folder):

@@ -86,7 +86,8 @@ def read(
         config and none is passed.
     """
     if source.kind in HUGGING_FACE:
-        return hf.read(source.path, config=config, dtype=dtype, lazy=lazy, drop_extra=drop_extra)
+        options = {"lazy": lazy, "drop_extra": drop_extra, "text_only": source.text_only}
+        return hf.read(source.path, config=config, dtype=dtype, **options)
     if source.adapters is not None:
         config, state = _merged(source, source.adapters, config, base, dtype)
         return config, state if lazy else in_memory(state)
@@ -144,8 +145,10 @@ def convert(
     step: int | None = None,
     trim_vocab: bool = False,
     tokenizer: str | None = None,
+    chat_template: str | None = None,
     base: AnyPath | None = None,
     drop_extra: bool = False,
+    text_only: bool = False,
     quantized: bool = False,
 ) -> ConversionResult:
     """Convert a checkpoint to another format, dtype or number of shards.
@@ -172,9 +175,12 @@ def convert(
       step: the step to convert, if `source` is a model folder (default: its newest).
       trim_vocab: whether to cut the padding off the vocabulary, if `target_kind` is "hf".
       tokenizer: the model's tokenizer, as `load_tokenizer` accepts it (default: the config's).
+      chat_template: the text of the model's chat template (default: that of `tokenizer`, if it has
+        one, or else the config's).
       base: if `source` holds adapters, the path of their base model (default: the path that
         `source` records).  With the target format "peft", the path or hub name to store.
       drop_extra: see `read`.
+      text_only: whether to convert the text part of a multi-modal model, a Hugging Face folder.
       quantized: whether to write matrices as 8-bit integers (Q8_0), if `target_kind` is "gguf".
 
     Raises:
@@ -185,20 +191,25 @@ def convert(
     check_format(target_kind)
     _check_target(target, target_kind)
     try:
-        opened = Source(step_of(source, source_kind, step), source_kind)
+        opened = Source(step_of(source, source_kind, step), source_kind, text_only=text_only)
         if target_kind == "peft":
             return _export_adapters(opened, target, base, dtype)
         described = opened.base(base) if opened.kind == "peft" else opened
         if config is not None and tokenizer is None and target_kind != "original":
             check_encoding(described.tokenizer, None, config.tokenizer, described.path)
         config = (config or described.config).merged()
-        config = described.with_end_tokens(config)
+        config = described.with_answer_keys(config)
         if source_kind in HUGGING_FACE and target_kind == "original":
             _check_rows(target, config, shards)
+        before = config.chat_template
         # Check before the long read that the tokenizer exists and fits the model.
         if tokenizer is not None:
-            config = config.replace(tokenizer=tokenizer)
-            Tokenizer.of(tokenizer, config, must_fit=True)
+            config = config.replace(tokenizer=tokenizer, chat_template=None)
+            own = Tokenizer.of(tokenizer, config, must_fit=True).loaded.chat_template or before
+            # A tokenizer with several templates keeps them.
+            chat_template = chat_template or (own if isinstance(own, str) else None)
+        if chat_template is not None:
+            config = config.replace(chat_template=chat_template)
         # Which formats can store the state of the config's optimizer.
         stores = {"native": True, "original": config.optimizer == "adam"}
         optimizer = not slim and stores.get(source_kind, False) and stores.get(target_kind, False)
@@ -370,6 +381,7 @@ def compare(
     target_kind: Format,
     config: Config,
     base: AnyPath | None = None,
+    text_only: bool = False,
 ) -> tuple[float, float]:
     """Compare the logits of two checkpoints on a fixed prompt, to check a conversion.
 
@@ -381,13 +393,14 @@ def compare(
       config: the config of the model.
       base: if the source holds adapters, the path of their base model (default: the path that the
         source records).
+      text_only: as for `convert`.
 
     Returns:
       The largest difference between the logits, and the largest difference to accept for the
       target's dtype.  Both are divided by the spread of the source's logits, which is their maximum
       minus their median.
     """
-    one, other = Source(source, source_kind), Source(target, target_kind)
+    one, other = Source(source, source_kind, text_only=text_only), Source(target, target_kind)
     # The vocabulary in a Hugging Face folder may lack the padding of the config's `n_vocab`.
     ends = (one, other)
     sizes = [opened.config.n_vocab for opened in ends if opened.kind in HUGGING_FACE]

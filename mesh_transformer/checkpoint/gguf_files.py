@@ -63,6 +63,7 @@ _SIZES = {
 _KEY_HEADS, _EPS = "attention.head_count_kv", "attention.layer_norm_rms_epsilon"
 _KEY_SIZE, _OTHER_SIZES = "attention.key_length", ("attention.value_length", "rope.dimension_count")
 _SAMPLING = "general.sampling."
+_SAMPLING_NAMES = {"repetition_penalty": "penalty_repeat"}  # where llama.cpp's name differs
 _ROPE, _SCALING, _LINEAR = "rope.freq_base", "rope.scaling.", "rope.scale_linear"
 _KNOWN = {  # keys that are read, or do not change the model
     *_SIZES,
@@ -153,7 +154,7 @@ def _check_other_keys(header: GgufHeader, name: str, size: int) -> None:
 
 def read_sampling(path: str) -> dict[str, Any]:
     """Return the model's sampling settings in a GGUF file, by Hugging Face's names."""
-    names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+    names = {ours: name for name, ours in _SAMPLING_NAMES.items()} | {"temp": "temperature"}
     metadata = read_header(path).metadata.items()
     own = {key.removeprefix(_SAMPLING): x for key, x in metadata if key.startswith(_SAMPLING)}
     return {names.get(key, key): value for key, value in own.items()}
@@ -458,6 +459,9 @@ def _metadata(values: dict[str, Any], config: Config, tokenizer: Any, kind: str)
     file_type = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}[kind]
     result = {"general.name": config.name, "general.file_type": file_type}
     result |= {"general.quantization_version": 2}
+    for key, value in config.sampling.items():
+        number = value if key == "top_k" else float(value)
+        result[f"{_SAMPLING}{_SAMPLING_NAMES.get(key, key)}"] = number
     result |= {f"{architecture_of(config)}.{key}": value for key, value in own.items()}
     result |= metadata_of(tokenizer, config.n_vocab)
     ends = dict.fromkeys(config.end_tokens or ())

@@ -21,6 +21,7 @@ from mesh_transformer.checkpoint.hf_config import (
     config_values,
     family_of,
     read_config,
+    text_tensors,
     write_configs,
 )
 from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
@@ -134,6 +135,7 @@ def read(
     dtype: DTypeLike | None = None,
     lazy: bool = False,
     drop_extra: bool = False,
+    text_only: bool = False,
 ) -> tuple[Config, dict[str, Any]]:
     """Return the config and the state of the model in a Hugging Face folder.
 
@@ -150,12 +152,13 @@ def read(
       lazy: whether to return `LazyLeaf`s, which are read from disk (and checked for damage) on use.
       drop_extra: whether to leave out tensors that are not part of the model, such as those of a
         value head, and print their names.  Otherwise they are an error.
+      text_only: whether the folder holds a multi-modal model, whose text part is read.
 
     Raises:
       InputError: if the folder does not hold a supported model, is damaged or inconsistent, or does
         not fit `config`.
     """
-    stored_config = read_config(folder)
+    stored_config = read_config(folder, text_only=text_only)
     if config is not None:
         _check_same(folder, stored_config, config)
     config = config or stored_config
@@ -166,7 +169,9 @@ def read(
         stored = gguf_files.find(folder, places, stored_config)
     else:
         optional = family.head_weights if stored_config.tie_head else ()
-        stored = _with_full_names(hf_files.find(folder, optional), stored_config, family)
+        stored = hf_files.find(folder, optional)
+        stored = text_tensors(stored) if text_only else stored
+        stored = _with_full_names(stored, stored_config, family)
     stored = _select_weights(folder, stored, places, drop_extra)
     _check_stored(stored, places, shapes(stored_config))
     dtypes = _leaf_dtypes(stored, places, _dtype(dtype))

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import math
 import os
+import re
 import sys
 from typing import Any
 
@@ -13,10 +14,16 @@ from mesh_transformer.checkpoint import gguf_files, hf_files, hf_layers
 from mesh_transformer.checkpoint.hf_families import FAMILIES, Family, Number
 from mesh_transformer.checkpoint.hf_files import write_json
 from mesh_transformer.checkpoint.state_tree import differing_keys
-from mesh_transformer.checkpoint.stored_tensors import DTYPES, have_equal_values, read_json
-from mesh_transformer.checkpoint.stored_tokenizer import tokenizer_in
+from mesh_transformer.checkpoint.stored_tensors import (
+    DTYPES,
+    StoredTensor,
+    have_equal_values,
+    read_json,
+)
+from mesh_transformer.checkpoint.stored_tokenizer import template_in, tokenizer_in
 from mesh_transformer.config import Config
 from mesh_transformer.data.gguf_header import is_gguf
+from mesh_transformer.generation.sampling_settings import sampler_settings
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
@@ -30,6 +37,10 @@ _ACTIVATIONS = {
     "relu2": "relu2",
 }
 _ROTARY_BASE = 10000
+_GENERATION = "generation_config.json"
+# Sampling settings: Hugging Face's names -> ours.
+_SAMPLING = {"temperature": "temp"}
+_SAMPLING |= {n: n for n in ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
 
 
 def family_of(config: Config) -> Family:
@@ -102,13 +113,16 @@ def _implied(family: Family, ours: dict[str, Any]) -> dict[str, Any]:
     return same | {key: value(ours) if callable(value) else value for key, value in implied}
 
 
-def read_config(folder: str) -> Config:
+def read_config(folder: str, *, text_only: bool = False) -> Config:
     """Return the config of the model that a folder's config.json, or a GGUF file, describes.
 
     Keys of `Config` without a counterpart in config.json keep their defaults.  The exception is
     `tokenizer`, which is set to the folder if the folder holds a tokenizer other than GPT-2's.  As
     in transformers 5, the output head is not tied if the weights hold one that differs from the
     embedding, whatever config.json says.
+
+    Args:
+      text_only: whether the folder holds a multi-modal model, whose text part is described.
 
     Raises:
       InputError: if the model is of another type, or is a variant that our model does not support.
@@ -117,7 +131,7 @@ def read_config(folder: str) -> Config:
         path, values = folder, gguf_files.read_config(folder)
     else:
         path = os.path.join(folder, "config.json")
-        values = read_json(path)
+        values = _text_part(path, read_json(path), text_only)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
@@ -174,7 +188,7 @@ def read_config(folder: str) -> Config:
         )
     ours["activation"] = _ACTIVATIONS[activation]
     ours["tie_head"] = hf_layers.flag(path, values, "tie_word_embeddings", family.tied)
-    if ours["tie_head"] and _has_own_head(folder, family):
+    if ours["tie_head"] and _has_own_head(folder, family, text_only):
         _report_own_head(path)
         ours["tie_head"] = False
     if model_type == "gpt_neox":
@@ -183,7 +197,38 @@ def read_config(folder: str) -> Config:
             ours["block"] = "gpt2"
     ours["tokenizer"] = tokenizer_in(folder)
     ours["end_tokens"] = _end_tokens(folder, values, ours["n_vocab"])
+    ours["chat_template"] = template_in(folder)
+    ours["sampling"] = _sampling(folder)
     return Config.from_dict(ours, path)
+
+
+def _text_part(path: str, values: dict[str, Any], text_only: bool) -> dict[str, Any]:
+    """Return what a config.json says about a model's text part; `values` if that is all of it."""
+    text = values.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+        if text_only:
+            raise InputError(f"{path}: the model has no text part of its own; remove --text-only")
+        return values
+    if not text_only:
+        kind = values.get("model_type")
+        raise InputError(
+            f"{path}: model_type is {kind!r}, a multi-modal model; only its text part is "
+            "supported, which mesh-transformer convert --text-only extracts"
+        )
+    # transformers ties the heads of these models by default, whatever the text part says.
+    whole = {"tie_word_embeddings": True} | values
+    keys = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+    return text | {key: whole[key] for key in keys if key in whole}
+
+
+def text_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a multi-modal model's text part, by their names in a model of text."""
+    names = {name: re.sub(r"^(model\.)?language_model\.", r"\1", name) for name in stored}
+    return {
+        new: stored[name]
+        for name, new in names.items()
+        if new != name or name.startswith("lm_head.")
+    }
 
 
 def _positive(path: str, values: dict[str, Any], key: str, number: Number) -> float | None:
@@ -193,7 +238,7 @@ def _positive(path: str, values: dict[str, Any], key: str, number: Number) -> fl
     return float(hf_layers.positive(path, key, value)) ** number.power
 
 
-def _has_own_head(folder: str, family: Family) -> bool:
+def _has_own_head(folder: str, family: Family, text_only: bool) -> bool:
     """Return whether a folder's weights hold an output head other than the embedding's matrix.
 
     False if the weights cannot be read, which is reported when they are loaded.
@@ -201,6 +246,7 @@ def _has_own_head(folder: str, family: Family) -> bool:
     bare = family.embedding_weight.removeprefix(family.prefix)
     try:
         stored = hf_files.find(folder, optional=family.head_weights)
+        stored = text_tensors(stored) if text_only else stored
         tensors = {name: x for name, x in stored.items() if x.dtype in DTYPES}
         head, embedding = (
             next((tensors[name] for name in names if name in tensors), None)
@@ -275,11 +321,9 @@ def _end_tokens(folder: str, values: dict[str, Any], n_vocab: int) -> list[int] 
       values: the content of config.json.
     """
     path, name = os.path.join(folder, "config.json"), "eos_token_id"
-    generation = os.path.join(folder, "generation_config.json")
-    if files.is_file(generation):
-        settings = read_json(generation)
-        if settings.get(name) is not None:
-            path, values = generation, settings
+    generation = os.path.join(folder, _GENERATION)
+    if (settings := _generation(folder)).get(name) is not None:
+        path, values = generation, settings
     ids = values.get(name)
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if any(type(number) is not int for number in ids):
@@ -288,6 +332,29 @@ def _end_tokens(folder: str, values: dict[str, Any], n_vocab: int) -> list[int] 
             "file again"
         )
     return [number for number in ids if 0 <= number < n_vocab] or None
+
+
+def _generation(folder: str) -> dict[str, Any]:
+    """Return the content of a folder's generation_config.json; {} if there is none."""
+    path = os.path.join(folder, _GENERATION)
+    return read_json(path) if files.is_file(path) else {}
+
+
+def _sampling(folder: str) -> dict[str, float]:
+    """Return the sampling settings of a folder or GGUF file, by our names; often none.
+
+    Raises:
+      InputError: if a setting is not a number in its range.
+    """
+    where, values = os.path.join(folder, _GENERATION), _generation(folder)
+    if is_gguf(folder):
+        where, values = folder, gguf_files.read_sampling(folder)
+    own = {ours: x for name, ours in _SAMPLING.items() if (x := values.get(name)) is not None}
+    try:
+        sampler_settings(own, ())
+    except InputError as error:
+        raise InputError(f"{where}: {error}; correct the file") from None
+    return own
 
 
 def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, tokenizer: Any) -> None:
@@ -303,8 +370,13 @@ def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, token
     # transformers 5 reads dtype, transformers 4 reads torch_dtype.
     values |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     write_json(os.path.join(folder, "config.json"), values | tokens)
-    generation = {"_from_model_config": True} | tokens
-    write_json(os.path.join(folder, "generation_config.json"), generation)
+    sampling = {key: x for key, x in config.sampling.items() if x or key != "temp"}
+    own = {name: sampling[ours] for name, ours in _SAMPLING.items() if ours in sampling}
+    # With `_from_model_config`, transformers takes the file for a copy of config.json.  Without
+    # `do_sample`, it generates greedily, which is how it has a temperature of 0.
+    samples = sampling == config.sampling and sampling.keys() - {"repetition_penalty"}
+    generation = own | ({"do_sample": True} if samples else {}) or {"_from_model_config": True}
+    write_json(os.path.join(folder, _GENERATION), generation | tokens)
 
 
 def config_values(

@@ -436,7 +436,8 @@ FAMILIES |= {
     "gemma3_text": _GEMMA2._replace(
         title="Gemma 3",
         architecture="Gemma3ForCausalLM",
-        defaults=_GEMMA2.defaults | {"max_position_embeddings": 131072},
+        defaults=_GEMMA2.defaults
+        | {"max_position_embeddings": 131072, "vocab_size": 262208, "num_attention_heads": 8},
         implied=_GEMMA2.implied | {"qk_norm": "head"},
         numbers=_GEMMA2.numbers
         | {

@@ -8,7 +8,6 @@ from typing import Any
 from etils import epath
 
 from mesh_transformer.checkpoint import (
-    gguf_files,
     hf_config,
     hf_files,
     native,
@@ -20,17 +19,12 @@ from mesh_transformer.checkpoint.adapters import BASE_MOVED_ADVICE, Base, saved_
 from mesh_transformer.checkpoint.formats import HUGGING_FACE, Format, check_format
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.step_folders import committed_steps, step_number
-from mesh_transformer.checkpoint.stored_tensors import read_json
 from mesh_transformer.config import Config
-from mesh_transformer.data.gguf_header import is_gguf
+from mesh_transformer.data.gguf_header import SUFFIX, is_gguf
 from mesh_transformer.data.tokenizer import TOKENIZER_FILES
-from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import AnyPath, check_bucket, local_path
 from mesh_transformer.util import InputError
-
-# Sampling settings that have the same names at Hugging Face and here.
-_SAMPLING = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 
 
 class Source:
@@ -48,11 +42,12 @@ class Source:
         step in it; None for other formats.
     """
 
-    def __init__(self, path: AnyPath, kind: Format | None = None):
+    def __init__(self, path: AnyPath, kind: Format | None = None, *, text_only: bool = False):
         """Open the checkpoint at `path`.
 
         Args:
           kind: the checkpoint's format (default: detected).
+          text_only: whether it is a multi-modal model of Hugging Face's, whose text part is meant.
 
         Raises:
           InputError: if `kind` is not a format, or if there is no checkpoint at `path`.  The latter
@@ -61,6 +56,7 @@ class Source:
         if kind is not None:
             check_format(kind)
         self.path = snapshot_of(local_path(path))
+        self.text_only = text_only
         self.step: SavedStep | None = None
         if kind is None and is_gguf(self.path) and files.is_file(self.path):
             kind = "gguf"
@@ -119,7 +115,7 @@ class Source:
         if self.step is not None:
             return Config.from_dict(self.step.config, f"{self.path}: saved config")
         if self.kind in HUGGING_FACE:
-            return hf_config.read_config(self.path)
+            return hf_config.read_config(self.path, text_only=self.text_only)
         if self.adapters is not None:
             return self.read_adapters(None)[0]
         raise InputError(
@@ -136,43 +132,39 @@ class Source:
             return None
         return None if self.kind == "original" else self.config.tokenizer
 
-    @functools.cached_property
-    def sampling(self) -> dict[str, float]:
-        """The model's own sampling settings, by the names of `SamplingOptions`; often none.
+    @property
+    def name(self) -> str:
+        """The model's name: that of its folder or GGUF file, or on Hugging Face's hub."""
+        path = self.path.rstrip("/")
+        if step_number(path) is not None:  # the model folder's name
+            path = os.path.dirname(path)
+        *_, above, parent, name = ["", "", *path.split("/")]
+        if parent == "snapshots" and above.startswith("models--"):
+            return above.removeprefix("models--").replace("--", "/")
+        return name.removesuffix(SUFFIX)
 
-        They are those in a Hugging Face folder's generation_config.json, or a GGUF file's metadata.
+    def with_answer_keys(self, config: Config, *, same_tokenizer: bool = False) -> Config:
+        """Return a config of the model with the checkpoint's keys about answers that it lacks.
 
-        Raises:
-          InputError: if a setting is not a number in its range.
-        """
-        where, values = self.path, {}
-        if self.kind == "gguf":
-            values = gguf_files.read_sampling(self.path)
-        elif self.kind == "hf":
-            where = os.path.join(self.path, "generation_config.json")
-            values = read_json(where) if files.is_file(where) else {}
-        names = {"temperature": "temp"} | {name: name for name in _SAMPLING}
-        own = {ours: x for name, ours in names.items() if (x := values.get(name)) is not None}
-        try:
-            sampler_settings(own, ())
-        except InputError as error:
-            raise InputError(f"{where}: {error}; correct the file") from None
-        return own
-
-    def with_end_tokens(self, config: Config, *, same_tokenizer: bool = False) -> Config:
-        """Return a config of the model with the checkpoint's end tokens, unless it has its own.
-
-        A config with another tokenizer, whose ids have other meanings, is returned unchanged.
+        These are `end_tokens`, `chat_template` and `sampling`.  A config with another tokenizer,
+        whose ids have other meanings, is returned unchanged.
 
         Args:
           same_tokenizer: whether the tokenizers are known to be the same, whatever their names.
         """
-        if self.kind == "original" or config.end_tokens is not None:
+        if self.kind == "original":
             return config
-        if not same_tokenizer and config.tokenizer != self.config.tokenizer:
+        own = self.config
+        if not same_tokenizer and config.tokenizer != own.tokenizer:
             return config
-        ids = self.config.end_tokens
-        return config.replace(end_tokens=ids and [n for n in ids if n < config.n_vocab])
+        ids = own.end_tokens and [n for n in own.end_tokens if n < config.n_vocab]
+        return config.replace(
+            end_tokens=ids if config.end_tokens is None else config.end_tokens,
+            chat_template=own.chat_template
+            if config.chat_template is None
+            else config.chat_template,
+            sampling=config.sampling or own.sampling,
+        )
 
     @functools.cached_property
     def adapters(self) -> Base | None:

@@ -8,6 +8,7 @@ from mesh_transformer.checkpoint.stored_tensors import read_json
 from mesh_transformer.data.gguf_header import is_gguf, read_header
 from mesh_transformer.data.gguf_tokenizer import has_tokenizer
 from mesh_transformer.data.same_tokenizer import is_gpt2
+from mesh_transformer.data.tokenizer import TEMPLATE
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
@@ -38,6 +39,19 @@ def tokenizer_in(folder: str) -> str:
         if digest == _GPT2_DIGEST and is_gpt2(folder):  # the second check takes seconds
             return "gpt2"
     return local_path(folder)
+
+
+def template_in(folder: str) -> str | None:
+    """Return the chat template in a folder or GGUF file; None if there is none, or several."""
+    if is_gguf(folder):
+        return read_header(folder).get("tokenizer.chat_template", str, "") or None
+    jinja, config = (os.path.join(folder, name) for name in (TEMPLATE, "tokenizer_config.json"))
+    if files.is_file(jinja):
+        with files.open_file(jinja) as file:
+            return file.read().decode("utf-8", "replace")
+    values = read_json(config) if files.is_file(config) else {}
+    template = values.get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def _read_vocabulary(path: str) -> Any:

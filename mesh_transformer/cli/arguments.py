@@ -139,6 +139,7 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="if the newest checkpoint is damaged, resume from the newest intact one before it",
     )
+    add_template_argument(parser)
     parser.add_argument(
         "--version",
         type=int,
@@ -154,6 +155,15 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_template_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the flag --chat-template of commands that store a model."""
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template to store with the model, or plain (default: the model's own, if any)",
+    )
+
+
 def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     """Return (config, model folder, options) from the values of `run_parser`'s flags.
 
@@ -167,13 +177,19 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     if args.mode == "eval_all" and args.tune_model_path is not None:
         raise InputError("--mode eval_all scores a model folder; give it as --model-dir")
     config = load_config(args, args.version)
+    if args.chat_template is not None:
+        from mesh_transformer.data.chat import template_text
+
+        config = config.replace(chat_template=template_text(args.chat_template))
     folder = args.model_dir or config.model_folder()
     base = args.tune_model_path or config.tune_model_path
     if args.fresh_opt and base is None:
         raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
     base = args.tune_model_path if args.mode in EVAL_MODES else base
     existing = [] if getattr(args, "new", False) else [folder]  # --new deletes the run there
-    config = _based_on([*filter(None, [base]), *existing], config)
+    # A run that is resumed has its own keys about answers, such as --chat-template.
+    paths = [base, *existing] if args.mode in EVAL_MODES else [*existing, base]
+    config = _based_on([*filter(None, paths)], config)
     if args.mode == "train" and config.watched_set is not None:
         raise InputError(
             f"--mode train does not score {config.watched_set}, which keep_best and early_stop "
@@ -196,7 +212,8 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
 def _based_on(paths: Sequence[str], config: Config) -> Config:
     """Return the config for using the model at the first of some paths that has one.
 
-    The model's `end_tokens` are used, unless the config sets its own.
+    The model's `end_tokens`, `chat_template` and `sampling` are used, unless the config sets its
+    own.
 
     Raises:
       InputError: if the model has another tokenizer than the config.
@@ -206,7 +223,7 @@ def _based_on(paths: Sequence[str], config: Config) -> Config:
     for path in paths:
         if source := _stored(path):
             check_encoding(source.tokenizer, None, config.tokenizer, f"the model {path}")
-            return source.with_end_tokens(config, same_tokenizer=True)
+            return source.with_answer_keys(config, same_tokenizer=True)
     return config
 
 

@@ -13,7 +13,13 @@ from typing import Any
 
 from mesh_transformer.checkpoint.formats import ALL_FORMATS, HUGGING_FACE
 from mesh_transformer.checkpoint.host_arrays import FLOATS
-from mesh_transformer.cli.arguments import Parser, add_config_arguments, load_config, settings
+from mesh_transformer.cli.arguments import (
+    Parser,
+    add_config_arguments,
+    add_template_argument,
+    load_config,
+    settings,
+)
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, StoppedError
 
@@ -67,6 +73,7 @@ def parse_args() -> argparse.Namespace:
         "--tokenizer",
         help="with --to hf, gguf or native: folder, hub name or gpt2 (default: the config's)",
     )
+    add_template_argument(parser)
     parser.add_argument(
         "--base",
         metavar="PATH",
@@ -78,6 +85,11 @@ def parse_args() -> argparse.Namespace:
         action="store_true",
         help="with --from hf or gguf: leave out tensors that are not part of the model, such as "
         "v_head.*, and print their names (default: an error)",
+    )
+    parser.add_argument(
+        "--text-only",
+        action="store_true",
+        help="with --from hf: convert the text part of a multi-modal model, such as gemma3",
     )
     parser.add_argument(
         "--verify",
@@ -93,12 +105,15 @@ def parse_args() -> argparse.Namespace:
         ("--shards", args.shards is not None, "original"),
         ("--trim-vocab", args.trim_vocab, "hf"),
         ("--tokenizer", args.tokenizer is not None, "hf, gguf or native"),
+        ("--chat-template", args.chat_template is not None, "hf, gguf or native"),
         ("--dtype q8_0", args.dtype == "q8_0", "gguf"),
     ):
         if is_given and args.target[0] not in re.findall(r"\w+", kind):
             raise InputError(f"{flag} requires --to {kind}; remove {flag}")
     if args.drop_extra and args.source[0] not in HUGGING_FACE:
         raise InputError("--drop-extra requires --from hf or gguf; remove --drop-extra")
+    if args.text_only and args.source[0] != "hf":
+        raise InputError("--text-only requires --from hf; remove --text-only")
     return args
 
 
@@ -128,7 +143,8 @@ def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
         return load_config(args)
     if not changes:
         return None
-    return Source(conversion.step_of(source, kind, args.step)).config.replace(**changes)
+    path = conversion.step_of(source, kind, args.step)
+    return Source(path, text_only=args.text_only).config.replace(**changes)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -138,6 +154,7 @@ def run(args: argparse.Namespace) -> None:
       StoppedError: if the logits differ by more than rounding errors can explain.
     """
     from mesh_transformer.checkpoint import conversion
+    from mesh_transformer.data.chat import template_text
 
     (source_kind, source), (target_kind, target) = args.source, args.target
     written = conversion.convert(
@@ -152,8 +169,10 @@ def run(args: argparse.Namespace) -> None:
         step=args.step,
         trim_vocab=args.trim_vocab,
         tokenizer=args.tokenizer,
+        chat_template=None if args.chat_template is None else template_text(args.chat_template),
         base=args.base,
         drop_extra=args.drop_extra,
+        text_only=args.text_only,
         quantized=args.dtype == "q8_0",
     )
     optimizer = ", with the optimizer" if written.optimizer else ""
@@ -166,7 +185,7 @@ def run(args: argparse.Namespace) -> None:
     if args.verify:
         source = conversion.step_of(source, source_kind, args.step)
         difference, bound = conversion.compare(
-            source, source_kind, target, target_kind, written.config, args.base
+            source, source_kind, target, target_kind, written.config, args.base, args.text_only
         )
         print(f"logits differ by {difference:.1e} of their spread; {bound:.0e} is the limit")
         if not difference <= bound:
@@ -174,7 +193,7 @@ def run(args: argparse.Namespace) -> None:
                 f"{target}: its logits differ from those of {source}; do not use the new checkpoint"
             )
         for kind, path in ((source_kind, source), (target_kind, target)):
-            if kind in HUGGING_FACE:
+            if kind in HUGGING_FACE and not (args.text_only and path == source):
                 _verify_with_torch(path)
 
 

@@ -46,17 +46,20 @@ def main() -> None:
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.chat import template_to_chat
     from mesh_transformer.data.tokenizer import Tokenizer
+    from mesh_transformer.generation.sampling_settings import sampler_settings
     from mesh_transformer.serving.repl import COMMANDS, COMPILING, Repl, Settings
 
     # This comes before the model is loaded, which takes long, so that errors appear at once.
     model = path if config else Source(path)
-    tokenizer = Tokenizer.of(None, config or Source.of(model).config, must_fit=True).loaded
+    own_config = config or Source.of(model).config
+    tokenizer = Tokenizer.of(None, own_config, must_fit=True).loaded
     template = template_to_chat(tokenizer, args.chat_template)
     names = {"temperature": "temp"} | {name: name for name in COMMANDS}
     given = {
         ours: x for name, ours in names.items() if (x := getattr(args, name, None)) is not None
     }
-    own: dict[str, Any] = Source.of(model).sampling | given
+    sampler_settings(own_config.sampling, ())  # raises if one is wrong
+    own: dict[str, Any] = own_config.sampling | given
     settings = Settings(**own)
     with running_model(args, model, config, only_generate=True) as network:
         repl = Repl(network, tokenizer, settings, template)

@@ -30,7 +30,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--name",
         action="append",
-        help="model name for clients (repeatable; default: the config's name)",
+        help="model name for clients (repeatable; default: the config's name, or the file's or "
+        "folder's)",
     )
     parser.add_argument(
         "--any-name",
@@ -123,13 +124,16 @@ def adapter(text: str) -> tuple[str, str]:
     return name, folder
 
 
-def names_of(args: argparse.Namespace, config: Config) -> dict[str, int]:
+def names_of(args: argparse.Namespace, default: str) -> dict[str, int]:
     """Return the names for clients, each with the number of its adapter, 0 for the model itself.
+
+    Args:
+      default: the model's name, if --name gives none.
 
     Raises:
       InputError: if a name is empty, or an adapter has the name of another model.
     """
-    names = dict.fromkeys(args.name or [config.name], 0)
+    names = dict.fromkeys(args.name or [default], 0)
     if "" in names:
         raise InputError("--name is empty; give a name")
     for number, (name, _) in enumerate(args.adapter, 1):
@@ -179,6 +183,7 @@ def main() -> None:
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.chat import template_to_chat
     from mesh_transformer.data.tokenizer import Tokenizer
+    from mesh_transformer.generation.sampling_settings import sampler_settings
     from mesh_transformer.serving.app import create_app
     from mesh_transformer.serving.engine import Engine
     from mesh_transformer.serving.metrics import Metrics
@@ -193,9 +198,10 @@ def main() -> None:
         own_config = config or Source.of(model).config
         tokenizer = Tokenizer.of(None, own_config, must_fit=True).loaded
         template = template_to_chat(tokenizer, args.chat_template)
-        chat = template and template.prompt
-        sampling = Source.of(model).sampling
-        names = names_of(args, own_config)
+        sampling = own_config.sampling
+        sampler_settings(sampling, ())  # raises if one is wrong
+        unnamed = own_config.name == Config.name
+        names = names_of(args, Source.of(model).name if unnamed else own_config.name)
         draft = draft_of(args, own_config)
         folders = [folder for _, folder in args.adapter]
         with running_model(
@@ -219,7 +225,15 @@ def main() -> None:
             max_tokens = args.max_tokens or network.config.window
             ends = ends_of(map(Source, folders))
             service = Service(
-                names, engine, tokenizer, metrics, max_tokens, chat, args.any_name, ends, sampling
+                names,
+                engine,
+                tokenizer,
+                metrics,
+                max_tokens,
+                template,
+                args.any_name,
+                ends,
+                sampling,
             )
             log = sys.stderr if args.log_requests else None
             app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host], log)

@@ -6,11 +6,13 @@ A chat template is a program in the language Jinja, in the form that transformer
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, cycle, pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mesh_transformer.data.inputs import BadInputError, BadInputHandler
+from mesh_transformer.data.reasoning import CLOSE, OPEN, Reasoning
 from mesh_transformer.data.tables import replace_surrogates
 from mesh_transformer.data.tokenizer import (
     answer_spans,
@@ -236,6 +238,7 @@ class ChatTemplate:
 
     Attributes:
       source: where the template is from, to be printed.
+      thinks: whether answers may begin with reasoning between marks.
 
     Raises:
       InputError: at construction, if the template is not valid.
@@ -246,6 +249,7 @@ class ChatTemplate:
         self.template = template or own or PLAIN
         self.source = source if template else "the tokenizer's" if own else "plain"
         self._tokenizer = tokenizer
+        self.thinks = OPEN in self.template or CLOSE in self.template
         self._is_marked = bool(MARKED.search(self.template))
         check_chat_template(self.template)
 
@@ -276,20 +280,47 @@ class ChatTemplate:
             )
         return segments
 
-    def prompt(self, messages: list[Message], *, add: bool = True, unfinished: bool = False) -> str:
+    def takes(self, name: str) -> bool:
+        """Return whether the template has a variable of this name (or at least the word)."""
+        return name.isidentifier() and bool(re.search(rf"\b{name}\b", self.template))
+
+    def reasoning(self, prompt: str, continued: str = "") -> Reasoning | None:
+        """Return what separates the reasoning in an answer; None if there is none.
+
+        Args:
+          prompt: the text of the prompt.
+          continued: the beginning of the answer, if the prompt has it.
+        """
+        is_open = prompt.rstrip().endswith(OPEN) or continued.rfind(OPEN) > continued.rfind(CLOSE)
+        return Reasoning(is_open) if self.thinks else None
+
+    def prompt(
+        self,
+        messages: list[Message],
+        *,
+        add: bool = True,
+        unfinished: bool = False,
+        values: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Return the text of a conversation, and what comes before the next answer.
 
         Args:
           add: whether to add what comes before an answer.
           unfinished: whether the last message is the beginning of the answer, after whose content
             the text ends.
+          values: of other variables of the template, such as `tools` or `enable_thinking`.
 
         Raises:
           BadInputError: if the template cannot render the conversation.
         """
         try:
             return render_chat(
-                self._tokenizer, messages, self.template, prompt=add, unfinished=unfinished
+                self._tokenizer,
+                messages,
+                self.template,
+                prompt=add,
+                unfinished=unfinished,
+                values=values,
             )
         except Exception as error:  # the template is a program
             raise _failure(error) from error
@@ -338,14 +369,22 @@ def read_template(tokenizer: Any, path: str | None) -> ChatTemplate | None:
     Raises:
       InputError: if the file cannot be read, or is not a template.
     """
-    if path is None:
-        return None
+    return None if path is None else ChatTemplate(tokenizer, template_text(path), path)
+
+
+def template_text(path: str) -> str:
+    """Return the chat template in a file, or `PLAIN` if `path` is "plain".
+
+    Raises:
+      InputError: if the file cannot be read, or is not a template.
+    """
     if path == "plain":
-        return ChatTemplate(tokenizer, PLAIN, path)
+        return PLAIN
     try:
         with open_file(path) as file:
             text = file.read().decode()
-        return ChatTemplate(tokenizer, text, path)
+        check_chat_template(text)
+        return text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise InputError(f"--chat-template {path} cannot be read ({reason})") from error

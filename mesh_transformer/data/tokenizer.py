@@ -12,8 +12,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -222,6 +223,7 @@ def render_chat(
     *,
     prompt: bool = False,
     unfinished: bool = False,
+    values: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return the text of a conversation.
 
@@ -229,6 +231,7 @@ def render_chat(
       template: the chat template.
       prompt: whether to add what comes before an answer.
       unfinished: whether to leave out what comes after the last message's content.
+      values: of other variables of the template.
 
     Raises:
       Exception: whatever the template raises.
@@ -239,6 +242,7 @@ def render_chat(
         tokenize=False,
         add_generation_prompt=prompt,
         continue_final_message=unfinished,
+        **values,
     )
     return rendered
 
@@ -406,6 +410,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -413,7 +418,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE,
     "tokenizer.model",
     "vocab.txt",
     "spiece.model",
@@ -428,15 +433,17 @@ class Tokenizer(NamedTuple):
 
     Attributes:
       source: the folder or name that the tokenizer was loaded from (see `load_tokenizer`).
-      loaded: the tokenizer object of transformers.
+      loaded: the tokenizer object of transformers, with the config's chat template, if it has one.
       fits: whether the tokenizer's own vocabulary is within the model's.  Tokens that were added to
         it, such as a padding token, may lie outside, as for transformers; a text with such a token
         is refused where it is used.
+      replaced: whether the chat template is not the tokenizer's own.
     """
 
     source: str
     loaded: Any  # an instance of a class of transformers
     fits: bool
+    replaced: bool = False
 
     @classmethod
     def of(cls, chosen: str | None, config: Config, must_fit: bool) -> "Tokenizer":
@@ -461,6 +468,9 @@ class Tokenizer(NamedTuple):
                 f"{error}; if the model's own tokenizer is gone, name another with --tokenizer or "
                 "the config key tokenizer"
             ) from None
+        replaced = config.chat_template not in (None, loaded.chat_template)
+        if replaced:
+            loaded.chat_template = config.chat_template
         added = loaded.added_tokens_decoder
         fits = loaded.vocab_size - len(added) <= config.n_vocab
         if fits:  # otherwise, the vocabulary, a dict of some MB, need not be made
@@ -471,7 +481,7 @@ class Tokenizer(NamedTuple):
                 f"tokenizer {source} has {len(loaded)} tokens, more than n_vocab {config.n_vocab}; "
                 "name the model's own with --tokenizer or the config key tokenizer"
             )
-        return cls(source, loaded, fits)
+        return cls(source, loaded, fits, replaced)
 
     def save(self, folder: str) -> None:
         """Save the tokenizer in Hugging Face's format.
@@ -493,13 +503,16 @@ class Tokenizer(NamedTuple):
                 Path(folder, path.rpartition("/")[2]).write_bytes(file.read())
         if not present:
             self.loaded.save_pretrained(folder)
+        elif self.replaced:
+            Path(folder, TEMPLATE).write_text(self.loaded.chat_template, "utf-8")
         make_portable(folder)
 
 
 def make_portable(folder: AnyPath) -> None:
     """Let releases 4 of transformers load a tokenizer that release 5 has saved in a folder.
 
-    Release 5 has other names for a class and for a key; it knows the old ones, too.
+    Release 5 has other names for a class and for a key; it knows the old ones, too.  Early releases
+    4 would not see that a file with the chat template replaces the key of tokenizer_config.json.
     """
     path = Path(folder) / "tokenizer_config.json"
     values = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -508,6 +521,8 @@ def make_portable(folder: AnyPath) -> None:
         values["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(values.get("extra_special_tokens"), list):
         values["additional_special_tokens"] = values.pop("extra_special_tokens")
+    if (Path(folder) / TEMPLATE).is_file():
+        values.pop("chat_template", None)
     if values != before:
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

@@ -70,7 +70,7 @@ def evaluate_all(
 def _settings(network: TrainableNetwork) -> dict[str, Any]:
     """Return what a row's values depend on, besides the step: config keys, and the batch size."""
     keys = ("val_set", "val_batches", "seq", "eval_harness_tasks", "eval_harness_limit")
-    keys += ("tokenizer", "end_tokens", "dtype", "weight_bits", "int8_cache")
+    keys += ("tokenizer", "end_tokens", "chat_template", "dtype", "weight_bits", "int8_cache")
     settings = {key: getattr(network.config, key) for key in keys}
     return settings | {"val_batch": validation.batch_size(network)}
 

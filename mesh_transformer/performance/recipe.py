@@ -44,7 +44,7 @@ CPU_SLOWDOWN = 2.0
 
 # The config keys of a base model that its fine-tuning keeps.
 KEPT = {field.name for field in dataclasses.fields(Architecture)} - {"seq"}
-KEPT |= {"version", "partitioning", "tokenizer", "end_tokens"}
+KEPT |= {"version", "partitioning", "tokenizer", "end_tokens", "chat_template", "sampling"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.reasoning import Reasoning
 from mesh_transformer.data.special_tokens import BYTE_TOKEN, beginning, end_tokens, special_tokens
 from mesh_transformer.data.tokenizer import byte_decoder
 from mesh_transformer.generation.text_stream import CONTEXT, TextStream
@@ -110,14 +111,19 @@ class Piece:
     All pieces together, in order, are the complete answer.
 
     Attributes:
-      text: the piece's text.
+      text: the piece's text, without reasoning.
       token_offsets: the piece's tokens, with their offsets in the complete answer.
       finish: for the last piece, why the answer has ended ("stop" or "length"); else None.
+      reasoning: the piece's reasoning, which comes before the text.
     """
 
     text: str
     token_offsets: list[TokenOffset]
     finish: Finish | None = None
+    reasoning: str = ""
+
+
+EMPTY = Piece("", [])
 
 
 class Offsets:
@@ -199,6 +205,7 @@ class Answer:
       ends: the ids of the tokens that end the answer and are not part of the text.
       echo: the prompt, if the answer begins with the prompt, else None.  Logprobs may be added to
         `echo` until the first call of `feed`.
+      reasoning: separates the reasoning in the answer; None if there is none.
 
     Attributes:
       tokens: number of generated tokens, including one of `ends` and those of a stop sequence.
@@ -212,8 +219,10 @@ class Answer:
         stop: Sequence[str],
         ends: frozenset[int],
         echo: Echo | None,
+        reasoning: Reasoning | None = None,
     ):
         self.tokens = 0
+        self._reasoning = reasoning
         self.finish: Finish | None = None
         self._ends, self._special = ends, words.special
         self._echo = echo
@@ -249,7 +258,10 @@ class Answer:
             ]
         final = [spot for spot in self._token_offsets if self.finish or spot.offset < self._length]
         del self._token_offsets[: len(final)]
-        return Piece(text, final, self.finish)
+        if self._reasoning is None:
+            return Piece(text, final, self.finish)
+        reasoning, text = self._reasoning.push(text, last=self.finish is not None)
+        return Piece(text, final, self.finish, reasoning)
 
     def _add(self, token: Token) -> str:
         """Add a token, and return the new text that later tokens can no longer change."""

@@ -354,6 +354,11 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
             "created": service.created,
             "owned_by": "mesh-transformer",
             "context_window": config.window,
+            "chat": service.template is not None,
+            "thinking": service.template is not None and service.template.takes("enable_thinking"),
+            "sampling": {
+                "temperature" if key == "temp" else key: x for key, x in service.sampling.items()
+            },
         }
 
     @app.get("/v1/models")

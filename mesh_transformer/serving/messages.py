@@ -35,6 +35,7 @@ MESSAGE = {
     "name": TEXT,
     "type": _Key(lambda value: value in ("message", "text"), "message or text"),
     "refusal": TEXT,
+    "reasoning_content": TEXT,
     "tool_calls": NONE_CALLED,
     "annotations": _Key(lambda value: value == [], "an empty list"),
 }
@@ -68,8 +69,8 @@ def _message(value: Any, where: str) -> dict[str, Any]:
             _checked(part, PART, place, PART) for part, place in zip(content, places, strict=True)
         ]
         content = "".join(part["text"] for part in parts)
-    name = {"name": message["name"]} if message.get("name") else {}
-    return {"role": message["role"], "content": content, **name}
+    others = {key: message[key] for key in ("name", "reasoning_content") if message.get(key)}
+    return {"role": message["role"], "content": content, **others}
 
 
 def _checked(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.data.chat import ChatTemplate
+from mesh_transformer.data.reasoning import Reasoning, without_marks
 from mesh_transformer.data.special_tokens import (
     before_end,
     end_tokens,
@@ -167,12 +168,13 @@ class Repl:
         """Yield (text, number of tokens) for each piece of the answer as it is generated.
 
         The answer ends after `settings.length` tokens, at the stop text, or at a token that ends
-        answers.  Special tokens have no text.
+        answers.  Special tokens have no text.  Reasoning is printed to stderr.
         """
         settings, special = self.settings, special_tokens(self._tokenizer)
+        tokens, reasoning = self._prompt(prompt)
+        special = special if reasoning is None else without_marks(special)
         ends = end_tokens(self._tokenizer, self._network.config)
         ends |= {number for number, name in special.items() if name == settings.stop}
-        tokens = self._tokens(prompt)
         window = self._network.config.window
         if len(tokens) > window:
             _message(
@@ -185,17 +187,21 @@ class Repl:
         for new in self._generate(tokens, settings):
             kept = before_end(new, ends)
             text = stream.push([token for token in kept if token not in special])
-            yield text, len(kept)
+            yield _content(text, reasoning), len(kept)
             if stream.stopped or len(kept) < len(new):
                 break
-        yield stream.finish(), 0
+        yield _content(stream.finish(), reasoning, last=True), 0
 
-    def _tokens(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt or, in a chat, of the conversation so far."""
+    def _prompt(self, prompt: str) -> tuple[list[int], Reasoning | None]:
+        """Return the token ids of a prompt or, in a chat, of the conversation so far.
+
+        The second result separates the reasoning in the answer, if there may be any.
+        """
         if self._template is None:
-            return prompt_tokens(self._tokenizer, prompt)
+            return prompt_tokens(self._tokenizer, prompt), None
         text = self._template.prompt([*self._messages, {"role": "user", "content": prompt}])
-        return prompt_tokens(self._tokenizer, text, whole=True)
+        tokens = prompt_tokens(self._tokenizer, text, whole=True)
+        return tokens, self._template.reasoning(text)
 
     def _generate(self, prompt: list[int], settings: Settings) -> Iterator[list[int]]:
         """Yield an answer's tokens in lists that each take about `PIECE_SECONDS` to generate."""
@@ -228,6 +234,19 @@ def _line_editing() -> Iterator[None]:
         with contextlib.suppress(OSError):
             history.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(history)
+
+
+def _content(text: str, separator: Reasoning | None, *, last: bool = False) -> str:
+    """Return the content in a piece of an answer, and print the reasoning in it to stderr."""
+    if separator is None:
+        return text
+    thinks = separator.thinks
+    reasoning, content = separator.push(text, last=last)
+    if thinks or separator.thinks or reasoning:
+        faint = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+        end = "" if separator.thinks and not last else "\n"
+        print(reasoning.join(faint), end=end, file=sys.stderr, flush=True)
+    return content
 
 
 def _message(line: str) -> None:

@@ -8,7 +8,7 @@ import hmac
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -166,6 +166,8 @@ FORMAT = (
 )
 MESSAGES = f"a list of 1 to {MOST_MESSAGES} messages, each an object with a role and a content"
 NO_TOOLS = "no tools, as they are not supported"
+MOST_TOOLS = 128
+TOOLS = f"a list of at most {MOST_TOOLS} objects"
 
 
 def _field(default: Any, expected: str, **limits: Any) -> Any:
@@ -328,21 +330,27 @@ class CompletionRequest(SamplingRequest):
 class ChatRequest(SamplingRequest):
     """The body of `POST /v1/chat/completions`.
 
-    `max_completion_tokens` is a newer name of `max_tokens`, and `continue_final_message` and
-    `add_generation_prompt` are as in vLLM.  Of the last fields, many clients send the values that
-    change nothing.
+    `max_completion_tokens` is a newer name of `max_tokens`, and `continue_final_message`,
+    `add_generation_prompt` and `chat_template_kwargs` are as in vLLM.  The chat template gets the
+    `tools`; calls in the answer are part of its text.  Of the last fields, many clients send the
+    values that change nothing.
     """
 
     messages: list[Any] = _field(..., MESSAGES, min_length=1, max_length=MOST_MESSAGES)
     add_generation_prompt: bool | None = _field(None, BOOLEAN)
     continue_final_message: bool = _field(False, BOOLEAN)
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_few_keys)] | None = _field(
+        None, "an object with the values of variables of the chat template"
+    )
     max_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
     max_completion_tokens: int | None = _field(None, "a whole number of at least 1", ge=1)
     logprobs: bool = _field(False, BOOLEAN)
     top_logprobs: int | None = _field(
         None, f"a whole number from 0 to {ALTERNATIVES}", ge=0, le=ALTERNATIVES
     )
-    tools: list[Any] | None = _field(None, NO_TOOLS, max_length=0)
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = (
+        _field(None, TOOLS)
+    )
     functions: list[Any] | None = _field(None, NO_TOOLS, max_length=0)
     tool_choice: Literal["none", "auto"] | None = _field(None, "none or auto")
     function_call: Literal["none", "auto"] | None = _field(None, "none or auto")
@@ -364,19 +372,32 @@ class ChatRequest(SamplingRequest):
     def _conversation(cls, values: list[Any]) -> list[Any]:
         return conversation(values)
 
-    def rendering(self) -> dict[str, bool]:
+    def rendering(self, takes: Callable[[str], bool]) -> dict[str, Any]:
         """Return the options of `ChatTemplate.prompt`.
 
+        Args:
+          takes: whether the chat template has a variable, by its name.
+
         Raises:
-          ApiError: with status 400, if they contradict each other or the messages.
+          ApiError: with status 400, if they contradict each other, the messages or the template.
         """
+        tools = {"tools": self.tools} if self.tools and self.tool_choice != "none" else {}
+        values = tools | (self.chat_template_kwargs or {})
+        for name, value in values.items():
+            if not takes(name):
+                where = name if name == "tools" else f"chat_template_kwargs.{brief(name)}"
+                raise invalid(where, value, "no value, as the chat template has no such variable")
         unfinished, add = self.continue_final_message, self.add_generation_prompt
         if unfinished and add:
             expected = "no value or false if continue_final_message is true"
             raise invalid("add_generation_prompt", add, expected)
         if unfinished and not (text := self.messages[-1]["content"]).strip():
             raise invalid(f"messages[{len(self.messages) - 1}].content", text, "a text to continue")
-        return {"add": not unfinished if add is None else add, "unfinished": unfinished}
+        return {
+            "add": not unfinished if add is None else add,
+            "unfinished": unfinished,
+            "values": values,
+        }
 
 
 class EmbeddingRequest(_StrictModel):

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import BaseModel
 
-from mesh_transformer.data.chat import ANSWERS
+from mesh_transformer.data.chat import ANSWERS, ChatTemplate
+from mesh_transformer.data.reasoning import Reasoning, without_marks
 from mesh_transformer.data.special_tokens import end_tokens, prompt_tokens
 from mesh_transformer.generation.prompts import longest_text
 from mesh_transformer.generation.sampling_settings import SamplingOptions
 from mesh_transformer.serving import engine as engines
-from mesh_transformer.serving.answer import Answer, Echo, Piece, TokenOffset, TokenTexts
+from mesh_transformer.serving.answer import EMPTY, Answer, Echo, Piece, TokenOffset, TokenTexts
 from mesh_transformer.serving.delivery import Updates, submit
 from mesh_transformer.serving.engine import Engine
 from mesh_transformer.serving.errors import ApiError, invalid
@@ -61,8 +62,7 @@ class Service:
       names: the names that requests may choose, each with the number of its adapter, 0 for none.
         The first name is the default.
       most_tokens: maximum number of tokens per answer.
-      template: function from messages to the text of a prompt, which raises InputError for messages
-        that it refuses (see `ChatTemplate.prompt`); None for a model that cannot chat.
+      template: renders conversations; None for a model that cannot chat.
       any_name: whether all other names mean the model without an adapter.
       ends: {number of an adapter: the `end_tokens` of its config}, for those whose config has some.
       sampling: the settings of `SamplingOptions` for requests of OpenAI's API that leave them out.
@@ -75,13 +75,13 @@ class Service:
         tokenizer: Any,
         metrics: Metrics,
         most_tokens: int,
-        template: Callable[..., str] | None = None,
+        template: ChatTemplate | None = None,
         any_name: bool = False,
         ends: Mapping[int, Sequence[int]] = MappingProxyType({}),
         sampling: Mapping[str, float] = MappingProxyType({}),
     ):
         self.name, self.names = next(iter(names)), names
-        self._any_name, self._sampling = any_name, sampling
+        self._any_name, self.sampling = any_name, sampling
         self.engine = engine
         self.metrics = metrics
         self.words = TokenTexts(tokenizer, engine.network.config)
@@ -89,6 +89,8 @@ class Service:
         self.words.ends_of = {number: own | frozenset(ids) for number, ids in ends.items()}
         self.most_tokens = most_tokens
         self.template = template
+        if template is not None and template.thinks:
+            self.words.special = without_marks(self.words.special)
         self.created = int(time.time())
         # For work that would block the event loop.  asyncio's default executor is not used, because
         # the event loop would wait for its threads at shutdown.
@@ -172,7 +174,8 @@ class Service:
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         length = body.max_completion_tokens or body.max_tokens
         self._check_length(length or 1, param)
-        render = functools.partial(self.template, body.messages, **body.rendering())
+        options = body.rendering(self.template.takes)
+        render = functools.partial(self.template.prompt, body.messages, **options)
         try:
             text = await self.run_in_thread(render)
         except InputError as error:
@@ -183,7 +186,10 @@ class Service:
             window = self.engine.network.config.window
             most = longest_text(self.engine.network.config) or window
             length = max(1, min(self.most_tokens, most - len(prompt)))
-        completion = ChatCompletion(self, body, await self._formats.format(body.response_format))
+        form = await self._formats.format(body.response_format)
+        continued = body.messages[-1]["content"] if body.continue_final_message else ""
+        new = functools.partial(self.template.reasoning, text, continued)
+        completion = ChatCompletion(self, body, form, new_reasoning=new)
         self._begin(completion, body, [prompt], length)
         return completion
 
@@ -206,9 +212,7 @@ class Service:
         if len(prompts) * count > room:
             most = f"at most {room // len(prompts)}, as the server has room for {room} answers"
             raise invalid("n", count, most)
-        options = dataclasses.replace(
-            body.options(self._sampling), adapter=self.adapter(body.model)
-        )
+        options = dataclasses.replace(body.options(self.sampling), adapter=self.adapter(body.model))
         numbers = itertools.count()
         for prompt in prompts:
             seeds = [answer_seed(body.seed, next(numbers)) for _ in range(count)]
@@ -335,6 +339,7 @@ class Completion:
     Args:
       body: the HTTP request.
       form: the format of the answers; None if they may be any text.
+      new_reasoning: returns what separates the reasoning in an answer that has no format.
     """
 
     _prefix, _kind, _kind_of_chunk = "cmpl", "text_completion", "text_completion"
@@ -344,8 +349,10 @@ class Completion:
         service: Service,
         body: CompletionRequest | ChatRequest,
         form: Format | None = None,
+        new_reasoning: Callable[[], Reasoning | None] = lambda: None,
     ):
         self._service = service
+        self._new_reasoning = new_reasoning if form is None else lambda: None
         self._body = body
         self._form = form
         self._echo = isinstance(body, CompletionRequest) and body.echo
@@ -411,7 +418,8 @@ class Completion:
                     functools.partial(Echo, words, numbers)
                 )
             stop = choice.request.stop
-            choice.answer = Answer(words, numbers, self._body.stops, stop, echoes.get(key))
+            echo, reasoning = echoes.get(key), self._new_reasoning()
+            choice.answer = Answer(words, numbers, self._body.stops, stop, echo, reasoning)
         return [choice.answer for choice in self._choices if choice.answer is not None]
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
@@ -429,7 +437,7 @@ class Completion:
                 if piece.finish is not None:
                     running.discard(index)
                     self._service.engine.cancel(self._choices[index].request)
-                if piece.text or piece.token_offsets or piece.finish is not None:
+                if piece != EMPTY:
                     yield index, piece
 
     def cancel(self) -> None:
@@ -451,6 +459,7 @@ class Completion:
         async for index, piece in self._pieces():
             whole = joined[index]
             whole.text += piece.text
+            whole.reasoning += piece.reasoning
             whole.token_offsets += piece.token_offsets
             whole.finish = piece.finish
         return self._parts(joined)
@@ -537,20 +546,18 @@ class ChatCompletion(Completion):
 
     _prefix, _kind, _kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, body: ChatRequest, form: Format | None = None):
-        super().__init__(service, body, form)
+    def __init__(self, service: Service, body: ChatRequest, form: Format | None, **options: Any):
+        super().__init__(service, body, form, **options)
         self._alternatives = body.top_logprobs or 0
         self._streamed = set[int]()  # indices of the answers that have begun
 
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._part(
-            index, piece, message={"role": ANSWERS, "content": piece.text, "refusal": None}
-        )
+        return self._part(index, piece, message={"role": ANSWERS, "refusal": None} | _texts(piece))
 
     def _chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         role = {} if index in self._streamed else {"role": ANSWERS}
         self._streamed.add(index)
-        return self._part(index, piece, delta=role | {"content": piece.text})
+        return self._part(index, piece, delta=role | _texts(piece))
 
     def _part(self, index: int, piece: Piece, **text: Any) -> dict[str, Any]:
         logprobs = self._logprobs(piece.token_offsets)
@@ -571,6 +578,11 @@ class ChatCompletion(Completion):
     def _token(self, number: int, logprob: float | None) -> dict[str, Any]:
         word = self._service.words[number]
         return {"token": word, "logprob": logprob, "bytes": self._service.words.bytes_of(number)}
+
+
+def _texts(piece: Piece) -> dict[str, Any]:
+    reasoning = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+    return {"content": piece.text} | reasoning
 
 
 def _top(words: TokenTexts, spot: TokenOffset, count: int) -> dict[str, float] | None:

@@ -6,6 +6,7 @@ another order.
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -13,8 +14,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import transformers
+from safetensors.torch import load_file, save_file
+
 from mesh_transformer.checkpoint import hf
-from mesh_transformer.checkpoint.hf_config import family_of
+from mesh_transformer.checkpoint.conversion import convert
+from mesh_transformer.checkpoint.hf_config import family_of, read_config
 from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.pool import Pool
@@ -200,3 +205,75 @@ def test_what_a_family_cannot_express_is_refused_by_name(changes, problem):
     config = Config.from_dict(sizes | changes)
     with pytest.raises(InputError, match=problem):
         family_of(config)
+
+
+def multi_modal(kind):
+    """Return one of transformers' multi-modal models, with random weights."""
+    text = {"vocab_size": 140, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    text |= {"sliding_window": 7, "model_type": kind.replace("mistral3", "mistral")}
+    values = {"vision_config": vision, "image_token_index": 139}
+    if kind == "gemma3":
+        text |= {"model_type": "gemma3_text", "layer_types": None, "sliding_window_pattern": 2}
+        values |= {"mm_tokens_per_image": 4, "boi_token_index": 138, "eoi_token_index": 137}
+        classes = transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration
+    else:
+        vision["model_type"] = "pixtral"
+        values["tie_word_embeddings"] = False
+        classes = transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration
+    torch.manual_seed(0)
+    network = classes[1](classes[0](text_config=text, **values)).eval()
+    network.set_attn_implementation("eager")
+    with torch.no_grad():
+        for name, values in network.named_parameters():
+            if "language_model" in name or name.startswith("lm_head"):
+                values += 0.2 * torch.randn_like(values)
+    return network
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+def test_the_text_part_of_a_multi_modal_model(tmp_path, kind, prefix):
+    """It is refused without the flag, and needs none once it is converted."""
+    network = multi_modal(kind)
+    folder, target = tmp_path / "whole", tmp_path / "text"
+    network.save_pretrained(folder)
+    if prefix.startswith("model."):  # as transformers has named them since 4.52
+        path = folder / "model.safetensors"
+        tensors = {
+            re.sub(r"^language_model\.lm_head", "lm_head", name).replace(
+                "language_model.model.", prefix
+            ): values
+            for name, values in load_file(path).items()
+        }
+        save_file(tensors, path)
+    assert any(name.startswith(prefix) for name in load_file(folder / "model.safetensors"))
+    with pytest.raises(InputError, match=f"model_type is '{kind}', a multi-modal .*--text-only"):
+        hf.read(str(folder))
+    single, double = torch_logits(network)
+    convert(folder, "hf", target, "hf", text_only=True)
+    config, state = hf.read(str(target))
+    assert config.hf_type == {"gemma3": "gemma3_text", "mistral3": "mistral"}[kind]
+    assert config.tie_head == (kind == "gemma3")
+    config = config.replace(dtype="float32")
+    check_close(
+        np.asarray(transformer.logits(state["params"], TOKENS, config, Auto())), *(single, double)
+    )
+    with pytest.raises(InputError, match="no text part of its own; remove --text-only"):
+        hf.read(str(target), text_only=True)
+
+
+def test_sizes_that_released_files_of_gemma_3_leave_out(tmp_path):
+    """As in the config.json of its 4B model."""
+    rope = {"factor": 8.0, "rope_type": "linear"}
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240}
+    text |= {"num_hidden_layers": 34, "rope_scaling": rope, "sliding_window": 1024}
+    whole = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    theirs, ours = transformers.Gemma3TextConfig(**text), read_config(str(tmp_path), text_only=True)
+    assert (ours.n_vocab, ours.n_heads) == (theirs.vocab_size, theirs.num_attention_heads)
+    assert (ours.key_heads, ours.head_size) == (theirs.num_key_value_heads, theirs.head_dim)
+    assert ours.end_tokens == [1, 106]
+    assert ours.tie_head

@@ -11,7 +11,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tokenizers import normalizers, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import mesh_transformer
@@ -656,10 +663,26 @@ def test_a_file_is_a_model_path(tmp_path):
     np.testing.assert_array_equal(ours.logits(tokens), theirs.logits(tokens))
 
 
-def test_sampling_settings_in_the_metadata(tmp_path):
+def test_sampling_settings_and_chat_template_in_the_metadata(tmp_path):
     _, path = as_gguf(tmp_path, llama(6, 2))
-    assert Source(path).sampling == {}
+    assert Source(path).config.sampling == {}
     own = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.5, "sequence": "top_k;temp"}
     metadata = {f"general__sampling__{name}": value for name, value in own.items()}
     path = rewritten(path, str(tmp_path / "sampling.gguf"), **metadata)
-    assert Source(path).sampling == {"temp": 0.6, "top_k": 20, "repetition_penalty": 1.5}
+    expected = {"temp": 0.6, "top_k": 20, "repetition_penalty": 1.5}
+    assert Source(path).config.sampling == expected
+    back, again = str(tmp_path / "back"), str(tmp_path / "again.gguf")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}!"
+    conversion.convert(path, "gguf", back, "hf", chat_template=template)
+    theirs = GenerationConfig.from_pretrained(back)
+    assert (theirs.do_sample, theirs.temperature, theirs.top_k) == (True, 0.6, 20)
+    assert theirs.repetition_penalty == 1.5
+    messages = [{"role": "user", "content": "a"}]
+    assert AutoTokenizer.from_pretrained(back).apply_chat_template(messages, tokenize=False) == "a!"
+    conversion.convert(back, "hf", again, "gguf")
+    config = Source(again).config
+    assert (config.sampling, config.chat_template) == (expected, template)
+    stored = read_header(again).metadata  # by llama.cpp's names
+    assert stored["tokenizer.chat_template"] == template
+    names = {"general.sampling.temp", "general.sampling.top_k", "general.sampling.penalty_repeat"}
+    assert names <= stored.keys()

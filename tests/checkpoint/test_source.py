@@ -97,16 +97,33 @@ def test_a_deleted_step_is_replaced_by_the_newest_one(small, tmp_path, capsys):
 
 def test_the_models_own_sampling_settings(tmp_path):
     """Those in generation_config.json, which may be wrong; others, such as do_sample, are not."""
-    (tmp_path / "config.json").write_text('{"model_type": "gptj"}')
-    assert Source(tmp_path).sampling == {}
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gptj", "n_layer": 1, "n_embd": 16, "n_head": 2, "rotary_dim": 8, '
+        '"vocab_size": 9}'
+    )
+    assert Source(tmp_path).config.sampling == {}
     path = tmp_path / "generation_config.json"
     path.write_text(
         '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": null, "max_length": 9}'
     )
-    assert Source(tmp_path).sampling == {"temp": 0.6, "top_k": 20}
+    assert Source(tmp_path).config.sampling == {"temp": 0.6, "top_k": 20}
     for wrong in ("-1", '"hot"', "NaN"):
         path.write_text(f'{{"temperature": {wrong}}}')
         with pytest.raises(
             InputError, match=r"generation_config.json: .*temp is .*expected a number"
         ):
-            _ = Source(tmp_path).sampling
+            _ = Source(tmp_path).config
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("SmolLM2", "SmolLM2"),
+        ("models--org--a-b/snapshots/0123", "org/a-b"),
+        ("SmolLM2/step_0", "SmolLM2"),
+        ("model.Q4_1.gguf", "model.Q4_1"),
+    ],
+)
+def test_a_model_has_the_name_of_its_folder_or_file(tmp_path, path, name):
+    kind = "gguf" if path.endswith(".gguf") else "hf"
+    assert Source(tmp_path / path, kind).name == name

@@ -75,11 +75,25 @@ def test_mode_train_does_not_validate(tmp_path, capsys):
             options("train", val_set="a.index", **{key: value})
 
 
+def test_a_chat_template_becomes_a_config_key(tmp_path):
+    path, template = tmp_path / "config.json", tmp_path / "chat.jinja"
+    path.write_text(json.dumps(SMALL))
+    template.write_text("{{ messages[0].content }}")
+    words = ["--config", str(path), "--model-dir", "there", "--chat-template", str(template)]
+    assert (
+        run_arguments(run_parser(None).parse_args(words))[0].chat_template == template.read_text()
+    )
+    template.write_text("{% if %}")
+    with pytest.raises(InputError, match=r"--chat-template .*: the chat template is not valid"):
+        run_arguments(run_parser(None).parse_args(words))
+
+
 @pytest.mark.slow
 def test_a_config_with_another_tokenizer_than_the_models_is_refused(tmp_path):
-    """In all modes and commands; `end_tokens` that it lacks are the model's."""
+    """In all modes and commands; keys about answers that it lacks are the model's."""
     values = SMALL | {"layers": 1, "n_vocab": 260, "tokenizer": "bytes", "total_steps": 3}
-    network = CausalTransformer(values | {"end_tokens": [7]}, devices=jax.devices()[:1])
+    answers = {"end_tokens": [7], "chat_template": "T", "sampling": {"temp": 0.5}}
+    network = CausalTransformer(values | answers, devices=jax.devices()[:1])
     network.save(tmp_path / "model")
     network.close()
     own, other = tmp_path / "own.json", tmp_path / "other.json"
@@ -102,7 +116,7 @@ def test_a_config_with_another_tokenizer_than_the_models_is_refused(tmp_path):
             read(other)
         config = read(own)
         assert config is not None
-        assert config.end_tokens == [7]
+        assert {key: getattr(config, key) for key in answers} == answers
     assert model(other, "--set", "tokenizer=gpt2") == Config.load(str(other))
     words = ["--config", str(other), "--model-dir", str(tmp_path / "model"), "--new"]
     assert run_arguments(parser.parse_args(words))[0] == Config.load(str(other))

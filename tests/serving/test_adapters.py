@@ -90,18 +90,19 @@ def test_names_are_parsed_and_must_differ(monkeypatch, capsys):
 
     args = parsed("--adapter", "a=folder", "--adapter", "b=gs://bucket/x=1", "--name", "c")
     assert args.adapter == [("a", "folder"), ("b", "gs://bucket/x=1")]
-    assert command.names_of(args, None) == {"c": 0, "a": 1, "b": 2}
+    assert command.names_of(args, "model") == {"c": 0, "a": 1, "b": 2}
+    assert command.names_of(parsed(), "model") == {"model": 0}
     several = parsed("--name", "d", "--adapter", "a=x", "--name", "c", "--name", "d")
-    names = command.names_of(several, None)
+    names = command.names_of(several, "model")
     assert list(names.items()) == [("d", 0), ("c", 0), ("a", 1)]
     for twice in (
         parsed("--adapter", "a=x", "--name", "b", "--name", "a"),
         parsed("--adapter", "a=x", "--adapter", "a=y", "--name", "b"),
     ):
         with pytest.raises(InputError, match="--adapter a: another model has this name"):
-            command.names_of(twice, None)
+            command.names_of(twice, "model")
     with pytest.raises(InputError, match="--name is empty"):
-        command.names_of(parsed("--name", ""), None)
+        command.names_of(parsed("--name", ""), "model")
     for bad in ("folder", "=folder", "name="):
         with pytest.raises(SystemExit):
             parsed("--adapter", bad)

@@ -7,6 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from mesh_transformer.data.tokenizer import load_tokenizer
+from tests.support.fake_network import FakeNetwork
 from tests.support.live_server import Live, check_error
 
 pytest_plugins = ["tests.support.live_fixtures"]
@@ -144,7 +146,20 @@ def test_the_plain_template_is_that_of_completion_records(serve):
         ),
         (
             {"messages": TALK, "tools": [{}]},
-            "tools: found [{}], expected no tools, as they are not",
+            "tools: found [{}], expected no value, as the chat template has no such variable",
+        ),
+        ({"messages": TALK, "tools": ["a"]}, 'tools: found ["a"], expected a list of at most 128'),
+        (
+            {"messages": TALK, "chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs.enable_thinking: found false, expected no value, as the chat",
+        ),
+        (
+            {"messages": TALK, "chat_template_kwargs": {"add_generation_prompt": False}},
+            "messages: the chat template fails: ",
+        ),
+        (
+            {"messages": TALK, "chat_template_kwargs": dict.fromkeys(map(str, range(65)))},
+            "chat_template_kwargs: found {",
         ),
         ({"messages": TALK, "store": True}, "store: found true, expected false, as nothing is"),
         (
@@ -341,3 +356,103 @@ def test_paths_of_a_server_that_can_chat(chat):
     )
     described = json.loads(chat.http.get("/openapi.json").text)
     assert "/v1/chat/completions" in described["paths"]
+
+
+# Reasoning, and other variables of templates.
+
+THINKING = """\
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages -%}
+<{{ message.role }}>{{ message.content }}
+{%- if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}<assistant>
+{%- if enable_thinking is false %}<think></think>{% endif %}
+{%- if opened %}<think>\n{% endif %}{% endif -%}
+"""
+REASONING, CONTENT = "Is 2 < 3? Yes; so </b> is not a mark.", "The answer is 3."
+ANSWER = f"<think>\n{REASONING}\n</think>\n\n{CONTENT}"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["ordinary", "special"])
+def thinking(request, tmp_path_factory) -> Iterator[Live]:
+    """A server whose answers with the right seed are `ANSWER`; its marks may be special tokens."""
+    tokenizer: Any = load_tokenizer()
+    if request.param:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    path = tmp_path_factory.mktemp("thinking") / "template.jinja"
+    path.write_text(THINKING)
+    live = Live(
+        FakeNetwork(tokenizer(ANSWER + tokenizer.eos_token)["input_ids"], window=256),
+        tokenizer,
+        None,
+        template=str(path),
+    )
+    yield live
+    live.close()
+
+
+def answer_at(live: Live, rendered: str, at: int = 0, **body: Any) -> dict[str, Any]:
+    """Return a request whose rendered prompt is `rendered`, and whose answer begins at a token."""
+    seed = (at - len(live.tokenizer(rendered)["input_ids"])) % len(live.network.script)
+    return body | {"messages": TALK[:1], "seed": seed}
+
+
+def test_reasoning_is_separated_in_whole_answers_and_in_streams(thinking):
+    request = answer_at(thinking, "<user>Hello<assistant>", max_completion_tokens=200)
+    [choice] = ask(thinking, request.pop("messages"), **request)["choices"]
+    expected = {"role": "assistant", "content": CONTENT, "refusal": None}
+    assert choice["message"] == expected | {"reasoning_content": REASONING}
+    assert choice["finish_reason"] == "stop"
+    with openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none") as client:
+        chunks = client.chat.completions.create(
+            model="fake", messages=TALK[:1], **request, stream=True
+        )
+        deltas = [chunk.choices[0].delta.model_dump() for chunk in chunks]
+    assert "".join(delta["content"] for delta in deltas) == CONTENT
+    reasoning = [delta.get("reasoning_content") or "" for delta in deltas]
+    assert "".join(reasoning) == REASONING
+    assert sum(map(bool, reasoning)) > 2
+    # An answer that is cut in its reasoning has no content.
+    [choice] = ask(thinking, TALK[:1], **request | {"max_completion_tokens": 6})["choices"]
+    assert choice["message"]["content"] == ""
+    assert REASONING.startswith(choice["message"]["reasoning_content"])
+    # JSON has no marks.
+    form = {"response_format": {"type": "json_object"}}
+    [choice] = ask(thinking, TALK[:1], **request | form | {"max_completion_tokens": 9})["choices"]
+    assert "reasoning_content" not in choice["message"]
+
+
+def test_values_of_variables_reach_the_template(thinking):
+    """A prompt may open the reasoning itself, or close it."""
+    opened = answer_at(
+        thinking, "<user>Hello<assistant><think>\n", 2, chat_template_kwargs={"opened": True}
+    )
+    message = ask(thinking, opened.pop("messages"), **opened)["choices"][0]["message"]
+    assert message["content"] == CONTENT
+    assert REASONING in message["reasoning_content"]
+    closed = answer_at(
+        thinking,
+        "<user>Hello<assistant><think></think>",
+        -8,
+        chat_template_kwargs={"enable_thinking": False},
+        tools=[{"type": "function"}],
+        tool_choice="none",
+    )
+    answer = ask(thinking, closed.pop("messages"), **closed)
+    assert answer["choices"][0]["message"]["content"].endswith(CONTENT[-9:])
+    assert "reasoning_content" not in answer["choices"][0]["message"]
+    counts = [
+        ask(thinking, TALK[:1], max_tokens=1, **body)["usage"]["prompt_tokens"]
+        for body in ({}, {"tools": [{"type": "function"}]})
+    ]
+    text = '[{"type": "function"}]<user>Hello<assistant>'
+    assert counts[1] == len(thinking.tokenizer(text)["input_ids"]) > counts[0]
+    assert thinking.http.get("/v1/models").json()["data"][0]["thinking"] is True
+
+
+def test_reasoning_that_is_sent_back_reaches_the_template(thinking):
+    talk = [TALK[0], {"role": "assistant", "content": "Hi", "reasoning_content": "why"}, TALK[2]]
+    text = "<user>Hello<assistant>Hi(why)<user>Who?<assistant>"
+    usage = ask(thinking, talk, max_tokens=1)["usage"]
+    assert usage["prompt_tokens"] == len(thinking.tokenizer(text)["input_ids"])

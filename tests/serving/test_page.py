@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.fake_network import FakeNetwork
 from tests.support.live_server import SECONDS, Live, wait_for
 
 pytest_plugins = ["tests.support.live_fixtures"]
@@ -339,6 +340,158 @@ def test_alternatives_of_every_token_are_inside_the_window(live, page, width, sc
         assert beside  # not over its own token
 
 
+# Conversations.
+
+TEMPLATE = """\
+{%- for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor -%}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+MESSAGES = """
+    return [...document.querySelectorAll('#talk li')].map(item => [
+        item.className, item.lastElementChild.textContent])"""
+
+
+@pytest.fixture(scope="module")
+def chat(held_template, serve) -> Live:
+    return serve(template=held_template, sampling={"temp": 0.6, "top_k": 20})
+
+
+@pytest.fixture(scope="module")
+def held_template(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("template") / "template.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+def answer_to(live: Live, rendered: str, seed: int, length: int) -> str:
+    return live.text(live.tokenizer(rendered)["input_ids"], seed, length)
+
+
+@pytest.mark.parametrize("width", [DESKTOP, PHONE])
+def test_a_chat_has_turns_and_a_system_message(chat, page, width):
+    page.open(chat.url, width)
+    wait_for(lambda: page.shown("#talk"))
+    assert not page.shown("#answer")
+    page.click("summary")
+    values = "return arguments[0].map(id => document.getElementById(id).value)"
+    assert page.run(values, ["temperature", "top_p", "top_k", "min_p"]) == ["0.6", "1", "20", "0"]
+    for name, value in {"system": "S", "seed": "3", "max_tokens": "9"}.items():
+        page.type(f"#{name}", value)
+    rendered, expected = "<system>S", []
+    for question in ("Hello", "Who?"):
+        page.type("#prompt", question)
+        page.press(ENTER) if width == DESKTOP else page.click("#go")
+        page.wait_for_status("9 tokens in")
+        rendered += f"<user>{question}<assistant>"
+        answer = answer_to(chat, rendered, 3, 9)
+        rendered += answer
+        expected += [["user", question], ["assistant", answer]]
+        assert page.run(MESSAGES) == expected
+        assert page.run(values, ["prompt"]) == [""]
+        page.run("document.getElementById('status').textContent = ''")
+    used = len(chat.tokenizer(rendered.removesuffix(answer))["input_ids"]) + 9
+    assert page.text("#used").startswith(f"Context: {used} of 64 tokens")
+    page.click("#new")
+    assert page.run(MESSAGES) == []
+    page.type("#prompt", "Hello")
+    page.click("#go")
+    page.wait_for_status("9 tokens in")
+    assert page.run(MESSAGES) == expected[:2]
+    assert page.errors() == []
+
+
+def test_a_model_that_chats_still_completes(chat, page):
+    page.open(chat.url)
+    wait_for(lambda: page.shown("#modes"))
+    page.click("#to_text")
+    assert not page.shown("#talk")
+    page.generate("Hello", max_tokens=9, seed=3)
+    page.wait_for_status("9 tokens in")
+    assert page.text("#answer") == "Hello" + chat.text([15496], 3, 9)
+    page.click("#to_chat")
+    assert page.shown("#talk")
+
+
+def test_a_model_without_a_template_has_no_chat(live, page):
+    page.open(live.url)
+    wait_for(lambda: page.text("#model") == "fake")
+    assert not page.shown("#modes")
+    assert not page.shown("#talk")
+
+
+def test_a_turn_that_fails_is_taken_back(chat, page):
+    page.open(chat.url)
+    wait_for(lambda: page.shown("#talk"))
+    page.type("#prompt", "Hello " * 100)
+    page.click("#go")
+    page.wait_for_status("but the model's context is 64 tokens")
+    assert page.run(MESSAGES) == []
+    assert page.run("return document.getElementById('prompt').value") == "Hello " * 100
+    page.type("#prompt", " ")
+    page.click("#go")
+    page.wait_for_status("type a message")
+    page.type("#prompt", "Hello")
+    page.click("#go")
+    page.wait_for_status("tokens in")
+    assert [role for role, _ in page.run(MESSAGES)] == ["user", "assistant"]
+
+
+def test_a_stopped_answer_stays_in_the_conversation(held, held_template, page):
+    live = held(template=held_template)
+    page.open(live.url)
+    wait_for(lambda: page.shown("#talk"))
+    page.click("summary")
+    page.type("#seed", "3")
+    page.type("#prompt", "Hello")
+    page.click("#go")
+    wait_for(lambda: live.network.waits)
+    page.wait_for_status("5 tokens …")
+    begun = page.run(MESSAGES)[1][1]
+    assert not page.run(
+        "return document.getElementById('new').checkVisibility({disabled: true}) && "
+        "!document.getElementById('new').disabled"
+    )
+    page.press(ESCAPE)
+    page.wait_for_status("stopped after 5 tokens")
+    live.network.allowed.set()
+    page.type("#max_tokens", "5")
+    page.type("#prompt", "More")
+    page.click("#go")
+    page.wait_for_status("5 tokens in")
+    rendered = f"<user>Hello<assistant>{begun}<user>More<assistant>"
+    assert page.run(MESSAGES)[-1] == ["assistant", answer_to(live, rendered, 3, 5)]
+
+
+def test_reasoning_is_shown_apart(tokenizer, page, tmp_path):
+    (tmp_path / "template.jinja").write_text(
+        TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
+    )
+    script = tokenizer("<think>\nIs it so?\n</think>\n\nYes.<|endoftext|>")["input_ids"]
+    live = Live(FakeNetwork(script), tokenizer, None, template=str(tmp_path / "template.jinja"))
+    seed = -len(tokenizer("<user>Hello<assistant>")["input_ids"]) % len(script)
+    try:
+        page.open(live.url)
+        wait_for(lambda: page.shown("#talk"))
+        page.click("summary")
+        page.type("#seed", str(seed))
+        page.type("#prompt", "Hello")
+        page.click("#go")
+        page.wait_for_status("tokens in")
+        assert page.run(MESSAGES)[1] == ["assistant", "Yes."]
+        assert page.text("#talk .assistant div") == "Is it so?"
+        assert not page.shown("#talk .assistant div")  # folded, as the content has begun
+        page.click("#talk .assistant summary")
+        assert page.shown("#talk .assistant div")
+        page.click("#new")
+        page.run("document.getElementById('thinking').value = 'off'")
+        page.type("#prompt", "Hello")
+        page.click("#go")
+        page.wait_for_status("tokens in")
+        tokens = len(tokenizer("<user>Hello<assistant><think></think>")["input_ids"])
+        wait_for(lambda: f'"prompt_tokens": {tokens}' in live.log.getvalue())
+    finally:
+        live.close()
+
+
 # What is shown besides the text.
 
 
@@ -430,18 +583,32 @@ CONTRASTS = """
         [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim());
     return [...document.querySelectorAll('body *')]
         .filter(element => element.checkVisibility() && hasText(element))
-        .map(element => [contrast(element), element.textContent.slice(0, 20)])
+        .map(element => [contrast(element), [...element.textContent].slice(0, 20).join('')])
         .sort((a, b) => a[0] - b[0]);
 """
 # The visible controls that are too small for a finger, or in which phones zoom to read the text.
 SMALL = """
-    return [...document.querySelectorAll('button, input, textarea, summary')]
+    return [...document.querySelectorAll('button, input, textarea, select, summary')]
         .filter(element => element.checkVisibility())
         .map(element => [element, element.getBoundingClientRect(), getComputedStyle(element)])
         .filter(([element, box, style]) => Math.min(box.height, box.width) < 44 ||
-            element.matches('input, textarea') && parseFloat(style.fontSize) < 16)
+            element.matches('input, textarea, select') && parseFloat(style.fontSize) < 16)
         .map(([element]) => element.id || element.tagName);
 """
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_chat_fits_and_is_readable(chat, page, width, scheme):
+    page.open(chat.url, width, scheme)
+    wait_for(lambda: page.shown("#talk"))
+    page.click("summary")
+    page.type("#prompt", "W" * 40)
+    page.click("#go")
+    page.wait_for_status("tokens in")
+    assert page.run(OUTSIDE, width) == []
+    assert page.run(SMALL) == []
+    lowest, text = page.run(CONTRASTS)[0]
+    assert lowest >= 4.5, text
 
 
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mesh_transformer.data.reasoning import Reasoning
 from mesh_transformer.serving.repl import COMMANDS, Repl, Settings
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.conftest import SMALL
@@ -101,6 +102,10 @@ class Turns:
     def __init__(self) -> None:
         self.rendered: list[list[str]] = []
 
+    def reasoning(self, prompt: str) -> Reasoning | None:
+        assert prompt.endswith("<")
+        return None
+
     def prompt(self, messages: list[dict[str, str]]) -> str:
         self.rendered.append([message["content"] for message in messages])
         return "".join(f"{message['role'][0]}{message['content']}" for message in messages) + "<"
@@ -119,6 +124,20 @@ def test_a_chat_has_turns(network, capsys, monkeypatch):
     assert out == f"{first}\n{second}\n{alone}\n"
     assert template.rendered == [["hi"], ["hi", first, "yo"], ["yo"]]
     assert "/new forgets the conversation" in err
+
+
+def test_reasoning_is_printed_apart_and_forgotten(network, capsys, monkeypatch):
+    text = f"<think>\n{'x' * 9}\n</think>\n\nyes"
+    monkeypatch.setattr(Repl, "_generate", lambda *_: ([ord(letter)] for letter in text))
+    lines = iter(["hi", "yo", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    template: Any = Turns()
+    template.reasoning = lambda _: Reasoning()
+    Repl(network, Letters(), QUIET, template).run()
+    out, err = capsys.readouterr()
+    assert out == "yes\nyes\n"
+    assert f"\n{'x' * 9}\n[" in err
+    assert template.rendered == [["hi"], ["hi", "yes", "yo"]]
 
 
 def test_commands_change_one_setting():

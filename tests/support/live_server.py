@@ -45,7 +45,7 @@ class Live:
             tokenizer,
             metrics,
             500,
-            template and template.prompt,
+            template,
             any_name,
             ends,
             sampling,
