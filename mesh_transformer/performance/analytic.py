@@ -11,6 +11,7 @@ import jax
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import Hardware
+from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.performance.roofline import Estimate, bytes_sent, estimate
@@ -107,9 +108,19 @@ def dp_bytes(config: Config, dp: int) -> int:
     return accumulation * (2 * gathered + scattered)
 
 
-def _part(config: Config) -> int:
-    """Return the parameters per device, before ZeRO splits them."""
-    return flops.n_params(config) // config.cores_per_replica
+def _part(config: Config, ends: bool = True) -> int:
+    """Return the parameters per device, before ZeRO splits them, without adapters.
+
+    Args:
+      ends: whether to count the embedding and the output head.
+    """
+    declared = transformer.declarations(config)
+    own = declared if ends else declared["layers"]
+    return sum(
+        math.prod(d.padded(config.shards)) // (config.cores_per_replica if "mp" in d.spec else 1)
+        for d in jax.tree.leaves(own, is_leaf=is_declaration)
+        if not d.adapter
+    )
 
 
 def _traffic(config: Config, tokens: int, dp: int, attention: str) -> int:
@@ -143,11 +154,13 @@ def _traffic(config: Config, tokens: int, dp: int, attention: str) -> int:
 def _scores(config: Config, attention: str) -> int:
     """Return the bytes of one token's f32 attention scores in one layer, for all heads together.
 
-    The result is 0 for attention kernels, which never write the scores to memory.
+    This is the mean over the layers, whose windows may differ.  The result is 0 for attention
+    kernels, which never write the scores to memory.
     """
     if attention not in ("xla", "blocks"):
         return 0
-    return F32 * config.n_heads * flops.attended_pairs(config, attention) // config.seq
+    pairs = flops.attended_pairs(config, attention) // config.layers
+    return F32 * config.n_heads * pairs // config.seq
 
 
 def moments_per_parameter(config: Config) -> float:
@@ -217,8 +230,7 @@ def _gradient_bytes(config: Config, dp: int) -> int:
 
     They are in the compute dtype, or with ZeRO 3 in f32 and split over the `dp` replicas.
     """
-    ends = (1 if config.tie_head else 2) * config.n_vocab * config.d_model
-    part = (flops.n_params(config) - ends) // config.cores_per_replica
+    part = _part(config, ends=False)
     return F32 * part // dp if config.zero == 3 else _width(config) * part
 
 
