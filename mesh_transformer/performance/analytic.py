@@ -75,13 +75,14 @@ def attention_on(config: Config, hardware: Hardware) -> str:
 def mp_bytes(config: Config, tokens: int, mp: int) -> int:
     """Return the bytes that a device sends over the mesh axis mp for its replica's `tokens` tokens.
 
-    Activations are all-reduced twice per layer (forward and backward), once for the embedding, and
-    once for the output head.  If they are sharded, the backward pass gathers a layer's inputs once
-    more unless `remat` is none.
+    Activations are all-reduced twice per layer (forward and backward), or four times if attention
+    and feed-forward are sequential, once for the embedding, and once for the output head.  If they
+    are sharded, the backward pass gathers a layer's inputs once more unless `remat` is none.
     """
     activations = tokens * config.d_model * _width(config)
-    again = config.layers if config.shard_activations and config.remat != "none" else 0
-    return (2 * config.layers + 2) * bytes_sent("all-reduce", activations, mp) + (
+    sums = config.layers * (2 if config.layer_kind.arrangement == "sequential" else 1)
+    again = sums if config.shard_activations and config.remat != "none" else 0
+    return (2 * sums + 2) * bytes_sent("all-reduce", activations, mp) + (
         again * bytes_sent("all-gather", activations, mp)
     )
 
