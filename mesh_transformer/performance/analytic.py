@@ -263,8 +263,9 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
     * "dots": as "full", and q, k, v and the hidden activations of the feed-forward block.
     * "none" without an attention kernel: all of "dots", the attention scores and the outputs of the
       heads.
-    * "none" with an attention kernel: all of "dots", the kernel's output twice and one f32 sum per
-      head.  In a fused block also q, k and v a second time.
+    * "none" with an attention kernel: all of "dots", with k and v repeated for each head, the
+      kernel's output twice and one f32 sum per head.  In a fused block also q, k and v a second
+      time, and with `qk_norm` q and k before it.
 
     With sharded activations, "none" also saves the inputs after their all-gather, so that the
     backward pass need not gather them again.
@@ -285,6 +286,9 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
         return kept + ((columns + heads) * width + _scores(config, attention)) // mp
     # The output of a fused matmul is saved as a whole, in addition to q, k and v.
     own = columns + (2 + 3 * block.fused) * heads
+    assert config.key_heads is not None
+    keys = config.key_heads * config.d_head * (config.shards if config.copies_key_heads else 1)
+    own += 2 * (heads - keys) + (heads + keys) * (config.qk_norm != "none")
     return kept + (own * width + F32 * config.n_heads) // mp
 
 
