@@ -265,6 +265,55 @@ def _codegen(layers: int, d_model: int, n_heads: int, rotary: int = 64) -> dict[
     return {"block": "gptj", **sizes, "seq": 2048, "pe_rotary_dims": rotary, **names}
 
 
+def _llama(
+    layers: int, d_model: int, n_heads: int, key_heads: int, ff_size: int, **others: Any
+) -> dict[str, Any]:
+    sizes = {"layers": layers, "d_model": d_model, "n_heads": n_heads, "key_heads": key_heads}
+    return {"block": "llama", **sizes, "ff_size": ff_size, **others}
+
+
+def _llama3(*sizes: int, factor: float = 8.0, **others: Any) -> dict[str, Any]:
+    rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    common = {"n_vocab": 128256, "seq": 131072, "rotary_base": 5e5, "rotary_scaling": rope}
+    return _llama(*sizes, **common, tokenizer="meta-llama/Llama-3.2-1B", **others)
+
+
+def _qwen3(*sizes: int, **others: Any) -> dict[str, Any]:
+    common = {"n_vocab": 151936, "seq": 40960, "head_size": 128, "rotary_base": 1e6}
+    common |= {"norm_eps": 1e-6, "qk_norm": "head", "hf_type": "qwen3"}
+    return _llama(*sizes, **common, tokenizer="Qwen/Qwen3-0.6B", **others)
+
+
+def _gemma3(layers: int, d_model: int, *sizes: int, **others: Any) -> dict[str, Any]:
+    common = {"n_vocab": 262208, "seq": 131072, "head_size": 256, "rotary_base": 1e6}
+    common |= {"norm": "rms-plus-one", "norm_eps": 1e-6, "norm_place": "both", "qk_norm": "head"}
+    common |= {"activation": "gelu_tanh", "tie_head": True, "embed_scale": d_model**0.5}
+    common |= {"rotary_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 1024}
+    common |= {"sliding_rotary_base": 1e4, "sliding_layers": _all_but_each(6, layers)}
+    common |= {"tokenizer": "google/gemma-3-270m", "hf_type": "gemma3_text"}
+    return _llama(layers, d_model, *sizes, **common | others)
+
+
+def _smollm2(*sizes: int, base: float = 1e5) -> dict[str, Any]:
+    common = {"n_vocab": 49152, "seq": 8192, "rotary_base": base, "tie_head": True}
+    return _llama(*sizes, **common, tokenizer="HuggingFaceTB/SmolLM2-135M")
+
+
+def _all_but_each(pattern: int, layers: int) -> list[int]:
+    return [layer for layer in range(layers) if (layer + 1) % pattern]
+
+
+_OLMO3_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836,
+}
+# Gemma 3 without images: another vocabulary, and texts of a quarter of the length.
+_GEMMA3_TEXT = {"n_vocab": 262144, "seq": 32768, "sliding_window": 512, "rotary_scaling": None}
+
+
 # {name: the config keys that describe the model}
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt-j-6b": {
@@ -298,6 +347,37 @@ PRESETS: dict[str, dict[str, Any]] = {
     "codegen-2b": _codegen(32, 2560, 32),
     "codegen-6b": _codegen(33, 4096, 16),
     "codegen-16b": _codegen(34, 6144, 24),
+    # Llama 3.2 and 3.1.
+    "llama3-1b": _llama3(16, 2048, 32, 8, 8192, factor=32.0, tie_head=True),
+    "llama3-3b": _llama3(28, 3072, 24, 8, 8192, factor=32.0, tie_head=True),
+    "llama3-8b": _llama3(32, 4096, 32, 8, 14336),
+    "llama3-70b": _llama3(80, 8192, 64, 8, 28672),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tie_head=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 8, 6144, tie_head=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 8, 9728, tie_head=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288),
+    "qwen3-14b": _qwen3(40, 5120, 40, 8, 17408),
+    "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
+    "gemma3-270m": _gemma3(18, 640, 4, 1, 2048, **_GEMMA3_TEXT),
+    "gemma3-1b": _gemma3(26, 1152, 4, 1, 6912, **_GEMMA3_TEXT),
+    "gemma3-4b": _gemma3(34, 2560, 8, 4, 10240),
+    "gemma3-12b": _gemma3(48, 3840, 16, 8, 15360),
+    "gemma3-27b": _gemma3(62, 5376, 32, 16, 21504, head_size=128, attention_scale=168**-0.5),
+    "olmo3-7b": _llama(32, 4096, 32, 32, 11008)
+    | {"n_vocab": 100278, "seq": 65536, "rotary_base": 5e5, "norm_eps": 1e-6}
+    | {"norm_place": "after", "qk_norm": "projection", "hf_type": "olmo3"}
+    | {"sliding_window": 4096, "sliding_layers": _all_but_each(4, 32), "sliding_rotary_base": 5e5}
+    | {"rotary_scaling": _OLMO3_YARN, "tokenizer": "allenai/Olmo-3-7B-Instruct"},
+    "mistral-7b": _llama(32, 4096, 32, 8, 14336)  # version 0.3
+    | {"n_vocab": 32768, "seq": 32768, "rotary_base": 1e6, "hf_type": "mistral"}
+    | {"tokenizer": "mistralai/Mistral-7B-v0.3"},
+    "smollm2-135m": _smollm2(30, 576, 9, 3, 1536),
+    "smollm2-360m": _smollm2(32, 960, 15, 5, 2560),
+    "smollm2-1.7b": _smollm2(24, 2048, 32, 32, 8192, base=1.3e5),
+    "smollm3-3b": _llama(36, 2048, 16, 4, 11008)
+    | {"n_vocab": 128256, "seq": 65536, "rotary_base": 5e6, "norm_eps": 1e-6, "tie_head": True}
+    | {"unrotated_layers": [*range(3, 36, 4)], "hf_type": "smollm3"}
+    | {"tokenizer": "HuggingFaceTB/SmolLM3-3B"},
 }
 
 

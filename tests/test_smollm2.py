@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion, gguf_files, hf
 from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.config import Config
 from mesh_transformer.data.chat import ChatTemplate
 from mesh_transformer.data.special_tokens import prompt_tokens
 from mesh_transformer.data.tokenizer import load_tokenizer
@@ -67,6 +68,10 @@ def ours(path):
     network = mesh_transformer.load(path, changes={"dtype": "float32"})
     yield network
     network.close()
+
+
+def test_the_preset_is_the_released_model(path):
+    assert Source(path).config.model == Config.load("smollm2-135m").model
 
 
 def readme(tokenizer, count):

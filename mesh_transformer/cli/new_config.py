@@ -117,6 +117,7 @@ def text_of(values: dict[str, Any], path: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
 
+    from mesh_transformer.checkpoint.formats import HUGGING_FACE
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.record_set import check_tokenizer, set_size, tokenizer_of
     from mesh_transformer.data.same_tokenizer import check_encoding
@@ -138,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_tokenizer(args.train, changes["tokenizer"])
     changes |= settings(args)
     corpus, held_out = set_size(args.train), set_size(args.val) if args.val else None
-    native = source is not None and source.kind not in ("hf", "gguf")
+    native = source is not None and source.kind not in HUGGING_FACE
     if base is not None and native and base.pe == "fixed" and corpus.seq < base.seq:
         raise InputError(
             f"--base {args.base}: the model has learned {base.seq} positions, but the records have "

@@ -10,9 +10,10 @@ import math
 import jax
 
 from mesh_transformer.config import Model
-from mesh_transformer.mesh.declaration import Declaration, is_declaration
+from mesh_transformer.mesh.declaration import Declaration, is_declaration, padded_size
 from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import block_length
+from mesh_transformer.model.heads import key_heads, query_heads
 
 
 def matmul_params(config: Model) -> int:
@@ -57,17 +58,26 @@ def palm_flops_per_token(config: Model) -> int:
     """Return 6N + 12 L H K T, the FLOPs per token including attention, as in the PaLM paper.
 
     6N is the result of `flops_per_token`, L the number of layers, H the number of heads, K the head
-    size and T the sequence length.  The attention term is not halved for the causal mask, and
-    recomputation is not counted.
+    size and T the sequence length, or a layer's window.  The attention term is not halved for the
+    causal mask, and recomputation is not counted.
     """
-    attention = config.layers * config.n_heads * config.d_head * config.seq
+    attention = config.n_heads * config.d_head * sum(windows(config))
     return flops_per_token(config) + 12 * attention
+
+
+def windows(config: Model) -> list[int]:
+    """Return the number of positions, at most `seq`, that a query attends to in each layer."""
+    usual = min(config.window, config.seq)
+    sliding = usual if config.sliding_window is None else min(config.sliding_window, usual)
+    layers = config.sliding_layers or ()
+    return [sliding if layer in layers else usual for layer in range(config.layers)]
 
 
 def hardware_flops_per_token(config: Model, attention: str = "xla") -> int:
     """Return the FLOPs per token that a training step executes, including recomputation.
 
-    The embedding is a lookup and is not counted.  The config's `remat` determines which matmuls the
+    Padding and what several shards compute are counted, too (see `attention_waste`).  The embedding
+    is a lookup and is not counted.  The config's `remat` determines which matmuls the
     backward pass recomputes:
 
     * full: those of the forward pass of each layer, except the layer's output matmuls, because no
@@ -81,13 +91,33 @@ def hardware_flops_per_token(config: Model, attention: str = "xla") -> int:
     Args:
       attention: the attention backend, as returned by `attention_backend`.
     """
-    multiplied = matmul_params(config) - _lookup_params(config)
-    matmuls = flops_per_token(config) // matmul_params(config) * multiplied
+    layers, outputs = (config.layers * count for count in _computed(config))
+    head = padded_size(config.n_vocab, config.shards) * config.d_model
+    matmuls = (4 if config.lora_rank else 6) * (layers + head)
     if config.remat == "full":
-        matmuls += 2 * config.layers * (_layer_matrices(config) - _output_matrices(config))
+        matmuls += 2 * (layers - outputs)
     if config.seq > config.loss_chunk:
-        matmuls += 2 * config.n_vocab * config.d_model
+        matmuls += 2 * head
     return matmuls + _attention_flops_per_token(config, attention)
+
+
+def attention_waste(config: Model, attention: str) -> float:
+    """Return the share, 0 to 1, of the FLOPs of attention that a division of heads over mp wastes.
+
+    mp pads query heads that it does not divide.  If it does not divide grouped key heads, all
+    shards compute all keys and values.  Attention is the matrices of queries, keys, values and
+    outputs, and the matmuls between queries, keys and values.
+    """
+    shards, pairs = config.shards, attended_pairs(config, attention) / (config.layers * config.seq)
+
+    def flops(queries: int, keys: int) -> float:
+        matrices = 2 * config.d_model * (2 * queries + 2 * keys)
+        return config.d_head * (matrices + 4 * queries * pairs)
+
+    assert config.key_heads is not None
+    own = config.key_heads if config.copies_key_heads else key_heads(config, shards)
+    executed = flops(shards * query_heads(config, shards), shards * own)
+    return 1 - flops(config.n_heads, config.key_heads) / executed
 
 
 def int8_flops_per_token(config: Model) -> int:
@@ -95,13 +125,14 @@ def int8_flops_per_token(config: Model) -> int:
 
     These are those of the layers' matrices in the passes that `int8_matmuls` names.
     """
+    layer, outputs = _computed(config)
     passes = {
-        "forward": _layer_matrices(config),
-        "input_gradients": _layer_matrices(config),
-        "weight_gradients": 0 if config.lora_rank else _layer_matrices(config),
+        "forward": layer,
+        "input_gradients": layer,
+        "weight_gradients": 0 if config.lora_rank else layer,
     }
     if config.remat == "full":
-        passes["forward"] += _layer_matrices(config) - _output_matrices(config)
+        passes["forward"] += layer - outputs
     return 2 * config.layers * sum(passes[name] for name in set(config.int8_matmuls))
 
 
@@ -115,39 +146,41 @@ def _attention_flops_per_token(config: Model, attention: str) -> int:
     """
     scores_saved = attention == "xla" or (attention == "blocks" and config.remat == "none")
     products = 6 + 2 * (config.remat != "none") + (not scores_saved)
-    width = config.layers * config.n_heads * config.d_head
+    width = config.shards * query_heads(config, config.shards) * config.d_head
     return products * 2 * width * attended_pairs(config, attention) // config.seq
 
 
 def attended_pairs(config: Model, attention: str) -> int:
     """Return the number of query-key pairs per sequence in one attention matmul of one head.
 
-    The number depends on the attention backend.  `xla` computes all pairs.  `blocks` splits the
-    queries into blocks, and pairs all queries of a block with all keys that any of these queries
-    may attend to.  For the kernels (splash and cudnn), only unmasked pairs are counted, although
-    the kernels also compute the masked pairs of tiles that are only partly masked.
+    This is the sum over all layers.  The number depends on the attention backend.  `xla` computes
+    all pairs.  `blocks` splits the queries into blocks, and pairs all queries of a block with all
+    keys that any of these queries may attend to.  For the kernels (splash and cudnn), only unmasked
+    pairs are counted, although the kernels also compute the masked pairs of tiles that are only
+    partly masked.
     """
-    length, window = config.seq, min(config.window, config.seq)
+    length = config.seq
     if attention == "xla":
-        return length**2
+        return config.layers * length**2
     if attention != "blocks":
-        return window * length - window * (window - 1) // 2
+        return sum(window * length - window * (window - 1) // 2 for window in windows(config))
     block = block_length(length)
     ends = [min(begin + block, length) for begin in range(0, length, block)]
     begins = [0, *ends[:-1]]
     return sum(
         (end - begin) * (end - max(0, begin - window + 1))
+        for window in windows(config)
         for begin, end in zip(begins, ends, strict=True)
     )
 
 
 def decode_flops_per_token(config: Model) -> int:
-    """Return the forward FLOPs of one token that attends to `seq` positions.
+    """Return the forward FLOPs of one token that attends to `seq` positions or its layer's window.
 
     The embedding is a lookup and is not counted.
     """
     matrices = matmul_params(config) - _lookup_params(config)
-    return 2 * matrices + 4 * config.layers * config.n_heads * config.d_head * config.seq
+    return 2 * matrices + 4 * config.n_heads * config.d_head * sum(windows(config))
 
 
 def mfu(config: Model, tokens_per_sec: float, peak: float) -> float:
@@ -172,16 +205,28 @@ def hfu(config: Model, tokens_per_sec: float, peak: float, attention: str = "xla
 
 
 def input_columns(config: Model) -> int:
-    """Return the number of columns of a layer's matrices that read the residual stream."""
-    return (_layer_matrices(config) - _output_matrices(config)) // config.d_model
+    """Return the number of columns of a layer's matrices that read the residual stream.
+
+    This is the sum over all shards, with padding and copies.
+    """
+    layer, outputs = _computed(config)
+    return (layer - outputs) // config.d_model
 
 
 def _layer_matrices(config: Model) -> int:
     return sum(math.prod(d.shape) for d in _matrices(config))
 
 
-def _output_matrices(config: Model) -> int:
-    return sum(math.prod(d.shape) for d in _matrices(config) if d.spec[0] == "mp")
+def _computed(config: Model) -> tuple[int, int]:
+    """Return the entries by which all shards together multiply, per token and layer.
+
+    The first number is that of all matrices, the second that of output matrices alone.
+    """
+    sizes = {True: 0, False: 0}
+    for d in _matrices(config):
+        copies = 1 if "mp" in tuple(d.spec) else config.shards
+        sizes[d.spec[0] == "mp"] += copies * math.prod(d.padded(config.shards))
+    return sizes[True] + sizes[False], sizes[True]
 
 
 def _matrices(config: Model) -> list[Declaration]:

@@ -11,6 +11,7 @@ import jax
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import Hardware
+from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.performance.roofline import Estimate, bytes_sent, estimate
@@ -74,13 +75,14 @@ def attention_on(config: Config, hardware: Hardware) -> str:
 def mp_bytes(config: Config, tokens: int, mp: int) -> int:
     """Return the bytes that a device sends over the mesh axis mp for its replica's `tokens` tokens.
 
-    Activations are all-reduced twice per layer (forward and backward), once for the embedding, and
-    once for the output head.  If they are sharded, the backward pass gathers a layer's inputs once
-    more unless `remat` is none.
+    Activations are all-reduced twice per layer (forward and backward), or four times if attention
+    and feed-forward are sequential, once for the embedding, and once for the output head.  If they
+    are sharded, the backward pass gathers a layer's inputs once more unless `remat` is none.
     """
     activations = tokens * config.d_model * _width(config)
-    again = config.layers if config.shard_activations and config.remat != "none" else 0
-    return (2 * config.layers + 2) * bytes_sent("all-reduce", activations, mp) + (
+    sums = config.layers * (2 if config.layer_kind.arrangement == "sequential" else 1)
+    again = sums if config.shard_activations and config.remat != "none" else 0
+    return (2 * sums + 2) * bytes_sent("all-reduce", activations, mp) + (
         again * bytes_sent("all-gather", activations, mp)
     )
 
@@ -107,9 +109,19 @@ def dp_bytes(config: Config, dp: int) -> int:
     return accumulation * (2 * gathered + scattered)
 
 
-def _part(config: Config) -> int:
-    """Return the parameters per device, before ZeRO splits them."""
-    return flops.n_params(config) // config.cores_per_replica
+def _part(config: Config, ends: bool = True) -> int:
+    """Return the parameters per device, before ZeRO splits them, without adapters.
+
+    Args:
+      ends: whether to count the embedding and the output head.
+    """
+    declared = transformer.declarations(config)
+    own = declared if ends else declared["layers"]
+    return sum(
+        math.prod(d.padded(config.shards)) // (config.cores_per_replica if "mp" in d.spec else 1)
+        for d in jax.tree.leaves(own, is_leaf=is_declaration)
+        if not d.adapter
+    )
 
 
 def _traffic(config: Config, tokens: int, dp: int, attention: str) -> int:
@@ -143,11 +155,13 @@ def _traffic(config: Config, tokens: int, dp: int, attention: str) -> int:
 def _scores(config: Config, attention: str) -> int:
     """Return the bytes of one token's f32 attention scores in one layer, for all heads together.
 
-    The result is 0 for attention kernels, which never write the scores to memory.
+    This is the mean over the layers, whose windows may differ.  The result is 0 for attention
+    kernels, which never write the scores to memory.
     """
     if attention not in ("xla", "blocks"):
         return 0
-    return F32 * config.n_heads * flops.attended_pairs(config, attention) // config.seq
+    pairs = flops.attended_pairs(config, attention) // config.layers
+    return F32 * config.n_heads * pairs // config.seq
 
 
 def moments_per_parameter(config: Config) -> float:
@@ -217,8 +231,7 @@ def _gradient_bytes(config: Config, dp: int) -> int:
 
     They are in the compute dtype, or with ZeRO 3 in f32 and split over the `dp` replicas.
     """
-    ends = (1 if config.tie_head else 2) * config.n_vocab * config.d_model
-    part = (flops.n_params(config) - ends) // config.cores_per_replica
+    part = _part(config, ends=False)
     return F32 * part // dp if config.zero == 3 else _width(config) * part
 
 
@@ -250,8 +263,9 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
     * "dots": as "full", and q, k, v and the hidden activations of the feed-forward block.
     * "none" without an attention kernel: all of "dots", the attention scores and the outputs of the
       heads.
-    * "none" with an attention kernel: all of "dots", the kernel's output twice and one f32 sum per
-      head.  In a fused block also q, k and v a second time.
+    * "none" with an attention kernel: all of "dots", with k and v repeated for each head, the
+      kernel's output twice and one f32 sum per head.  In a fused block also q, k and v a second
+      time, and with `qk_norm` q and k before it.
 
     With sharded activations, "none" also saves the inputs after their all-gather, so that the
     backward pass need not gather them again.
@@ -272,6 +286,9 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
         return kept + ((columns + heads) * width + _scores(config, attention)) // mp
     # The output of a fused matmul is saved as a whole, in addition to q, k and v.
     own = columns + (2 + 3 * block.fused) * heads
+    assert config.key_heads is not None
+    keys = config.key_heads * config.d_head * (config.shards if config.copies_key_heads else 1)
+    own += 2 * (heads - keys) + (heads + keys) * (config.qk_norm != "none")
     return kept + (own * width + F32 * config.n_heads) // mp
 
 

@@ -46,6 +46,8 @@ class Estimate:
         "network" or "host memory".
       step_seconds, tokens_per_second, mfu, hfu: two values each.  The first assumes that compute,
         memory and links overlap fully; the second assumes no overlap.
+      attention_waste: share of the FLOPs of attention for padded heads and copied keys and values
+        (see `flops.attention_waste`).
       source: where the hardware's figures come from.
     """
 
@@ -67,6 +69,7 @@ class Estimate:
     tokens_per_second: tuple[float, float]
     mfu: tuple[float, float]
     hfu: tuple[float, float]
+    attention_waste: float = 0.0
     formula: str = FORMULA
 
     def lines(self) -> list[str]:
@@ -82,6 +85,11 @@ class Estimate:
                 time = f"{self.host_seconds[0]:.4g} to {self.host_seconds[1]:.4g} s"
             read, written = (f"{count / 1e9:,.2f} GB" for count in self.host_bytes)
             between.append(f"  host memory: {read} read and {written} written per device, {time}")
+        if self.attention_waste:
+            between.append(
+                f"  {self.attention_waste:.1%} of the FLOPs of attention are for padded heads or "
+                "copied keys and values, as mp does not divide the heads"
+            )
         # The peak of a CPU is only measured, and a program can exceed it.
         shares = (
             f", MFU {self.mfu[1]:.1%} to {self.mfu[0]:.1%}, HFU {self.hfu[1]:.1%} to "
@@ -214,6 +222,7 @@ def estimate(
             flops.hfu(config, speeds[0], peak, attention),
             flops.hfu(config, speeds[1], peak, attention),
         ),
+        attention_waste=flops.attention_waste(config, attention),
     )
 
 

@@ -13,19 +13,21 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import transformers
 from safetensors.torch import load_file, save_file
 
 from mesh_transformer.checkpoint import hf
 from mesh_transformer.checkpoint.conversion import convert
-from mesh_transformer.checkpoint.hf_config import family_of, read_config
+from mesh_transformer.checkpoint.hf_config import family_of, read_config, write_configs
 from mesh_transformer.config import Config
+from mesh_transformer.families import PRESETS
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.pool import Pool
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.parallel import Auto
-from mesh_transformer.model import transformer
+from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.serving.pages import Pages
 from mesh_transformer.transformer_shard import load
@@ -277,3 +279,45 @@ def test_sizes_that_released_files_of_gemma_3_leave_out(tmp_path):
     assert (ours.key_heads, ours.head_size) == (theirs.num_key_value_heads, theirs.head_dim)
     assert ours.end_tokens == [1, 106]
     assert ours.tie_head
+
+
+# The parameters of the published files.  Those of Gemma 3 from 4B on are without 416,866,032 of the
+# vision tower and 1152 (d_model + 1) of the projection of images.
+PUBLISHED = {
+    "llama3-1b": 1_235_814_400,
+    "llama3-3b": 3_212_749_824,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 4_300_079_472 - 416_866_032 - 1152 * 2561,
+    "gemma3-12b": 12_187_325_040 - 416_866_032 - 1152 * 3841,
+    "gemma3-27b": 27_432_406_640 - 416_866_032 - 1152 * 5377,
+    "olmo3-7b": 7_298_011_136,
+    "mistral-7b": 7_248_023_552,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "smollm3-3b": 3_075_098_624,
+}
+
+
+def test_presets_have_the_published_number_of_parameters(tmp_path):
+    """transformers counts the same, in models without data, and reads the same config."""
+    of_today = {name for name in PRESETS if PRESETS[name]["block"] == "llama"}
+    assert of_today == PUBLISHED.keys()
+    for name, published in PUBLISHED.items():
+        config = Config.load(name)
+        write_configs(str(tmp_path), config, config.n_vocab, np.dtype("float32"), None)
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        theirs = sum(values.numel() for values in network.parameters())
+        assert flops.n_params(config) == theirs == published, name
+        read = hf.read_config(str(tmp_path))
+        assert read.model == config.model, name

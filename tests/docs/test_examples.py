@@ -1,17 +1,21 @@
 """The programs in examples/ and the notebook of them."""
 
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from nbclient import NotebookClient
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import mesh_transformer
 from mesh_transformer.checkpoint import conversion
 from mesh_transformer.data.tokenizer import load_tokenizer
+from tests.support.live_server import Live
 from tests.support.pages import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -81,6 +85,38 @@ def test_pythia_goes_to_a_mesh_and_back(run):
     assert float(printed.rpartition("score ")[2]) < 1e-5
     assert "28 of 28 exported tensors have the bits of the imported ones" in printed
     assert Path("pythia_mesh.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_a_llama_of_ones_own_is_served_from_a_gguf_file(run):
+    """transformers, which reads the same file, is the oracle; in f32, logits differ by rounding."""
+    torch = pytest.importorskip("torch")
+    few = {"layers": 2, "total_steps": 4, "warmup_steps": 1, "val_every": 4, "val_batches": 1}
+    lines = [
+        "from mesh_transformer.model.flops import n_params",
+        "import own_llama as demo",
+        "count = n_params(demo.mesh_transformer.Config.of(demo.CONFIG))",
+        f"demo.CONFIG.update({few})",
+        "print('score', demo.main(), count)",
+    ]
+    loss, count = map(float, run("\n".join(lines)).rpartition("score ")[2].split())
+    assert 14.5e6 < count < 15.5e6
+    assert loss < math.log(4096)
+    network = mesh_transformer.load("own_llama/model.gguf", changes={"dtype": "float32"})
+    tokenizer = load_tokenizer("own_llama/tokenizer")
+    tokens = tokenizer("To be, or not to be")["input_ids"]
+    theirs = AutoModelForCausalLM.from_pretrained("own_llama", gguf_file="model.gguf")
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0].numpy()
+    live = Live(network, tokenizer, None, rows=2)
+    try:
+        answer = live.ask(prompt=tokens, max_tokens=1, temperature=0, logprobs=1)["choices"][0]
+    finally:
+        live.close()
+        network.close()
+    assert answer["text"] == tokenizer.decode([expected[-1].argmax()])
+    likely = expected[-1].max() - np.log(np.exp(expected[-1].astype(np.float64)).sum())
+    assert answer["logprobs"]["token_logprobs"][0] == pytest.approx(likely, abs=1e-4)
 
 
 @pytest.mark.slow

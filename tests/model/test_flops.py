@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,12 @@ from mesh_transformer.config_checks import MATMULS
 from mesh_transformer.families import BLOCKS, NORMS
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.declaration import is_declaration
+from mesh_transformer.mesh.devices import make_mesh
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.loss import train_loss
+from mesh_transformer.performance.plan import abstract_batch
+from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -133,10 +137,37 @@ def test_kernels_skip_masked_query_key_pairs(window):
     config = small(seq=384, attention_window=window)
     distance = np.subtract.outer(np.arange(384), np.arange(384))
     seen = int(np.sum((distance >= 0) & (distance < window)))
-    assert flops.attended_pairs(config, "splash") == seen
+    layers = config.layers
+    assert flops.attended_pairs(config, "splash") == layers * seen
     keys = {1: (128, 128, 128), 130: (128, 256, 257), 384: (128, 256, 384)}[window]
-    assert flops.attended_pairs(config, "blocks") == 128 * sum(keys)
-    assert flops.attended_pairs(config, "xla") == 384**2
+    assert flops.attended_pairs(config, "blocks") == layers * 128 * sum(keys)
+    assert flops.attended_pairs(config, "xla") == layers * 384**2
+
+
+@pytest.mark.parametrize("attention", ["xla", "blocks", "splash"])
+def test_sliding_layers_count_their_own_window(attention):
+    """Two sliding layers and a full one have 2/3 and 1/3 of what three such layers have."""
+    full = small(seq=384, attention=attention if attention == "blocks" else "auto")
+    sliding = full.replace(sliding_window=50)
+    mixed = sliding.replace(sliding_layers=[0, 2])
+
+    def mean(count) -> Any:
+        """Return the mean, up to the rounding of pairs per token to a whole number."""
+        return pytest.approx((2 * count(sliding) + count(full)) / 3, rel=1e-4)
+
+    for count in (
+        lambda config: flops.attended_pairs(config, attention),
+        lambda config: flops.hardware_flops_per_token(config, attention),
+        flops.palm_flops_per_token,
+        flops.decode_flops_per_token,
+    ):
+        assert count(mixed) == mean(count)
+        assert count(sliding) < count(full) or attention == "xla"
+    attended = 12 * 24 * (50 + 384 + 50)
+    assert flops.palm_flops_per_token(mixed) == flops.flops_per_token(mixed) + attended
+    if attention != "splash":
+        expected = 768 * flops.hardware_flops_per_token(sliding, attention)
+        assert traced_flops(sliding, attention) == expected
 
 
 def matmul_flops(jaxpr) -> int:
@@ -156,6 +187,17 @@ def matmul_flops(jaxpr) -> int:
     return total
 
 
+def traced_flops(config: Config, attention: str) -> int:
+    """Return the FLOPs of all matmuls in the loss and the gradients of two sequences."""
+    tokens = jnp.zeros((2, config.seq), jnp.int32)
+
+    def loss(params):
+        return train_loss(params, tokens, tokens, config, Auto(attention=attention))[0]
+
+    params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
+    return matmul_flops(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+
+
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("block", "attention"),
@@ -168,15 +210,30 @@ def test_hardware_flops_match_the_matmuls_of_a_traced_step(remat, block, attenti
     chunk = 128 if block == "gptj" else 384
     config = small(remat=remat, block=block, seq=384, loss_chunk=chunk, attention=attention)
     config = config.replace(int8_matmuls=int8_matmuls)
-    tokens = jnp.zeros((2, config.seq), jnp.int32)
-
-    def loss(params):
-        return train_loss(params, tokens, tokens, config, Auto(attention=attention))[0]
-
-    params = jax.eval_shape(functools.partial(transformer.init, config), jax.random.key(0))
-    traced = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
     expected = flops.hardware_flops_per_token(config, attention)
-    assert matmul_flops(traced) == tokens.size * expected
+    assert traced_flops(config, attention) == 2 * config.seq * expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mp", "key_heads", "computed", "copies"),
+    [(2, 3, 6, 2), (4, 2, 8, 4), (2, 2, 6, 1), (4, 6, 8, 1), (3, 3, 6, 1)],
+)
+def test_padded_and_copied_heads_count(mp, key_heads, computed, copies):
+    """Compare with a traced step for a mesh; 6 heads on 4 devices are padded to 8."""
+    heads = {"n_heads": 6, "key_heads": key_heads, "head_size": 4, "block": "llama"}
+    config = small(**heads, cores_per_replica=mp, partitioning="shard_map", n_vocab=60)
+    mesh = make_mesh(config, jax.devices()[:mp])
+    layout = step.StateLayout(config, mesh)
+    train: Any = step.compile_train(layout)
+    traced = jax.make_jaxpr(train)(layout.abstract, abstract_batch(layout)).jaxpr
+    expected = flops.hardware_flops_per_token(config)
+    assert mp * matmul_flops(traced) == config.seq * expected
+    keys = copies * (computed if key_heads == 6 else key_heads)
+    matrices, products = 2 * 24 * 2, 4 * config.seq
+    needed = matrices * (6 + key_heads) + products * 6
+    executed = matrices * (computed + keys) + products * computed
+    assert flops.attention_waste(config, "xla") == pytest.approx(1 - needed / executed, rel=1e-12)
 
 
 def test_mfu_is_1_at_the_peak():

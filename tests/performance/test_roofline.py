@@ -419,11 +419,25 @@ def test_the_estimate_of_dp_bytes_with_zero():
     part = flops.n_params(config) // 8
     for zero, width in ((0, 8), (1, 6), (3, 16 * 8)):
         sent = analytic.dp_bytes(config.replace(zero=zero), 32)
-        assert sent == pytest.approx(width * part * 31 / 32, rel=1e-6)
+        # mp does not split norms and some biases, 0.06 percent of the parameters of a device.
+        assert sent == pytest.approx(width * part * 31 / 32, rel=1e-3)
+        assert sent > width * part * 31 / 32
+
+
+def test_the_estimate_counts_copied_keys_and_values_on_every_device():
+    """Of 2 key heads of 4 entries, each of 4 devices has all, of 4 heads, one."""
+    sizes: Any = {"layers": 3, "d_model": 32, "n_heads": 8, "n_vocab": 64, "block": "llama"}
+    split = Config(**sizes, key_heads=4, seq=128, cores_per_replica=4)
+    copied = split.replace(key_heads=2)
+    matrices = 3 * 2 * 32 * 4  # of one head's keys and values
+    assert analytic._part(copied) - analytic._part(split) == (2 - 1) * matrices
+    columns = flops.input_columns(copied) - flops.input_columns(split)
+    assert columns == 4 * 2 * 4 * (2 - 1)
+    assert analytic.mp_bytes(split, 1, 4) == (4 * 3 + 2) * 32 * 2 * 2 * 3 // 4
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", [*BLOCKS, "grouped"])
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 @pytest.mark.parametrize("attention", ["xla", "blocks", "splash_interpreted"])
 def test_the_estimate_of_saved_activations_matches_the_saved_arrays(attention, remat, block):
@@ -432,15 +446,16 @@ def test_the_estimate_of_saved_activations_matches_the_saved_arrays(attention, r
     The results of matmuls have one axis for batch and positions.
     """
     batch = 5
+    grouped: Any = {"block": "llama", "key_heads": 2, "qk_norm": "head"}
     config = Config(
         layers=3,
         d_model=48,
         n_heads=4,
         n_vocab=56,
         seq=384,
-        block=block,
         remat=remat,
         attention=attention,
+        **grouped if block == "grouped" else {"block": block},
     )
     tokens = jnp.zeros((batch, config.seq), jnp.int32)
 
