@@ -5,8 +5,11 @@ is transformers, which reads the same file.
 """
 
 import importlib.util
+import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion, gguf_files, hf
 from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.cli import completion_records
 from mesh_transformer.data.chat import ChatTemplate
+from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.special_tokens import prompt_tokens
 from mesh_transformer.data.tokenizer import load_tokenizer
 from tests.support.live_server import Live
@@ -110,6 +115,41 @@ def test_the_tokenizer_is_the_files(path, theirs):
         ids = expected.apply_chat_template(messages, **options)
         text = ChatTemplate(tokenizer).prompt(messages)
         assert prompt_tokens(tokenizer, text, whole=True) == ids
+
+
+def test_records_of_chats_count_the_answers_and_their_ends(path, tmp_path):
+    """Compared token by token with the template's text, of which a pattern finds the answers."""
+    tokenizer: Any = load_tokenizer(path)
+    words = ["Paris", "12", "don't", "caf\u00e9 \U0001f600", "a\n\nb", "assistant", "<b>"]
+    generator = np.random.default_rng(0)
+    chats = []
+    for number in range(30):
+        roles = [*["system"] * (number % 2), *["user", "assistant"] * int(generator.integers(1, 5))]
+        contents = (" ".join(generator.choice(words, generator.integers(1, 8))) for _ in roles)
+        chats.append([{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)])
+    lines = [json.dumps({"messages": chat}) + "\n" for chat in chats]
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    arguments = [str(tmp_path / "chats.jsonl"), "chats", "--output-dir", str(tmp_path), "--pack"]
+    completion_records.main([*arguments, "--seq", "300", "--tokenizer", path])
+    loader = TFRecordNewInputs(str(tmp_path / "chats.index"), 1, 300, repeat=False)
+    actual = []
+    for record in loader:
+        rows = {name: values[0] for name, values in record.items()}
+        for segment in range(1, rows["segment_ids"].max() + 1):
+            own = rows["segment_ids"] == segment
+            names = ("obs", "target", "loss_mask")
+            actual.append([rows[name][own].tolist() for name in names])
+    expected = []
+    for chat in chats:
+        text = tokenizer.apply_chat_template(chat, tokenize=False).removesuffix("\n")
+        encoded = tokenizer(text, return_offsets_mapping=True)
+        answers = re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.DOTALL)
+        spans = [match.span(1) for match in answers]
+        counts = [any(a <= start < b for a, b in spans) for start, _ in encoded["offset_mapping"]]
+        tokens = encoded["input_ids"]
+        expected.append([tokens[:-1], tokens[1:], [*map(int, counts[1:])]])
+    assert actual == expected
+    assert len(actual) > 2 * len([*loader])
 
 
 @pytest.mark.slow
