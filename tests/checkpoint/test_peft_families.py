@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mesh_transformer.checkpoint import conversion
+from mesh_transformer.checkpoint.adapters import Base, merged_leaves
+from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.peft import write
 from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.mesh.parallel import Auto
@@ -38,12 +40,11 @@ def torch_base(folder):
     return network
 
 
-def our_logits(folder):
-    """Return the logits of a model, with its adapters merged, in float32."""
-    config, state = conversion.read(Source(folder))
+def our_logits(config, params):
+    """Return the logits of a model in float32."""
     config = config.replace(dtype="float32")
     run = jax.jit(lambda params: transformer.logits(params, TOKENS, config, Auto()))
-    return np.asarray(run(state["params"]))
+    return np.asarray(run(in_memory(params)))
 
 
 def assert_same_logits(actual, expected):
@@ -76,7 +77,8 @@ def test_peft_and_this_package_read_each_others_adapters(tmp_path, case, keys):
     theirs.save_pretrained(tmp_path / "theirs")
     expected = torch_logits(theirs)
     assert np.abs(expected - without).max() > 0.05 * np.abs(without).max()
-    assert_same_logits(our_logits(tmp_path / "theirs"), expected)
+    config, state = conversion.read(Source(tmp_path / "theirs"))  # merged
+    assert_same_logits(our_logits(config, state["params"]), expected)
     # Written again: the same tensors, bit for bit.
     conversion.convert(tmp_path / "theirs", "peft", tmp_path / "back", "peft")
     name = "adapter_model.safetensors"
@@ -86,10 +88,13 @@ def test_peft_and_this_package_read_each_others_adapters(tmp_path, case, keys):
     # Ours: each matrix has a first factor of its own, also in a tensor that holds several.
     config, state = Source(tmp_path / "theirs").read_adapters(None)
     assert config.lora_targets == list(config.layer_kind.lora_targets)
-    write(str(tmp_path / "ours"), random_like(state["params"]), config, base)
+    own = random_like(state["params"])
+    write(str(tmp_path / "ours"), own, config, base)
     loaded = peft.PeftModel.from_pretrained(torch_base(base), tmp_path / "ours")
     expected = torch_logits(loaded)
-    assert_same_logits(our_logits(tmp_path / "ours"), expected)
+    _, whole = conversion.read(Source(base))
+    params = merged_leaves(whole["params"], own, config.lora_scale, Base(base, {}), base)
+    assert_same_logits(our_logits(config.merged(), params), expected)
     conversion.convert(tmp_path / "ours", "peft", tmp_path / "merged", "hf")
     assert_same_logits(torch_logits(torch_base(tmp_path / "merged")), expected)
 
