@@ -355,6 +355,20 @@ def test_records_have_the_mask_and_pairs_may_be_among_them(tmp_path, gpt2, capsy
 
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
+
+
+def test_the_command_counts_conversations_in_several_texts(tmp_path, capsys):
+    (tmp_path / "template.jinja").write_text(THINKING)
+    answer = ANSWER | {"reasoning_content": "c"}
+    rows = [{"messages": [USER, answer] * turns} for turns in (1, 2, 3)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    flags = ("--seq", "256", "--chat-template", str(tmp_path / "template.jinja"))
+    create(tmp_path, source, *flags)
+    printed = capsys.readouterr().out
+    assert "6 records of 256 tokens" in printed
+    assert "; 2 conversations in one text per answer, as the chat template changes" in printed
+
+
 BAD = [
     ([], "no message has the role assistant, found none", "no answer"),
     ([USER], "no message has the role assistant, found user", "no answer"),
