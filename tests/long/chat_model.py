@@ -22,6 +22,7 @@ from mesh_transformer.training import loop
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.long.interruptions import Interruption, interrupt
 from tests.support.small_run import assert_same_rows, rows_of, write_config
+from tests.support.smollm2 import model_path
 
 LORA = {
     "lora_rank": 4,
@@ -105,8 +106,6 @@ def same_bits(folder: Path, base: str, steps: int) -> Path:
 
 
 def main() -> None:
-    from tests.test_smollm2 import model_path
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=30, help="layers of the model (default 30)")
     parser.add_argument("--steps", type=int, default=4, help="training steps (default 4)")
