@@ -195,7 +195,7 @@ class Encoder:
         if isinstance(item, Pair):  # a chat template has the special tokens before a text itself
             plain, tokens = tokens, with_beginning(self.first, tokens)
             has_loss = [False] * (len(tokens) - len(plain)) + has_loss
-            is_ended = tokens[-1] == end
+            is_ended = tokens[-1:] == [end]
         else:  # a template may add more after the token
             is_ended = self.tokenizer.eos_token in pieces[-1][-1].text
         if not is_ended:
@@ -213,7 +213,8 @@ def _with_loss(segments: list[Segment], spans: list[tuple[int, int]]) -> list[bo
     counts = np.repeat([segment.has_loss for segment in segments], sizes)
     before = np.concatenate([[0], np.cumsum(counts)])
     starts, ends = np.array(spans, int).reshape(-1, 2).T
-    ends = np.maximum(ends, starts + 1)  # a token without characters, such as a first space
+    # A token may have no characters, such as a space that the tokenizer adds at the beginning.
+    ends = np.clip(ends, starts + 1, len(counts))
     return (before[ends] > before[starts]).tolist()
 
 
