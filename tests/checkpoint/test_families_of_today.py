@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from transformers import AutoConfig, AutoModelForCausalLM
-
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mesh_transformer.checkpoint import hf
 from mesh_transformer.checkpoint.conversion import convert

@@ -1,5 +1,6 @@
 """Records of conversations: which tokens have loss, how long ones are cut, and all refusals."""
 
+import copy
 import csv
 import json
 import re
@@ -18,6 +19,7 @@ from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer, render_chat
 from mesh_transformer.util import InputError
+from tests.support.llama_tokenizers import LLAMA_LIKE, PIECES
 
 END = "<|endoftext|>"
 CHATML = (
@@ -30,6 +32,17 @@ MARKED = (
     "{% if message.role == 'assistant' %}"
     "{% generation %}{{ message.content }}<|im_end|>\n{% endgeneration %}"
     "{% else %}{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+BARE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}{% endgeneration %}"
+    "{% else %}{{ message.content }} a{% endif %}{% endfor %}"
+)
+# As Qwen3's, thoughts are left out of all answers but the last.
+THINKING = CHATML.replace(
+    "\n{{ message.content }}",
+    "\n{% if loop.last and message.reasoning_content %}<think>{{ message.reasoning_content }}"
+    "</think>\n{% endif %}{{ message.content }}",
 )
 WORDS = [
     "to",
@@ -142,6 +155,68 @@ def test_mask_matches_that_of_transformers(chatml):
         )
         assert text.tokens == [*expected["input_ids"], 50256]
         assert text.has_loss == [*map(bool, expected["assistant_masks"]), True]
+
+
+@pytest.mark.parametrize("kind", LLAMA_LIKE)
+def test_a_text_without_special_tokens_around_answers_is_tokenised_as_a_whole(kind):
+    """As by transformers; an answer alone would get SentencePiece's space before it."""
+    tokenizer, generator = LLAMA_LIKE[kind](), np.random.default_rng(9)
+    inside = 0
+    for _ in range(60):
+        turns = 2 * int(generator.integers(1, 4))
+        messages = [
+            {
+                "role": ("user", ANSWERS)[turn % 2],
+                # Of a last character in several bytes, transformers marks only the first.
+                "content": "".join(generator.choice(PIECES, generator.integers(1, 6))) + ".",
+            }
+            for turn in range(turns)
+        ]
+        expected = tokenizer.apply_chat_template(
+            messages, chat_template=BARE, return_dict=True, return_assistant_tokens_mask=True
+        )
+        (text,) = texts(tokenizer, [messages], template=BARE)
+        assert text.tokens == [*expected["input_ids"], tokenizer.eos_token_id]
+        assert text.has_loss == [*map(bool, expected["assistant_masks"]), True]
+        pieces = [tokenizer.encode(m["content"], add_special_tokens=False) for m in messages]
+        inside += pieces[-1] != text.tokens[-1 - len(pieces[-1]) : -1]
+    assert inside > 10
+
+
+@pytest.mark.parametrize("seq", [10**6, 90])
+def test_a_template_that_changes_earlier_answers_gives_one_text_per_answer(chatml, seq):
+    """As the text that the model has before it when it answers; each answer counts once."""
+    chatml = copy.deepcopy(chatml)
+    chatml.eos_token = "<|im_end|>"
+    everything = conversations(20, seed=11, turns=4)
+    for messages in everything:
+        for message in messages:
+            if message["role"] == ANSWERS:
+                message["reasoning_content"] = f"so {message['content'][:3]}"
+    made = encoder(chatml, seq, THINKING)
+    actual = list(made.texts([Conversation.of(each, "here") for each in everything]))
+    if seq == 90:
+        assert made.cut > 3
+    expected = []
+    for messages in everything:
+        system, rest = exchanges(messages)
+        part: list[Any] = []
+        for exchange in rest:
+            prompts = [[*system, *part, *exchange[:-1]], [*system, *exchange[:-1]]]
+            whole = [chatml.encode(rendered(chatml, [*p, exchange[-1]])) for p in prompts]
+            if part and len(whole[0]) - 2 > seq:  # without the line end, and the last label
+                part = []
+            prompt, tokens = prompts[not part], whole[not part]
+            part += exchange
+            before = len(chatml.encode(rendered(chatml, prompt, prompt=True)))
+            assert tokens.pop() == 198
+            expected.append((tokens, [False] * before + [True] * (len(tokens) - before)))
+    assert [(text.tokens, text.has_loss) for text in actual] == expected
+    assert made.several > 3
+
+
+def rendered(tokenizer, messages, **options):
+    return render_chat(tokenizer, messages, THINKING, **options)
 
 
 @pytest.mark.parametrize("template", [None, CHATML, MARKED])
@@ -280,6 +355,20 @@ def test_records_have_the_mask_and_pairs_may_be_among_them(tmp_path, gpt2, capsy
 
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
+
+
+def test_the_command_counts_conversations_in_several_texts(tmp_path, capsys):
+    (tmp_path / "template.jinja").write_text(THINKING)
+    answer = ANSWER | {"reasoning_content": "c"}
+    rows = [{"messages": [USER, answer] * turns} for turns in (1, 2, 3)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    flags = ("--seq", "256", "--chat-template", str(tmp_path / "template.jinja"))
+    create(tmp_path, source, *flags)
+    printed = capsys.readouterr().out
+    assert "6 records of 256 tokens" in printed
+    assert "; 2 conversations in one text per answer, as the chat template changes" in printed
+
+
 BAD = [
     ([], "no message has the role assistant, found none", "no answer"),
     ([USER], "no message has the role assistant, found user", "no answer"),

@@ -1,5 +1,6 @@
 """The commands and Python of docs/finetune.md, run as written with a smaller model."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 import mesh_transformer
+from mesh_transformer.checkpoint import conversion
 from mesh_transformer.data.tokenizer import load_tokenizer
 from tests.support.pages import reader, runnable
+from tests.support.smollm2 import model_path
 
 CONFIGS = ("tiny.json", "tiny_finetune.json", "tiny_lora.json")
 TINY = {"layers": 2, "d_model": 32, "pe_rotary_dims": 4, "val_batches": 2}
@@ -39,10 +42,15 @@ def test_accuracy_counts_answers_that_are_correct_to_the_end(tmp_path, monkeypat
     assert capsys.readouterr().out.count("75.0% of the held-out") == 4
 
 
+PAGE = runnable("docs/finetune.md")
+VILLAGES = next(number for number, block in enumerate(PAGE) if "Arnmoor" in block.text)
+
+
 @pytest.mark.slow
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     with reader(tmp_path, monkeypatch, CONFIGS, **TINY, total_steps=3) as person:
-        person.follow("docs/finetune.md")
+        for block in PAGE[:VILLAGES]:
+            person.run(block)
     printed = capsys.readouterr().out
     assert printed.count("train_180.tfrecords: 180 records of 64 tokens") == 2
     assert printed.count("bits/byte") == 2  # in the two tables
@@ -53,3 +61,27 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     for name in ("sums", "differences"):
         lines = Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_the_guide_for_chat_models_runs(tmp_path, monkeypatch, capsys):
+    """With a tiny random model that has SmolLM2's tokenizer and chat template."""
+    pytest.importorskip("torch")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3}
+    sizes |= {"num_hidden_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    LlamaForCausalLM(LlamaConfig(vocab_size=49152, **sizes)).save_pretrained(tmp_path / "tiny")
+    load_tokenizer(model_path()).save_pretrained(tmp_path / "tiny")
+    conversion.convert(tmp_path / "tiny", "hf", tmp_path / "smollm2.gguf", "gguf")
+    (tmp_path / "reader").mkdir()
+    with reader(tmp_path / "reader", monkeypatch) as person:
+        Path("smollm2.gguf").symlink_to(tmp_path / "smollm2.gguf")
+        for block in PAGE[VILLAGES:]:
+            text = block.text.replace("total_steps=30", "total_steps=3")
+            person.run(dataclasses.replace(block, text=text))
+    printed = capsys.readouterr().out
+    assert printed.count("chat template: the tokenizer's") == 2
+    assert printed.count("bits/byte") == 2  # in the two tables
+    assert Path("runs/villages_peft/adapter_model.safetensors").is_file()
+    assert Path("villages.gguf").is_file()

@@ -112,10 +112,14 @@ SEEDS = {
 }
 
 
-def torch_model(case: str) -> Any:
-    """Return a model of one of `CASES` in f32, with all parameters random."""
+def torch_model(case: str, **changes: Any) -> Any:
+    """Return a model of one of `CASES` in f32, with all parameters random.
+
+    Args:
+      changes: keys of its config that differ.
+    """
     name, keys = CASES[case]
-    config = getattr(transformers, f"{name}Config")(**(_COMMON | keys))
+    config = getattr(transformers, f"{name}Config")(**(_COMMON | keys | changes))
     kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
     network = kind(config).eval()
     network.set_attn_implementation("eager")  # the only one with caps on scores
