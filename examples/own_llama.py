@@ -34,7 +34,7 @@ CONFIG = {
     "lr": 1e-3,
     "end_lr": 1e-4,
     "warmup_steps": 30,
-    "total_steps": 400,
+    "total_steps": 300,
     "val_every": 50,
     "val_batches": 10,
     "dropout_residual": 0.1,
