@@ -392,8 +392,8 @@ class Config(Model):
     def replace(self, **changes: Any) -> "Config":
         """Return a copy of this config with the keys in `changes` set to new values.
 
-        A key whose default depends on other keys, and that has it, gets the new default: changing
-        `d_model` also changes a `head_size` that is `d_model / n_heads`.
+        Some defaults depend on other keys.  A key with such a default gets its new default: a
+        change of `d_model` also changes a `head_size` that is `d_model / n_heads`.
         """
         return Config(**(self.as_dict() | _known(changes, "config")))
 

@@ -14,6 +14,8 @@ MOST_SUMMED = (2**31 - 1) // 127**2  # products of 8-bit numbers whose sum fits 
 LARGEST_FLOAT = 3e38  # of 32 bits
 LONG = ("seed", "anneal_tokens", "warmup_tokens")  # the keys that may be 2**31 or larger
 ROTARY_KEYS = ("rotary_scaling", "unrotated_layers", "sliding_rotary_base")  # only of pe rotary
+# The settings of the key `sampling`.
+SAMPLING = ("temp", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 MATMULS = ("forward", "input_gradients", "weight_gradients")  # the names in `int8_matmuls`
 
 
@@ -77,6 +79,8 @@ def check(c: Any) -> None:
     _check_virtual_mesh(c)
     _check_int8_matmuls(c)
     _check_offload(c)
+    if unknown := sorted(set(c.sampling) - set(SAMPLING)):
+        raise InputError(f"sampling has {unknown[0]!r}, expected settings of {', '.join(SAMPLING)}")
     if outside := [token for token in c.end_tokens or () if not 0 <= token < c.n_vocab]:
         raise InputError(f"end_tokens has {outside[0]}, expected ids from 0 to {c.n_vocab - 1}")
     if c.int8_weights and c.weight_bits != 8:

@@ -16,7 +16,9 @@ from mesh_transformer.checkpoint.conversion import convert
 from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.evaluation.network_lm import NetworkLM
+from mesh_transformer.generation.sampling_settings import check_defaults
 from mesh_transformer.serving.repl import Repl, Settings
+from mesh_transformer.util import InputError
 from tests.support.live_server import Live
 from tests.support.torch_models import torch_model
 
@@ -223,6 +225,39 @@ def test_exports_sample_for_transformers_only_if_the_model_does(
     assert bool(theirs.do_sample) == samples
     assert theirs.top_k in (None, 50, sampling.get("top_k"))
     assert (theirs.repetition_penalty or 1) == sampling.get("repetition_penalty", 1)
+    assert Source(tmp_path / "again").config.sampling == ({"temp": 1} if samples else {}) | sampling
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temp": 0}),
+        ({"temperature": 0.6, "repetition_penalty": 1.5}, {"temp": 0, "repetition_penalty": 1.5}),
+        ({"do_sample": True}, {"temp": 1}),
+        ({"do_sample": True, "top_k": 20}, {"temp": 1, "top_k": 20}),
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"do_sample": True, "top_k": -1}, {"temp": 1, "top_k": -1}),
+    ],
+)
+def test_settings_mean_what_they_mean_to_transformers(folder, tmp_path, theirs, ours):
+    """Wrong ones stop neither training nor conversions, but what samples refuses them."""
+    shutil.copytree(folder, tmp_path / "own")
+    path = tmp_path / "own" / "generation_config.json"
+    path.write_text(json.dumps(theirs))
+    config = Source(tmp_path / "own").config
+    assert config.sampling == ours
+    convert(tmp_path / "own", "hf", tmp_path / "again", "hf")
+    assert Source(tmp_path / "again").config.sampling == ours
+    if ours.get("top_k") != -1:
+        check_defaults(config.sampling)
+        return
+    with pytest.raises(InputError, match=r"sampling: .*top_k.*--set sampling="):
+        check_defaults(config.sampling)
+
+
+def test_only_sampling_settings_with_known_names_are_accepted(folder):
+    with pytest.raises(InputError, match="sampling has 'temperature', expected settings of temp,"):
+        Source(folder).config.replace(sampling={"temperature": 0.5})
 
 
 def test_a_model_that_is_loaded_with_a_config_keeps_its_end_tokens(folder):

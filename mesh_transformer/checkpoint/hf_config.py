@@ -22,8 +22,8 @@ from mesh_transformer.checkpoint.stored_tensors import (
 )
 from mesh_transformer.checkpoint.stored_tokenizer import template_in, tokenizer_in
 from mesh_transformer.config import Config
+from mesh_transformer.config_checks import SAMPLING
 from mesh_transformer.data.gguf_header import is_gguf
-from mesh_transformer.generation.sampling_settings import sampler_settings
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
@@ -39,8 +39,8 @@ _ACTIVATIONS = {
 _ROTARY_BASE = 10000
 _GENERATION = "generation_config.json"
 # Sampling settings: Hugging Face's names -> ours.
-_SAMPLING = {"temperature": "temp"}
-_SAMPLING |= {n: n for n in ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
+_OF_GREEDY = {"repetition_penalty"}  # settings that count at a temperature of 0
+_SAMPLING = {"temperature" if name == "temp" else name: name for name in SAMPLING}
 
 
 def family_of(config: Config) -> Family:
@@ -205,7 +205,8 @@ def read_config(folder: str, *, text_only: bool = False) -> Config:
 def _text_part(path: str, values: dict[str, Any], text_only: bool) -> dict[str, Any]:
     """Return what a config.json says about a model's text part; `values` if that is all of it."""
     text = values.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    if not isinstance(text, dict) or not isinstance(kind, str) or kind not in FAMILIES:
         if text_only:
             raise InputError(f"{path}: the model has no text part of its own; remove --text-only")
         return values
@@ -223,7 +224,7 @@ def _text_part(path: str, values: dict[str, Any], text_only: bool) -> dict[str, 
 
 def text_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of a multi-modal model's text part, by their names in a model of text."""
-    names = {name: re.sub(r"^(model\.)?language_model\.", r"\1", name) for name in stored}
+    names = {name: re.sub(r"^(model\.)?(language|text)_model\.", r"\1", name) for name in stored}
     return {
         new: stored[name]
         for name, new in names.items()
@@ -343,17 +344,17 @@ def _generation(folder: str) -> dict[str, Any]:
 def _sampling(folder: str) -> dict[str, float]:
     """Return the sampling settings of a folder or GGUF file, by our names; often none.
 
-    Raises:
-      InputError: if a setting is not a number in its range.
+    They are not checked: a model may be trained or converted without them.
     """
-    where, values = os.path.join(folder, _GENERATION), _generation(folder)
-    if is_gguf(folder):
-        where, values = folder, gguf_files.read_sampling(folder)
+    gguf = is_gguf(folder)
+    values = gguf_files.read_sampling(folder) if gguf else _generation(folder)
     own = {ours: x for name, ours in _SAMPLING.items() if (x := values.get(name)) is not None}
-    try:
-        sampler_settings(own, ())
-    except InputError as error:
-        raise InputError(f"{where}: {error}; correct the file") from None
+    if gguf:
+        return own
+    if (samples := values.get("do_sample")) is True:
+        return {"temp": 1.0} | own
+    if samples is False or own.keys() - _OF_GREEDY:  # transformers is greedy
+        return {name: x for name, x in own.items() if name in _OF_GREEDY} | {"temp": 0.0}
     return own
 
 
@@ -370,12 +371,14 @@ def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, token
     # transformers 5 reads dtype, transformers 4 reads torch_dtype.
     values |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     write_json(os.path.join(folder, "config.json"), values | tokens)
-    sampling = {key: x for key, x in config.sampling.items() if x or key != "temp"}
-    own = {name: sampling[ours] for name, ours in _SAMPLING.items() if ours in sampling}
-    # With `_from_model_config`, transformers takes the file for a copy of config.json.  Without
-    # `do_sample`, it generates greedily, which is how it has a temperature of 0.
-    samples = sampling == config.sampling and sampling.keys() - {"repetition_penalty"}
-    generation = own | ({"do_sample": True} if samples else {}) or {"_from_model_config": True}
+    sampling, generation = config.sampling, {}
+    if is_greedy := sampling.get("temp") == 0:
+        sampling = {name: x for name, x in sampling.items() if name in _OF_GREEDY}
+    if is_greedy or sampling.keys() - _OF_GREEDY:
+        generation["do_sample"] = not is_greedy
+    generation |= {name: sampling[ours] for name, ours in _SAMPLING.items() if ours in sampling}
+    # With this key, transformers takes the file for a copy of config.json.
+    generation = generation or {"_from_model_config": True}
     write_json(os.path.join(folder, _GENERATION), generation | tokens)
 
 

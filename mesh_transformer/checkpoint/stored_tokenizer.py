@@ -42,7 +42,7 @@ def tokenizer_in(folder: str) -> str:
 
 
 def template_in(folder: str) -> str | None:
-    """Return the chat template in a folder or GGUF file; None if there is none, or several."""
+    """Return the chat template in a folder or GGUF file, of several the default one, or None."""
     if is_gguf(folder):
         return read_header(folder).get("tokenizer.chat_template", str, "") or None
     jinja, config = (os.path.join(folder, name) for name in (TEMPLATE, "tokenizer_config.json"))

@@ -281,6 +281,8 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
         return args.model_path, None
     from mesh_transformer.checkpoint.source import Source
 
+    if "tokenizer" in changes:  # it brings a template of its own
+        changes = {"chat_template": None} | changes
     return args.model_path, Source(args.model_path).config.replace(**changes)
 
 

@@ -46,7 +46,7 @@ def main() -> None:
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.chat import template_to_chat
     from mesh_transformer.data.tokenizer import Tokenizer
-    from mesh_transformer.generation.sampling_settings import sampler_settings
+    from mesh_transformer.generation.sampling_settings import check_defaults
     from mesh_transformer.serving.repl import COMMANDS, COMPILING, Repl, Settings
 
     # This comes before the model is loaded, which takes long, so that errors appear at once.
@@ -58,7 +58,7 @@ def main() -> None:
     given = {
         ours: x for name, ours in names.items() if (x := getattr(args, name, None)) is not None
     }
-    sampler_settings(own_config.sampling, ())  # raises if one is wrong
+    check_defaults(own_config.sampling)
     own: dict[str, Any] = own_config.sampling | given
     settings = Settings(**own)
     with running_model(args, model, config, only_generate=True) as network:

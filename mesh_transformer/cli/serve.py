@@ -183,7 +183,7 @@ def main() -> None:
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.data.chat import template_to_chat
     from mesh_transformer.data.tokenizer import Tokenizer
-    from mesh_transformer.generation.sampling_settings import sampler_settings
+    from mesh_transformer.generation.sampling_settings import check_defaults
     from mesh_transformer.serving.app import create_app
     from mesh_transformer.serving.engine import Engine
     from mesh_transformer.serving.metrics import Metrics
@@ -199,7 +199,7 @@ def main() -> None:
         tokenizer = Tokenizer.of(None, own_config, must_fit=True).loaded
         template = template_to_chat(tokenizer, args.chat_template)
         sampling = own_config.sampling
-        sampler_settings(sampling, ())  # raises if one is wrong
+        check_defaults(sampling)
         unnamed = own_config.name == Config.name
         names = names_of(args, Source.of(model).name if unnamed else own_config.name)
         draft = draft_of(args, own_config)

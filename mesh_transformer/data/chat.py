@@ -295,7 +295,8 @@ class ChatTemplate:
           prompt: the text of the prompt.
           continued: the beginning of the answer, if the prompt has it.
         """
-        is_open = prompt.rstrip().endswith(OPEN) or continued.rfind(OPEN) > continued.rfind(CLOSE)
+        begun = continued.lstrip().startswith(OPEN) and CLOSE not in continued
+        is_open = begun or prompt.rstrip().endswith(OPEN)
         return Reasoning(is_open) if self.thinks else None
 
     def prompt(

@@ -213,7 +213,9 @@ def _with_loss(segments: list[Segment], spans: list[tuple[int, int]]) -> list[bo
     counts = np.repeat([segment.has_loss for segment in segments], sizes)
     before = np.concatenate([[0], np.cumsum(counts)])
     starts, ends = np.array(spans, int).reshape(-1, 2).T
-    # A token may have no characters, such as a space that the tokenizer adds at the beginning.
+    # A token may have no characters.  It is spaces that the tokenizer leaves out of spans, or one
+    # that it adds at the beginning, which counts with the token after it.
+    starts = np.where(starts == ends, np.minimum(starts, np.append(0, ends[:-1])), starts)
     ends = np.clip(ends, starts + 1, len(counts))
     return (before[ends] > before[starts]).tolist()
 

@@ -41,7 +41,9 @@ def evaluate_all(
     path, settings = os.path.join(folder, NAME), _settings(network)
     rows = _rows(path)
     known = {
-        (row["step"], row.get("state")): row for row in rows if row.get("settings") == settings
+        (row["step"], row.get("state")): row
+        for row in rows
+        if _completed(row.get("settings")) == settings
     }
     steps = saved_steps()
     if not steps:
@@ -65,6 +67,11 @@ def evaluate_all(
             _write(path, rows)
         table.print(row)
     print(f"{path}: {len(steps) - damaged} steps evaluated, {damaged} skipped")
+
+
+def _completed(settings: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the settings of a row, also of a version that did not record the chat template."""
+    return settings and {"chat_template": None} | settings
 
 
 def _settings(network: TrainableNetwork) -> dict[str, Any]:

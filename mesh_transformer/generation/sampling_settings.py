@@ -125,6 +125,18 @@ def sampler_settings(options: Mapping[str, Any], rows: int | tuple[()]) -> Sampl
     return SamplerSettings(*[*checked.values(), *_biases(options.get("logit_bias"), rows)])
 
 
+def check_defaults(sampling: Mapping[str, Any]) -> None:
+    """Check the config key `sampling`.
+
+    Raises:
+      InputError: if a setting is not a number in its range.
+    """
+    try:
+        sampler_settings(sampling, ())
+    except InputError as error:
+        raise InputError(f"config: sampling: {error}; correct it with --set sampling=...") from None
+
+
 def _biases(biases: Any, rows: int | tuple[()]) -> tuple[np.ndarray, np.ndarray]:
     """Check `logit_bias` and return the token ids and their biases; see `sampler_settings`."""
     alone = isinstance(rows, tuple)

@@ -21,7 +21,7 @@ def _is_text(value: Any) -> bool:
 
 
 TEXT = _Key(_is_text, "a text")
-NONE_CALLED = _Key(lambda value: value == [], "an empty list, as tools are not supported")
+NONE_CALLED = _Key(lambda value: value == [], "an empty list, as calls are part of the text")
 # The two first keys are the main ones.  Of an answer that a client sends back, there may be more.
 MESSAGE = {
     "role": _Key(

@@ -33,8 +33,8 @@ SMOOTHING = 0.2  # weight of the newest call in the average times of the chunks
 # A short prompt is inserted alone, after its kept beginning, if this saves so many positions.
 # Otherwise it may share a call with others.
 SAVING = 64
-# The default pool of a replica has room for this number of tokens in each row, or for the window if
-# that is shorter, and for this many times as many tokens of kept prompts.
+# The default pool of a replica has room for this number of tokens per row, or for the window if
+# that is shorter, and for kept prompts of as many tokens as this number of rows.
 USUAL_TOKENS, KEPT_ROWS = 2048, 4
 
 

@@ -234,7 +234,9 @@ def multi_modal(kind):
     return network
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize(
+    "prefix", ["language_model.model.", "model.language_model.", "model.text_model."]
+)
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
 def test_the_text_part_of_a_multi_modal_model(tmp_path, kind, prefix):
     """It is refused without the flag, and needs none once it is converted."""

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+import tokenizers
 from pyarrow import parquet
+from tokenizers import models, pre_tokenizers, processors
 
 from mesh_transformer.cli import completion_records as script
-from mesh_transformer.data.chat import ANSWERS, PLAIN, ChatTemplate, Conversation
-from mesh_transformer.data.completions import Encoder
+from mesh_transformer.data.chat import ANSWERS, PLAIN, ChatTemplate, Conversation, Segment
+from mesh_transformer.data.completions import Encoder, _with_loss
 from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer, render_chat
@@ -155,6 +157,20 @@ def test_mask_matches_that_of_transformers(chatml):
         )
         assert text.tokens == [*expected["input_ids"], 50256]
         assert text.has_loss == [*map(bool, expected["assistant_masks"]), True]
+
+
+def test_spaces_outside_of_tokens_spans_count_where_they_are():
+    """Some tokenizers, such as GPT-NeoX's, leave spaces out of the spans of tokens."""
+    text = "Answer:  two  "  # the answer is from the second space on
+    letters = {letter: number for number, letter in enumerate(dict.fromkeys("Ġ:Answertwo"))}
+    backend = tokenizers.Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    spans = backend.encode(text).offsets
+    assert len(spans) == len(text)
+    assert any(start == end for start, end in spans)
+    segments = [Segment(text[:8], False), Segment(text[8:], True)]
+    assert _with_loss(segments, spans) == [False] * 8 + [True] * 6
 
 
 @pytest.mark.parametrize("kind", LLAMA_LIKE)
