@@ -78,7 +78,9 @@ def test_the_guide_for_chat_models_runs(tmp_path, monkeypatch, capsys):
     with reader(tmp_path / "reader", monkeypatch) as person:
         Path("smollm2.gguf").symlink_to(tmp_path / "smollm2.gguf")
         for block in PAGE[VILLAGES:]:
-            text = block.text.replace("total_steps=30", "total_steps=3")
+            text = block.text.replace("total_steps=30", "total_steps=3").replace(
+                "val_every=15", "val_every=3"
+            )
             person.run(dataclasses.replace(block, text=text))
     printed = capsys.readouterr().out
     assert printed.count("chat template: the tokenizer's") == 2
