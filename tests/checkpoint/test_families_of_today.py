@@ -27,6 +27,7 @@ from mesh_transformer.generation.pool import Pool
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import flops, transformer
+from mesh_transformer.model.layer_values import frequencies
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.serving.pages import Pages
 from mesh_transformer.transformer_shard import load
@@ -37,14 +38,23 @@ from tests.support.families_of_today import CASES, SEQ, torch_model
 TOKENS = np.random.default_rng(0).integers(0, 131, (2, 40))
 # (number of devices, mp, partitioning)
 MESHES = [(1, 1, "jit"), (2, 2, "shard_map"), (4, 4, "jit"), (8, 8, "shard_map"), (8, 4, "jit")]
+# Sizes besides those of `CASES`, with the head tied where theirs is not, and the reverse.
+ONE_KEY_HEAD = {"num_key_value_heads": 1, "hidden_size": 100, "num_attention_heads": 5}
+EVEN = {"num_key_value_heads": 2, "hidden_size": 64, "num_attention_heads": 8}
 LENGTH = 64  # number of tokens that are generated: many times the sliding windows
 MARGIN = 1e-3  # between the logits of the two most likely tokens: ten times what rounding changes
 
 
 def torch_logits(network, tokens=TOKENS):
     """Return the logits in f32 and in f64."""
+    rope = getattr(network.config, "rope_parameters", None) or {}
     with torch.no_grad():
         single = network(torch.tensor(tokens)).logits.numpy()
+        if rope.get("rope_type") == "llama3":
+            # In f64, torch would keep these frequencies as it has rounded them in several steps in
+            # f32, which changes the logits more than all other rounding.
+            rotated = frequencies(network.config.head_dim, rope["rope_theta"], rope)[0]
+            network.model.rotary_emb.inv_freq = torch.tensor(rotated)
         double = network.double()(torch.tensor(tokens)).logits.numpy()
     network.float()
     return single, double
@@ -56,9 +66,14 @@ def check_close(actual, single, double):
     assert bound < 1e-4 * np.abs(double).max()  # so that the check means something
 
 
+@pytest.mark.quick(len(CASES))
 @pytest.mark.parametrize("case", CASES)
-def test_logits_match_torchs_and_exports_keep_every_bit(tmp_path, case):
-    network = torch_model(case)
+@pytest.mark.parametrize("sizes", [{}, ONE_KEY_HEAD, EVEN])
+def test_logits_match_torchs_and_exports_keep_every_bit(tmp_path, sizes, case):
+    changes = {}
+    if sizes and "gemma" not in case:  # Gemma's head is always tied
+        changes = {"tie_word_embeddings": not torch_model(case).config.tie_word_embeddings}
+    network = torch_model(case, **sizes, **changes)
     network.save_pretrained(tmp_path / "theirs")
     single, double = torch_logits(network)
     config, state = hf.read(str(tmp_path / "theirs"))
