@@ -175,9 +175,12 @@ def _check_heads(c: Any) -> None:
         for key, is_set in keys.items():
             if applies and is_set:
                 raise InputError(f"{key} is {getattr(c, key)!r}, which {what} does not support")
-    allowed = ("fused_in",) if c.layer_kind.fused else (*c.layer_kind.lora_targets,)
+    row = c.layer_kind
+    allowed = ["fused_in"] if row.fused else list(row.lora_targets)
+    if row.joint_bias:  # it is that of these two, unless the row has others besides
+        allowed = [name for name in allowed if name not in ("o", "out") or name in row.biases]
     for name in c.biases:
-        if name not in allowed or (name in ("o", "out") and c.layer_kind.joint_bias):
+        if name not in allowed:
             raise InputError(
                 f"biases has {name!r}, expected only names from {', '.join(allowed)} "
                 f"(block {c.block})"

@@ -22,6 +22,6 @@ def test_script_counts_functions_that_receive_each_value():
         ("checkpoint", "storage/locks.py:lock_folder"),
         ("prompt", "serving/service.py:Service.tokens"),
         ("prompt", "generation/batch.py:Batch.insert"),
-        ("setting", "generation/sampling.py:sampler_settings"),
+        ("setting", "generation/sampling_settings.py:sampler_settings"),
     ):
         assert f"  {place}\n" in direct[thing], (thing, place)

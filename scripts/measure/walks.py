@@ -39,6 +39,7 @@ import jax
 import numpy as np
 
 import mesh_transformer
+from mesh_transformer.util import exit_now
 
 PACKAGE = mesh_transformer.__name__
 PROMPT = [11, 47, 5, 60, 23, 38]
@@ -258,6 +259,7 @@ def main() -> None:
         print(f"\n{thing}\n" + "\n".join(f"  {place}" for place in sorted(walks.direct[thing])))
         extra = sorted(walks.within[thing] - walks.direct[thing])
         print(f"{thing} within objects\n" + "\n".join(f"  {place}" for place in extra))
+    exit_now("", 0)  # the server's thread may still compile
 
 
 if __name__ == "__main__":
