@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mesh_transformer.families import DEFAULTS, ROTARY_SCALINGS, YARN_OPTIONS
+from mesh_transformer.families import DEFAULTS, ROTARY_SCALINGS, SAMPLING, YARN_OPTIONS
 from mesh_transformer.util import InputError
 
 MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
@@ -14,8 +14,6 @@ MOST_SUMMED = (2**31 - 1) // 127**2  # products of 8-bit numbers whose sum fits 
 LARGEST_FLOAT = 3e38  # of 32 bits
 LONG = ("seed", "anneal_tokens", "warmup_tokens")  # the keys that may be 2**31 or larger
 ROTARY_KEYS = ("rotary_scaling", "unrotated_layers", "sliding_rotary_base")  # only of pe rotary
-# The settings of the key `sampling`.
-SAMPLING = ("temp", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 MATMULS = ("forward", "input_gradients", "weight_gradients")  # the names in `int8_matmuls`
 
 

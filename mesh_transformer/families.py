@@ -191,6 +191,9 @@ YARN_OPTIONS = (
     "truncate",
 )
 
+# The settings in the config key `sampling`.
+SAMPLING = ("temp", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+
 # The kinds of layers, by the value of the config key `block`.
 BLOCKS: dict[str, Block] = {
     "gptj": Block(

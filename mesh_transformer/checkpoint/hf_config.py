@@ -22,8 +22,8 @@ from mesh_transformer.checkpoint.stored_tensors import (
 )
 from mesh_transformer.checkpoint.stored_tokenizer import template_in, tokenizer_in
 from mesh_transformer.config import Config
-from mesh_transformer.config_checks import SAMPLING
 from mesh_transformer.data.gguf_header import is_gguf
+from mesh_transformer.families import SAMPLING
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
@@ -344,11 +344,18 @@ def _generation(folder: str) -> dict[str, Any]:
 def _sampling(folder: str) -> dict[str, float]:
     """Return the sampling settings of a folder or GGUF file, by our names; often none.
 
-    They are not checked: a model may be trained or converted without them.
+    Their ranges are not checked: a model may be trained or converted without them.
+
+    Raises:
+      InputError: if a setting is not a number.
     """
     gguf = is_gguf(folder)
     values = gguf_files.read_sampling(folder) if gguf else _generation(folder)
     own = {ours: x for name, ours in _SAMPLING.items() if (x := values.get(name)) is not None}
+    for name, x in own.items():
+        if type(x) not in (int, float):
+            where = folder if gguf else os.path.join(folder, _GENERATION)
+            raise InputError(f"{where}: {name} is {x!r}, expected a number; correct the file")
     if gguf:
         return own
     if (samples := values.get("do_sample")) is True:

@@ -10,6 +10,7 @@ import pytest
 
 import mesh_transformer
 from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.generation.sampling_settings import check_defaults
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 
@@ -96,7 +97,7 @@ def test_a_deleted_step_is_replaced_by_the_newest_one(small, tmp_path, capsys):
 
 
 def test_the_models_own_sampling_settings(tmp_path):
-    """Those in generation_config.json, which may be wrong; others, such as do_sample, are not."""
+    """Those in generation_config.json; where they are wrong, what samples refuses them."""
     (tmp_path / "config.json").write_text(
         '{"model_type": "gptj", "n_layer": 1, "n_embd": 16, "n_head": 2, "rotary_dim": 8, '
         '"vocab_size": 9}'
@@ -107,12 +108,16 @@ def test_the_models_own_sampling_settings(tmp_path):
         '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": null, "max_length": 9}'
     )
     assert Source(tmp_path).config.sampling == {"temp": 0.6, "top_k": 20}
-    for wrong in ("-1", '"hot"', "NaN"):
-        path.write_text(f'{{"temperature": {wrong}}}')
-        with pytest.raises(
-            InputError, match=r"generation_config.json: .*temp is .*expected a number"
-        ):
-            _ = Source(tmp_path).config
+    path.write_text('{"do_sample": true, "temperature": "hot"}')
+    with pytest.raises(
+        InputError, match=r"generation_config.json: temp is 'hot', expected a number"
+    ):
+        _ = Source(tmp_path).config
+    for wrong in ("-1", "NaN"):
+        path.write_text(f'{{"do_sample": true, "temperature": {wrong}}}')
+        sampling = Source(tmp_path).config.sampling
+        with pytest.raises(InputError, match=r"sampling: .*temp is .*expected a number"):
+            check_defaults(sampling)
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_errors_name_the_field(chat, wrong, message):
         (
             {"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]},
             ".tool_calls",
-            'found [{"id": "x"}], expected an empty list, as tools are not supported',
+            'found [{"id": "x"}], expected an empty list, as calls are part of the text',
         ),
     ],
 )
