@@ -125,7 +125,7 @@ def test_the_tokenizer_is_the_files(path, theirs):
 
 
 def test_records_of_chats_count_the_answers_and_their_ends(path, tmp_path):
-    """Compared token by token with the template's text, of which a pattern finds the answers."""
+    """Compared token by token with the template's text, in which a pattern finds the answers."""
     tokenizer: Any = load_tokenizer(path)
     words = ["Paris", "12", "don't", "caf\u00e9 \U0001f600", "a\n\nb", "assistant", "<b>"]
     generator = np.random.default_rng(0)

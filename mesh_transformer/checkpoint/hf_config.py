@@ -196,9 +196,10 @@ def read_config(folder: str, *, text_only: bool = False) -> Config:
         if not hf_layers.flag(path, values, "use_parallel_residual", True):
             ours["block"] = "gpt2"
     ours["tokenizer"] = tokenizer_in(folder)
-    ours["end_tokens"] = _end_tokens(folder, values, ours["n_vocab"])
+    generation = _generation(folder)
+    ours["end_tokens"] = _end_tokens(folder, values, generation, ours["n_vocab"])
     ours["chat_template"] = template_in(folder)
-    ours["sampling"] = _sampling(folder)
+    ours["sampling"] = _sampling(folder, generation)
     return Config.from_dict(ours, path)
 
 
@@ -211,10 +212,9 @@ def _text_part(path: str, values: dict[str, Any], text_only: bool) -> dict[str, 
             raise InputError(f"{path}: the model has no text part of its own; remove --text-only")
         return values
     if not text_only:
-        kind = values.get("model_type")
         raise InputError(
-            f"{path}: model_type is {kind!r}, a multi-modal model; only its text part is "
-            "supported, which mesh-transformer convert --text-only extracts"
+            f"{path}: model_type is {values.get('model_type')!r}, a multi-modal model; only its "
+            "text part is supported, which mesh-transformer convert --text-only extracts"
         )
     # transformers ties the heads of these models by default, whatever the text part says.
     whole = {"tie_word_embeddings": True} | values
@@ -312,7 +312,9 @@ def _inner(config: Config, key: str) -> dict[str, Any]:
     return {key: None if key == "n_inner" else config.d_ff}
 
 
-def _end_tokens(folder: str, values: dict[str, Any], n_vocab: int) -> list[int] | None:
+def _end_tokens(
+    folder: str, values: dict[str, Any], generation: dict[str, Any], n_vocab: int
+) -> list[int] | None:
     """Return the ids of the tokens that end an answer, or None if the folder names none.
 
     As for transformers, those in generation_config.json replace those in config.json.  Ids outside
@@ -320,11 +322,11 @@ def _end_tokens(folder: str, values: dict[str, Any], n_vocab: int) -> list[int] 
 
     Args:
       values: the content of config.json.
+      generation: that of generation_config.json.
     """
     path, name = os.path.join(folder, "config.json"), "eos_token_id"
-    generation = os.path.join(folder, _GENERATION)
-    if (settings := _generation(folder)).get(name) is not None:
-        path, values = generation, settings
+    if generation.get(name) is not None:
+        path, values = os.path.join(folder, _GENERATION), generation
     ids = values.get(name)
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if any(type(number) is not int for number in ids):
@@ -341,16 +343,19 @@ def _generation(folder: str) -> dict[str, Any]:
     return read_json(path) if files.is_file(path) else {}
 
 
-def _sampling(folder: str) -> dict[str, float]:
+def _sampling(folder: str, generation: dict[str, Any]) -> dict[str, float]:
     """Return the sampling settings of a folder or GGUF file, by our names; often none.
 
     Their ranges are not checked: a model may be trained or converted without them.
+
+    Args:
+      generation: the content of the folder's generation_config.json.
 
     Raises:
       InputError: if a setting is not a number.
     """
     gguf = is_gguf(folder)
-    values = gguf_files.read_sampling(folder) if gguf else _generation(folder)
+    values = gguf_files.read_sampling(folder) if gguf else generation
     own = {ours: x for name, ours in _SAMPLING.items() if (x := values.get(name)) is not None}
     for name, x in own.items():
         if type(x) not in (int, float):

@@ -181,7 +181,7 @@ class Encoder:
         return texts
 
     def _joined(self, item: Item, pieces: Segments, encoded: Iterator[Encoded]) -> Text:
-        """Return the text of pieces, of which `encoded` yields the tokens.
+        """Return the text of pieces whose tokens `encoded` yields.
 
         The end-of-text token is added, unless the completion ends with it, or the chat template
         ends the last answer with it.

@@ -1,8 +1,8 @@
 """Fine-tunes SmolLM2 with LoRA on chats, on several meshes and with a host killed on the way.
 
 `python -m tests.long.chat_model` trains the whole model for 4 steps on meshes of 2 x 4 and 1 x 8
-devices, and on two local hosts of which one is killed: all metrics must be equal, bit for bit.  The
-test suite does the same with the model's first 2 layers.
+devices, and on two local hosts, one of which is killed: all metrics must be equal, bit for bit.
+The test suite does the same with the model's first 2 layers.
 """
 
 import argparse
