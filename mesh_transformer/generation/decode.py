@@ -26,15 +26,17 @@ from jax import Array
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.finite import tokens_or_none
-from mesh_transformer.generation.forward import context_of, forward, full_logits
+from mesh_transformer.generation.forward import context_of, forward, full_logits, in_ring
 from mesh_transformer.generation.sampling import choose, top_tokens
 from mesh_transformer.generation.sampling_settings import SamplerSettings, sampler_settings
 from mesh_transformer.generation.speculation import guess
 from mesh_transformer.generation.weights import DRAFT, Weights
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model import paged
+from mesh_transformer.model import paged, ring
 from mesh_transformer.model.cache import LayerCache, write_rows
 from mesh_transformer.model.heads import key_heads
+from mesh_transformer.model.layer_values import layer_values
+from mesh_transformer.model.ring import Cache, Chunk, RingCache
 
 # The settings of idle rows: greedy decoding, which is the fastest, and no penalty or bias.
 IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0, "seed": 0}, ())
@@ -53,6 +55,8 @@ class Prompts(NamedTuple):
     begin_P: Any
     page_PJ: Any  # the pages that hold the row's slots, or -1; J is 0 without a pool
     prompt_PJ: Any  # the pages that hold the prompt; where they differ, it is copied to `page_PJ`
+    restored_PG: Any  # see `ring.Chunk`, also for the next one; G may be 0
+    kept_PG: Any
     settings: SamplerSettings
     allowed_PW: Any = None  # the tokens that each answer may begin with; see `sampling.choose`
 
@@ -73,7 +77,7 @@ class Chosen(NamedTuple):
 class DecodeState(NamedTuple):
     """The state of a batch during generation: KV caches, last tokens and sampling settings."""
 
-    caches: tuple[LayerCache, ...]  # one per layer; [L, H, C, K] with a pool of pages
+    caches: tuple[Cache, ...]  # one per layer; [L, H, C, K] with a pool of pages
     page_BJ: Any  # the pages that hold each row's slots, or -1; None without a pool
     length_B: Any  # number of tokens in the cache, which is the position of the pending token
     token_B: Any  # the pending token: chosen, but not yet in the cache
@@ -82,7 +86,7 @@ class DecodeState(NamedTuple):
     count_BV: Any  # how many times the row's answer contains each token
     history_BS: Any  # the tokens in the cache and the pending token; position p is in slot p mod S
     settings: SamplerSettings
-    draft_caches: tuple[LayerCache, ...] = ()  # those of the draft, if there is one
+    draft_caches: tuple[Cache, ...] = ()  # those of the draft, if there is one
 
     @property
     def slots(self) -> int:
@@ -96,6 +100,8 @@ def empty(
     slots: int,
     pages: int = 0,
     page: int = 1,
+    kept: int = 0,
+    ring: int = 0,
     mp: int = 1,
     draft: Config | None = None,
 ) -> DecodeState:
@@ -106,6 +112,8 @@ def empty(
     Args:
       pages: number of pages of the pool; 0 for no pool.
       page: number of slots per page, a divisor of `slots`.
+      kept: number of pages for what is kept of prompts in layers with a ring.
+      ring: number of slots of a row in layers with a sliding window; 0 if they have no ring.
       mp: the number of shards that the heads are split over.
       draft: the config of the draft; None for none.
     """
@@ -113,14 +121,21 @@ def empty(
     def zeros(dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((rows,), dtype)
 
-    def caches(own: Config) -> tuple[LayerCache, ...]:
-        count, positions = (pages, page) if pages else (rows, slots)
+    def cache(own: Config, count: int, positions: int) -> LayerCache:
         shape = (count, mp * key_heads(own, mp), positions, own.d_head)
         one = LayerCache(jnp.zeros(shape, own.dtype), jnp.zeros(shape, own.dtype))
-        return (one.in_8_bits() if own.int8_cache else one,) * own.layers
+        return one.in_8_bits() if own.int8_cache else one
+
+    def caches(own: Config, ring: int) -> tuple[Cache, ...]:
+        usual = cache(own, *((pages, page) if pages else (rows, slots)))
+        if not ring:
+            return (usual,) * own.layers
+        prompts = cache(own, kept, page) if kept else None
+        sliding = RingCache(cache(own, rows, min(ring, slots)), prompts)
+        return tuple(sliding if x.is_sliding else usual for x in layer_values(own))
 
     return DecodeState(
-        caches(config),
+        caches(config, ring),
         jnp.full((rows, slots // page), -1) if pages else None,
         length_B=zeros(),
         token_B=zeros(jnp.uint32),
@@ -129,24 +144,34 @@ def empty(
         count_BV=jnp.zeros((rows, config.n_vocab), jnp.int32),
         history_BS=jnp.zeros((rows, slots), jnp.uint32),
         settings=jax.tree.map(lambda value: jnp.full((rows, *value.shape), value), IDLE),
-        draft_caches=() if draft is None else caches(draft),
+        draft_caches=() if draft is None else caches(draft, 0),
     )
 
 
-def grow(state: DecodeState, slots: int) -> DecodeState:
+def grow(state: DecodeState, slots: int, ring: int) -> DecodeState:
     """Return the same batch state with a larger KV cache, of `slots` slots per row.
 
     The state must have no pool.
     No row may hold more tokens than the old cache has slots per row.  Such a row has already
     overwritten its oldest positions, and the others would be in the wrong slots of the larger ring
     buffer.
+
+    Args:
+      ring: as for `empty`.
     """
-    more = (0, slots - state.slots)
-    padding = ((0, 0), (0, 0), more, (0, 0))
+
+    def grown(cache: Cache) -> Cache:
+        size = min(ring, slots) if isinstance(cache, RingCache) else slots
+
+        def padded(x: Array) -> Array:
+            return jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2]), (0, 0)))
+
+        return jax.tree.map(padded, cache)
+
     return state._replace(
-        caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.caches),
-        draft_caches=jax.tree.map(lambda x: jnp.pad(x, padding), state.draft_caches),
-        history_BS=jnp.pad(state.history_BS, ((0, 0), more)),
+        caches=tuple(map(grown, state.caches)),
+        draft_caches=tuple(map(grown, state.draft_caches)),
+        history_BS=jnp.pad(state.history_BS, ((0, 0), (0, slots - state.slots))),
     )
 
 
@@ -192,7 +217,8 @@ def prefill(
     Returns:
       The new state and the chosen tokens [P].
     """
-    tokens_PS, length_P, row_P, _, page_PJ, _, settings, allowed_PW = prompts
+    tokens_PS, length_P, row_P, page_PJ = prompts[:3] + prompts[4:5]
+    settings, allowed_PW = prompts.settings, prompts.allowed_PW
     count, slots = tokens_PS.shape
     last_P1D, caches = _insert(weights, state.caches, prompts, width, config, par)
     draft_caches = state.draft_caches
@@ -231,28 +257,33 @@ def prefill(
 
 def _insert(
     weights: Weights,
-    caches: tuple[LayerCache, ...],
+    caches: tuple[Cache, ...],
     prompts: Prompts,
     width: int,
     config: Config,
     par: Parallel,
-) -> tuple[Array, tuple[LayerCache, ...]]:
+) -> tuple[Array, tuple[Cache, ...]]:
     """Compute `width` positions of each prompt, and put their keys and values into the caches.
 
     Returns:
       The residual stream of each prompt's last token, [P, 1, D], and the new caches.
     """
-    tokens_PS, length_P, row_P, begin_P, page_PJ, prompt_PJ, settings, _ = prompts
+    tokens_PS, length_P, row_P, begin_P, page_PJ, prompt_PJ, _, _, settings, _ = prompts
     tokens_PS = _known(tokens_PS, config)
     slots, is_paged = tokens_PS.shape[1], page_PJ.shape[1] > 0  # without a pool, J is 0
     copied_PJ = jnp.where(page_PJ == prompt_PJ, -1, page_PJ)
     slots_1S = jnp.arange(slots)[None]
+    chunk = Chunk(row_P, begin_P, length_P, prompts.restored_PG, prompts.kept_PG, begin_P)
     if width == slots:  # prompts are computed from their first token, without the cache
         begin_P = jnp.zeros_like(begin_P)
+        chunk = chunk._replace(begin_P=begin_P)
         context = context_of(weights, slots_1S, slots_1S, None, config, par, settings.adapter_B)
         x_PTD, new_caches = forward(weights, tokens_PS, context, None, config, par)
 
-        def filled(old: LayerCache, new: LayerCache) -> LayerCache:
+        def filled(old: Cache, new: Cache) -> Cache:
+            assert isinstance(new, LayerCache)
+            if isinstance(old, RingCache):
+                return ring.written(old, ring.read(old, new.like(old.rows), chunk), chunk)
             if not is_paged:
                 return write_rows(old, new.like(old), row_P, begin_P)
             return paged.write_pages(old, new.like(old), prompt_PJ, copied_PJ)
@@ -266,14 +297,22 @@ def _insert(
             is_written_PJ = (at_PJ >= 0) & (at_PJ <= -(-width // size))
             written_PJ = jnp.where(is_written_PJ, prompt_PJ, -1)
             table = paged.Table(prompt_PJ, written=(written_PJ, copied_PJ))
-        begin_P = jnp.minimum(begin_P, slots - width)  # so that all positions have a slot
-        positions_PT = begin_P[:, None] + jnp.arange(width)
-        tokens_PT = jnp.take_along_axis(tokens_PS, positions_PT, axis=1)
+        positions_PT = begin_P[:, None] + jnp.arange(width)  # the last ones may have no slot
+        tokens_PT = jnp.take_along_axis(tokens_PS, jnp.minimum(positions_PT, slots - 1), axis=1)
         context = context_of(
             weights, positions_PT, slots_1S, begin_P, config, par, settings.adapter_B, row_P, table
         )
-        x_PTD, caches = forward(weights, tokens_PT, context, caches, config, par)
+        ring_context = None
+        if (own := _ring_slots(caches)) is not None:
+            keys_PS = ring.key_positions(chunk, own, width)
+            ring_context = in_ring(context, keys_PS, begin_P, config, chunk)
+        x_PTD, caches = forward(weights, tokens_PT, context, caches, config, par, ring_context)
     return jnp.take_along_axis(x_PTD, (length_P - 1 - begin_P)[:, None, None], axis=1), caches
+
+
+def _ring_slots(caches: tuple[Cache, ...]) -> int | None:
+    """Return the number of slots of a row's ring, or None if no layer has rings."""
+    return next((cache.slots for cache in caches if isinstance(cache, RingCache)), None)
 
 
 def _step(
@@ -389,7 +428,7 @@ def _append(
     active_B: Array,
     config: Config,
     par: Parallel,
-) -> tuple[Array, tuple[LayerCache, ...]]:
+) -> tuple[Array, tuple[Cache, ...]]:
     """Run the layers on the T tokens that follow those in the cache of each row.
 
     Args:
@@ -401,8 +440,8 @@ def _append(
     positions_BT = state.length_B[:, None] + jnp.arange(tokens_BT.shape[1])
     # The position that each slot holds: the newest one stored in this slot, up to the position of
     # the last new token.  It is negative if the slot is empty.
-    newest_B1, slots_1S = positions_BT[:, -1:], jnp.arange(state.slots)[None]
-    key_positions_BS = newest_B1 - (newest_B1 - slots_1S) % state.slots
+    newest_B1 = positions_BT[:, -1:]
+    key_positions_BS = ring.held(newest_B1, state.slots)
     slot_BT = positions_BT % state.slots
     adapter_B = jnp.where(active_B, state.settings.adapter_B, IDLE.adapter_B)
     table = None
@@ -414,7 +453,12 @@ def _append(
     context = context_of(
         weights, positions_BT, key_positions_BS, slot_BT, config, par, adapter_B, table=table
     )
-    return forward(weights, _known(tokens_BT, config), context, state.caches, config, par)
+    ring_context = None
+    if (slots := _ring_slots(state.caches)) is not None:
+        keys_BS = ring.held(newest_B1, slots)
+        ring_context = in_ring(context, keys_BS, positions_BT % slots, config)
+    tokens_BT = _known(tokens_BT, config)
+    return forward(weights, tokens_BT, context, state.caches, config, par, ring_context)
 
 
 def _known(tokens: Array, config: Config) -> Array:
@@ -429,7 +473,7 @@ def _guess(
     guesses: int,
     draft: Config | None,
     par: Parallel,
-) -> tuple[Array, tuple[LayerCache, ...]]:
+) -> tuple[Array, tuple[Cache, ...]]:
     """Guess the tokens that follow the pending token of each row: the draft's, or looked up.
 
     The draft chooses tokens as the model does, with the row's settings and random numbers, so that

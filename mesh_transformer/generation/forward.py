@@ -14,25 +14,29 @@ from jax import Array
 from mesh_transformer.config import Config
 from mesh_transformer.generation.weights import SCALES, Weights
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model import matrices, paged, transformer
+from mesh_transformer.model import matrices, paged, ring, transformer
 from mesh_transformer.model.attention import causal_bias
-from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.layer_values import layer_values
 from mesh_transformer.model.layers import Context
+from mesh_transformer.model.ring import Cache, RingCache
 
 
 def forward(
     weights: Weights,
     tokens_BT: Array,
     context: Context,
-    caches: tuple[LayerCache | None, ...] | None,
+    caches: tuple[Cache | None, ...] | None,
     config: Config,
     par: Parallel,
-) -> tuple[Array, tuple[LayerCache, ...]]:
+    ring_context: Context | None = None,
+) -> tuple[Array, tuple[Cache, ...]]:
     """Run the embedding and all layers, without the final norm.
 
     If `caches` is None, the tokens attend only to each other.  See `layers.TransformerLayer` for
     the other cases.
+
+    Args:
+      ring_context: the context of layers whose cache is a `RingCache`.
 
     Returns:
       The residual stream x_BTD, and one cache per layer: the updated cache or, if `caches` is not
@@ -46,15 +50,19 @@ def forward(
     # Jitted, so that layers of one kind are traced once.  The compiler inlines each call.
     @functools.partial(jax.jit, static_argnames="is_sliding")
     def run(
-        layer: Any, x_BTD: Array, context: Context, cache: LayerCache | None, is_sliding: bool
-    ) -> tuple[Array, LayerCache]:
+        layer: Any, x_BTD: Array, context: Context, cache: Cache | None, is_sliding: bool
+    ) -> tuple[Array, Cache]:
         assert context.values is not None
         values = context.values._replace(is_sliding=np.bool_(is_sliding))
         return parts["layers"].apply(layer, x_BTD, context._replace(values=values), cache)
 
     for layer, values, cache in zip(weights["layers"], layer_values(config), caches, strict=True):
         layer = matrices.after(x_BTD, layer)
-        own = context._replace(values=values)
+        own = context
+        if isinstance(cache, RingCache):
+            assert ring_context is not None
+            own = ring_context
+        own = own._replace(values=values)
         y_BTD, cache = run(layer, x_BTD, own, cache, is_sliding=bool(values.is_sliding))
         x_BTD += y_BTD
         filled.append(cache)
@@ -96,6 +104,24 @@ def context_of(
         lora_scale=scale,
         sliding_bias_BHTS=sliding_BHTS,
     )
+
+
+def in_ring(
+    context: Context,
+    key_positions_BS: Array,
+    slots: Array,
+    config: Config,
+    chunk: ring.Chunk | None = None,
+) -> Context:
+    """Return the context of layers whose cache is a `RingCache`, which has other slots.
+
+    Args:
+      context: that of the other layers.
+    """
+    assert config.sliding_window is not None
+    window = min(config.sliding_window, config.window)
+    bias_BHTS = causal_bias(context.positions_BT, key_positions_BS, window)
+    return context._replace(sliding_bias_BHTS=bias_BHTS, slots=slots, table=None, chunk=chunk)
 
 
 def own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:

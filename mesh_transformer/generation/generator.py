@@ -29,7 +29,7 @@ from mesh_transformer.generation.batch import (
 )
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
-from mesh_transformer.generation.pool import most_slots
+from mesh_transformer.generation.pool import most_slots, storage
 from mesh_transformer.generation.prompts import check_adapters
 from mesh_transformer.generation.speculation import check_guesses, within_window
 from mesh_transformer.generation.stream import MOST_STEPS
@@ -270,16 +270,14 @@ class DeviceBatch:
         self._generator = generator
         self._weights = weights
         self._replicas = len(generator.rows.replicas)
-        self._size, pool = call.rows, call.pool
-        self._has_pool, self._guesses = pool is not None, call.guesses
+        self._size, self._pool, self._guesses = call.rows, call.pool, call.guesses
         self._drafts = DRAFT in weights
-        self._most_slots = most_slots(generator.config.window, call.guesses, pool)
-        pages, page = pool or (0, 1)
+        window, pool = generator.config.window, call.pool
+        self._storage = storage(generator.config, call.rows, call.guesses, pool)
+        self._most_slots = most_slots(window, call.guesses, pool)
         slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
-        dp = generator.rows.dp
-        self._state: DecodeState = generator.empty(self._has_pool, drafts=self._drafts)(
-            self._size * dp, slots, pages * dp, page
-        )
+        empty = generator.empty(self._storage, drafts=self._drafts)
+        self._state: DecodeState = empty(self._size * generator.rows.dp, slots, pool)
 
     def run(self, call: Call[Any]) -> Any:
         """Run a call of the batch; its rows are those of this process."""
@@ -298,7 +296,9 @@ class DeviceBatch:
         """Grow the KV cache so that each row can hold `positions` tokens."""
         slots = bucket(positions + self._guesses, SMALLEST_CACHE, self._most_slots)
         if slots > self._state.slots:
-            self._state = self._generator.grow(drafts=self._drafts)(self._state, slots)
+            self._state = self._generator.grow(self._storage, drafts=self._drafts)(
+                self._state, slots
+            )
 
     def _insert(self, call: Insert) -> Chosen:
         slots = call.width
@@ -311,23 +311,22 @@ class DeviceBatch:
         tokens = np.zeros((count + 1, slots), np.uint32)
         tokens[:count, :longest] = call.tokens_PT
         begin = np.zeros(count, np.int32)
-        page_PJ = prompt_PJ = np.full((count + 1, 0), -1, np.int32)
+        pages = [np.full((count + 1, 0), -1, np.int32)] * 4
         if call.chunks is not None:
-            begin = call.chunks.begin_P
-        if self._has_pool:
-            assert call.chunks is not None
-            page_PJ, prompt_PJ = (
-                np.pad(x, ((0, 1), (0, 0)), constant_values=-1)
-                for x in (call.chunks.page_PJ, call.chunks.prompt_PJ)
-            )
+            begin, *given = call.chunks
+            if self._pool is not None:
+                pages = [
+                    none if x is None else np.pad(x, ((0, 1), (0, 0)), constant_values=-1)
+                    for x, none in zip(given, pages, strict=True)
+                ]
+                pages[-1] = pages[-1][:, : call.width // self._pool.page + 1]
         with_dummy = Prompts(
             tokens,
             np.append(call.length_P, np.int32(1)),
             # The last one is out of range, so that it is not written.
             np.append(call.row_P % self._size, np.int32(self._size * self._replicas)),
             np.append(begin, np.int32(0)),
-            page_PJ,
-            prompt_PJ,
+            *pages,
             settings=jax.tree.map(lambda x, idle: np.r_[x, idle[None]], call.settings, decode.IDLE),
             allowed_PW=self._bits([*call.row_P, -1], call.allowed),
         )
@@ -359,7 +358,7 @@ class DeviceBatch:
         """Insert the prompts whose indices are in `group`, in one prefill call."""
         generator = self._generator
         placed = generator.rows.place(jax.tree.map(lambda x: x[group], prompts), P("dp"))
-        options = call.alternatives, call.width, self._has_pool, call.allowed is not None
+        options = call.alternatives, call.width, self._storage, call.allowed is not None
         run = generator.prefill(*options, drafts=self._drafts)
         self._state, chosen = run(self._weights, self._state, placed)
         return self._fetched(chosen)
@@ -369,7 +368,7 @@ class DeviceBatch:
         run = self._generator.decode(
             call.alternatives,
             MOST_STEPS,
-            self._has_pool,
+            self._storage,
             call.guesses,
             call.allowed is not None,
             drafts=self._drafts,

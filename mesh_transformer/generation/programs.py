@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config, Model
 from mesh_transformer.generation import decode, texts
+from mesh_transformer.generation.pool import IN_ROWS, Pool, Storage
 from mesh_transformer.generation.sampling_settings import SamplerSettings
 from mesh_transformer.generation.weights import WeightLayout, weights_of
 from mesh_transformer.mesh.declaration import Declaration, map_declared, resized
@@ -23,29 +24,30 @@ from mesh_transformer.mesh.host_memory import device_copies
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import transformer
 from mesh_transformer.model.cache import LayerCache
+from mesh_transformer.model.layer_values import layer_values
 from mesh_transformer.model.lora import Adapter
+from mesh_transformer.model.ring import Cache, RingCache
 
 
 def decode_specs(
-    config: Config, *, pool: bool = False, draft: Config | None = None
+    config: Config, storage: Storage = IN_ROWS, draft: Config | None = None
 ) -> decode.DecodeState:
-    """Return the PartitionSpecs of a `DecodeState`: rows or pages split over dp, heads over mp.
-
-    Args:
-      pool: whether the batch has a pool of pages.
-    """
+    """Return the PartitionSpecs of a `DecodeState`: rows or pages split over dp, heads over mp."""
     rows, cache = P("dp"), P("dp", "mp")
     settings = SamplerSettings(*(rows,) * len(SamplerSettings._fields))
 
-    def caches(own: Config) -> tuple[LayerCache, ...]:
-        return (LayerCache(*(cache,) * (4 if own.int8_cache else 2)),) * own.layers
+    def caches(own: Config, has_rings: bool) -> tuple[Cache, ...]:
+        usual = LayerCache(*(cache,) * (4 if own.int8_cache else 2))
+        ring = RingCache(usual, usual if storage.keeps else None)
+        is_ring = (has_rings and bool(values.is_sliding) for values in layer_values(own))
+        return tuple(ring if each else usual for each in is_ring)
 
     return decode.DecodeState(
-        caches(config),
-        rows if pool else None,
+        caches(config, storage.ring > 0),
+        rows if storage.in_pages else None,
         *(rows,) * 6,
         settings=settings,
-        draft_caches=() if draft is None else caches(draft),
+        draft_caches=() if draft is None else caches(draft, False),
     )
 
 
@@ -81,29 +83,35 @@ def compile_weights(
 
 
 def compile_empty(
-    layout: WeightLayout, pool: bool, draft: Config | None = None
+    layout: WeightLayout, storage: Storage, draft: Config | None = None
 ) -> Callable[..., decode.DecodeState]:
-    """Return a jitted function (rows, slots, pages, page) -> state of a batch without prompts.
+    """Return a jitted function (rows, slots, pool) -> state of a batch without prompts.
 
-    `rows` and `pages` are the numbers of rows and of the pool's pages on all replicas together;
-    `slots` and `page` are the numbers of positions of each (see `decode.empty`).
+    `rows` is the number of rows of all replicas together, and `slots` the number of positions of
+    each; `pool` is the size of each replica's pool, or None.
     """
-    return jax.jit(
-        functools.partial(decode.empty, layout.config, mp=layout.mesh.shape["mp"], draft=draft),
-        static_argnums=(0, 1, 2, 3),
-        out_shardings=named(layout.mesh, decode_specs(layout.config, pool=pool, draft=draft)),
-    )
+    mesh = layout.mesh.shape
+
+    def empty(rows: int, slots: int, pool: Pool | None) -> decode.DecodeState:
+        pages, page, kept = pool or (0, 1, 0)
+        pages, kept = mesh["dp"] * pages, mesh["dp"] * kept if storage.keeps else 0
+        sizes = rows, slots, pages, page, kept, storage.ring
+        return decode.empty(layout.config, *sizes, mp=mesh["mp"], draft=draft)
+
+    specs = decode_specs(layout.config, storage, draft)
+    return jax.jit(empty, static_argnums=(0, 1, 2), out_shardings=named(layout.mesh, specs))
 
 
 def compile_grow(
-    layout: WeightLayout, draft: Config | None = None
+    layout: WeightLayout, storage: Storage, draft: Config | None = None
 ) -> Callable[..., decode.DecodeState]:
     """Return a jitted function (state, slots) -> the same state with a larger KV cache.
 
     `slots` is the new number of positions in each row's KV cache.  The state must have no pool.
     """
-    shardings = named(layout.mesh, decode_specs(layout.config, draft=draft))
-    return jax.jit(decode.grow, static_argnums=1, out_shardings=shardings)
+    shardings = named(layout.mesh, decode_specs(layout.config, storage, draft))
+    grow = functools.partial(decode.grow, ring=storage.ring)
+    return jax.jit(grow, static_argnums=1, out_shardings=shardings)
 
 
 def before_specs(config: Config) -> texts.Before:
@@ -144,7 +152,7 @@ def compile_prefill(
     layout: WeightLayout,
     alternatives: int | None,
     width: int,
-    pool: bool,
+    storage: Storage,
     constrained: bool = False,
     draft: Config | None = None,
 ) -> Callable[..., Any]:
@@ -155,9 +163,9 @@ def compile_prefill(
     Args:
       constrained: whether `prompts.allowed_PW` is given.
     """
-    rows, state = P("dp"), decode_specs(layout.config, pool=pool, draft=draft)
+    rows, state = P("dp"), decode_specs(layout.config, storage, draft)
     allowed = rows if constrained else None
-    prompts = decode.Prompts(*(rows,) * 6, settings=state.settings, allowed_PW=allowed)
+    prompts = decode.Prompts(*(rows,) * 8, settings=state.settings, allowed_PW=allowed)
     function = functools.partial(
         decode.prefill, alternatives=alternatives, width=width, draft=draft
     )
@@ -169,7 +177,7 @@ def compile_decode(
     layout: WeightLayout,
     alternatives: int | None,
     most: int,
-    pool: bool = False,
+    storage: Storage = IN_ROWS,
     guesses: int = 0,
     constrained: bool = False,
     draft: Config | None = None,
@@ -181,7 +189,7 @@ def compile_decode(
     Args:
       constrained: whether `allowed` is given; None must be passed otherwise.
     """
-    state = decode_specs(layout.config, pool=pool, draft=draft)
+    state = decode_specs(layout.config, storage, draft)
     function = functools.partial(
         decode.decode, alternatives=alternatives, most=most, guesses=guesses, draft=draft
     )

@@ -39,7 +39,8 @@ def before(
     """Return the keys and values of the first `length` tokens of a text, for `score`."""
     positions_1S = jnp.arange(tokens_1S.shape[1])[None]
     context = context_of(weights, positions_1S, positions_1S, None, config, par, adapter_1)
-    return Before(forward(weights, tokens_1S, context, None, config, par)[1], length)
+    caches: Any = forward(weights, tokens_1S, context, None, config, par)[1]
+    return Before(caches, length)
 
 
 def score(

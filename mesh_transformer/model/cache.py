@@ -108,6 +108,24 @@ def write_rows(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) 
     return jax.tree.map(scatter, cache, new)
 
 
+def write_chunk(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) -> LayerCache:
+    """Do as `write_rows`, but write nothing for positions beyond the end of the cache."""
+    slots, width = cache.k_BHSK.shape[2], new.k_BHSK.shape[2]
+    first_P = jnp.minimum(slot_P, slots - width)
+
+    def joined(x_BHSK: Array, new_PHTK: Array) -> Array:
+        def one(row: Array, first: Array, slot: Array, new_HTK: Array) -> Array:
+            shape = (1, *new_HTK.shape)
+            old_HTK = jax.lax.dynamic_slice(x_BHSK, (row, 0, first, 0), shape)[0]
+            is_new_T1 = jnp.arange(width)[:, None] >= slot - first
+            return jnp.where(is_new_T1, jnp.roll(new_HTK, slot - first, axis=1), old_HTK)
+
+        each_P = row_P, first_P, slot_P, new_PHTK
+        return jnp.stack([one(*each) for each in zip(*each_P, strict=True)])
+
+    return write_rows(cache, jax.tree.map(joined, cache, new), row_P, first_P)
+
+
 def _write_one(cache: LayerCache, new: LayerCache, row_B: Array, slot_B: Array) -> LayerCache:
     """Return the cache with some positions replaced, in the rows `row_B` and slots `slot_B`."""
     if cache.k_scale_BHS1 is not None:

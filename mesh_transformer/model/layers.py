@@ -22,8 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Model
 from mesh_transformer.mesh.parallel import Parallel, param
-from mesh_transformer.model import attention, lora, paged
-from mesh_transformer.model.cache import LayerCache, rows_of, write, write_rows
+from mesh_transformer.model import attention, lora, paged, ring
+from mesh_transformer.model.cache import LayerCache, rows_of, write, write_chunk
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at, drop_entries
 from mesh_transformer.model.heads import Heads
 from mesh_transformer.model.layer_values import LayerValues, layer_values
@@ -53,6 +53,7 @@ class Context(NamedTuple):
     slots: Array | None = None  # cache slots of the new keys and values, [B, T], or of the first
     rows: Array | None = None  # the rows of the cache that the batch rows stand for; None for all
     table: paged.Table | None = None  # if the cache is in pages: those of each row
+    chunk: ring.Chunk | None = None  # for a chunk of prompts, if the cache is a ring
     attend: attention.Attend | None = None  # used instead of `attention.attend` and `bias_BHTS`
     dropout: Dropout | None = None  # the layer's random numbers; None without dropout
     lora_scale: lora.Scale | None = None  # used instead of `config.lora_scale`
@@ -250,8 +251,8 @@ class TransformerLayer(hk.Module):
         self.heads = Heads(config, par)
 
     def __call__(
-        self, x_BTD: Array, context: Context, cache: LayerCache | None
-    ) -> tuple[Array, LayerCache]:
+        self, x_BTD: Array, context: Context, cache: ring.Cache | None
+    ) -> tuple[Array, ring.Cache]:
         c, par, block = self.config, self.par, self.block
         parallel = block.arrangement == "parallel"
         # Two norms of one stream share a fan-out, so that the backward pass sums over mp only once.
@@ -306,8 +307,8 @@ class TransformerLayer(hk.Module):
 
     @hk.transparent
     def _attended(
-        self, x_BTD: Array, context: Context, cache: LayerCache | None
-    ) -> tuple[Array, LayerCache]:
+        self, x_BTD: Array, context: Context, cache: ring.Cache | None
+    ) -> tuple[Array, ring.Cache]:
         """Return the attention's result of each head, [B, T, H*K], before the output matrix."""
         c = self.config
         assert c.key_heads is not None
@@ -368,8 +369,8 @@ class TransformerLayer(hk.Module):
 
     @hk.transparent
     def _fused(
-        self, x_BTD: Array, context: Context, cache: LayerCache | None
-    ) -> tuple[Array, LayerCache]:
+        self, x_BTD: Array, context: Context, cache: ring.Cache | None
+    ) -> tuple[Array, ring.Cache]:
         """Compute attention and a gated feed-forward with one matmul in and one out.
 
         Both weights have an axis H (heads).  For each head, the input weight contains the columns
@@ -438,8 +439,8 @@ class TransformerLayer(hk.Module):
         k_BTHK: Array,
         v_BTHK: Array,
         context: Context,
-        cache: LayerCache | None,
-    ) -> tuple[Array, LayerCache]:
+        cache: ring.Cache | None,
+    ) -> tuple[Array, ring.Cache]:
         c, par, split = self.config, self.par, self.heads
         q_BTHK = par.shard(q_BTHK, "dp", None, "mp", None)
         keys = None if split.copied else "mp"
@@ -500,8 +501,8 @@ class TransformerLayer(hk.Module):
         return x_BTHK
 
     def _cached_attention(
-        self, q_BTHK: Array, new: LayerCache, context: Context, cache: LayerCache
-    ) -> tuple[Array, LayerCache]:
+        self, q_BTHK: Array, new: LayerCache, context: Context, cache: ring.Cache
+    ) -> tuple[Array, ring.Cache]:
         """Attend to new and older keys and values, after writing the new ones to the cache.
 
         Queries of heads that share keys attend like those of further positions.
@@ -519,23 +520,33 @@ class TransformerLayer(hk.Module):
         return self.heads.by_query(jnp.swapaxes(attended_BTGHK, 2, 3)), cache
 
     def _attended_to_cache(
-        self, q_BTHK: Array, new: LayerCache, context: Context, cache: LayerCache
-    ) -> tuple[Array, LayerCache]:
+        self, q_BTHK: Array, new: LayerCache, context: Context, cache: ring.Cache
+    ) -> tuple[Array, ring.Cache]:
         bias_BHTS, table, cap = context.bias_BHTS, context.table, self.config.score_cap
         assert bias_BHTS is not None
+        if isinstance(cache, ring.RingCache):
+            new = new.like(cache.rows)
+            if context.chunk is None:
+                assert context.slots is not None
+                rows = write(cache.rows, new, context.slots)
+                cache = cache._replace(rows=rows)
+            else:
+                rows = ring.read(cache, new, context.chunk)
+                cache = ring.written(cache, rows, context.chunk)
+            return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap), cache
         if context.slots is None:
             return attention.attend_after(q_BTHK, cache, new, bias_BHTS, cap), new
         new = new.like(cache)
         if table is not None and table.written is not None:
             rows = paged.rows_in_pages(cache, table.page_BJ)
-            rows = write_rows(rows, new, jnp.arange(len(q_BTHK)), context.slots)
+            rows = write_chunk(rows, new, jnp.arange(len(q_BTHK)), context.slots)
             attended_BTHK = attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap)
             return attended_BTHK, paged.write_pages(cache, rows, *table.written)
         if table is not None:
             cache = paged.write(cache, new, table.page_BJ, context.slots)
             return paged.attend(q_BTHK, cache, table, bias_BHTS, cap), cache
         if context.rows is not None:
-            cache = write_rows(cache, new, context.rows, context.slots)
+            cache = write_chunk(cache, new, context.rows, context.slots)
             # The rows are read after they were written, so that the cache need not be copied.
             rows = rows_of(cache, context.rows)
             return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap), cache

@@ -26,7 +26,7 @@ from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import flops
 from mesh_transformer.performance.hlo import planned_memory
-from mesh_transformer.performance.plan import abstract_rows, bytes_on_one_device, weights_read
+from mesh_transformer.performance.plan import abstract_rows, cache_read, weights_read
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
@@ -375,5 +375,6 @@ def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
     """
     layout, config = generator.layout, generator.config
     rows = config.per_replica_batch * layout.mesh.shape["dp"]
-    cache = bytes_on_one_device(abstract_rows(layout, rows).caches)
-    return weights_read(config, generator.weights(None)), int(cache * positions / config.window)
+    caches = abstract_rows(layout, rows).caches
+    cache = cache_read(caches, positions / config.window)
+    return weights_read(config, generator.weights(None)), cache

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
-from mesh_transformer.generation.pool import Pool, most_slots, pool_of
+from mesh_transformer.generation.pool import Pool, most_slots, pool_of, storage
 from mesh_transformer.generation.speculation import check_guesses, draft_config, within_window
 from mesh_transformer.generation.weights import DRAFT, WeightLayout, Weights, weight_layout
 from mesh_transformer.mesh.accelerators import GIB
@@ -30,6 +30,7 @@ from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.casts import packed_bytes
 from mesh_transformer.model.paged import slots_together
+from mesh_transformer.model.ring import Cache, RingCache
 from mesh_transformer.performance.hlo import Program, planned_memory
 from mesh_transformer.performance.roofline import (
     Estimate,
@@ -504,8 +505,8 @@ def decode_plan(
         used = length * config.per_replica_batch / room
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    paged = pool is not None
-    function = programs.compile_decode(layout, None, STEPS, paged, guesses, draft=draft)
+    stored = storage(config, config.per_replica_batch, guesses, pool)
+    function = programs.compile_decode(layout, None, STEPS, stored, guesses, draft=draft)
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     memory = compiled(topology.name, function, weights, state, left, count, None, fast=fast)
@@ -513,7 +514,7 @@ def decode_plan(
     for times, model, own, caches in models:
         own_bytes, own_cache = bytes_on_one_device(own), bytes_on_one_device(caches)
         weights_bytes, cache_bytes = weights_bytes + own_bytes, cache_bytes + own_cache
-        read += times * (weights_read(model, own) + int(own_cache * used))
+        read += times * (weights_read(model, own) + cache_read(caches, used))
     draft_bytes = sum(bytes_on_one_device((own, caches)) for _, _, own, caches in models[1:])
     traffic = moved = likely = None
     if memory.text is not None:
@@ -563,6 +564,17 @@ def weights_read(config: Config, weights: Weights) -> int:
     return bytes_on_one_device(read)
 
 
+def cache_read(caches: Sequence[Cache], used: float) -> int:
+    """Return the bytes of keys and values that each device reads in a decode step.
+
+    Args:
+      used: the share of slots in use, of layers without rings; rings are read as a whole.
+    """
+    rings = [cache.rows for cache in caches if isinstance(cache, RingCache)]
+    others = [cache for cache in caches if not isinstance(cache, RingCache)]
+    return bytes_on_one_device(rings) + int(bytes_on_one_device(others) * used)
+
+
 def _abstract_weights(layout: WeightLayout) -> Weights:
     """Return the shapes and shardings of the weights that generation reads."""
     params = jax.eval_shape(functools.partial(transformer.init, layout.config), jax.random.key(0))
@@ -586,9 +598,8 @@ def abstract_rows(
     """
     config, mesh = layout.config, layout.mesh
     slots = most_slots(config.window, guesses, pool)
-    pages, page = pool or (0, 1)
-    pages *= mesh.shape["dp"]
-    empty = programs.compile_empty(layout, pool is not None, draft)
-    shapes = jax.eval_shape(functools.partial(empty, rows, slots, pages, page))
-    specs = programs.decode_specs(config, pool=pool is not None, draft=draft)
+    stored = storage(config, rows // mesh.shape["dp"], guesses, pool)
+    empty = programs.compile_empty(layout, stored, draft)
+    shapes = jax.eval_shape(functools.partial(empty, rows, slots, pool))
+    specs = programs.decode_specs(config, stored, draft)
     return abstract(shapes, named(mesh, specs))

@@ -7,10 +7,11 @@ that begin with the same tokens use them too.
 """
 
 import collections
+from collections.abc import Sequence
 
 import numpy as np
 
-from mesh_transformer.generation.pool import Pool
+from mesh_transformer.generation.pool import Chunks, Pool
 
 
 class NoPageError(Exception):
@@ -26,6 +27,8 @@ class Row:
         so the first ones are not those of `page_J` if the answer is written over them.
       shares: whether other rows may use its prompt's pages, and it theirs.
       returned: the first pages of the prompt, if it has given these back, and their keys.
+      restored: the pages in `Windows` to copy to the row's rings in the next call.
+      kept: pages in `Windows` that the next call copies pages of the prompt to, and their keys.
     """
 
     def __init__(self, page_J: np.ndarray, prompt_J: np.ndarray, shares: bool):
@@ -33,6 +36,57 @@ class Row:
         self.prompt_J = prompt_J
         self.shares = shares
         self.returned: list[tuple[int, bytes | None]] = []
+        self.restored: list[int] = []
+        self.kept: list[tuple[int, bytes]] = []
+
+
+class Windows:
+    """Where pages of prompts are kept for layers with a sliding window (see `model.ring`).
+
+    Rows get copies of these pages.  If none is free, the one that was not used for the longest
+    time is given away, but not one that the next call of a row copies.
+
+    Args:
+      pages: number of pages.
+      behind: number of pages before a position that its window may reach into.
+    """
+
+    def __init__(self, pages: int, behind: int):
+        self.behind = behind
+        self._free = list(range(pages))
+        self._pages: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+        self._readers: collections.Counter[int] = collections.Counter()
+
+    def has(self, key: bytes) -> bool:
+        """Return whether the page with this key is kept."""
+        return key in self._pages
+
+    def read(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the kept pages with these keys, which stay as they are until `end_read`."""
+        pages = [self._pages[key] for key in keys]
+        for key in keys:
+            self._pages.move_to_end(key)
+        self._readers.update(pages)
+        return pages
+
+    def end_read(self, pages: Sequence[int]) -> None:
+        """Let pages that `read` returned be given away."""
+        self._readers.subtract(pages)
+
+    def take(self) -> int | None:
+        """Return a page to write to, which is not kept until `keep`; None if there is none."""
+        if self._free:
+            return self._free.pop()
+        unread = (key for key, page in self._pages.items() if not self._readers[page])
+        key = next(unread, None)
+        return None if key is None else self._pages.pop(key)
+
+    def keep(self, page: int, key: bytes) -> None:
+        """Keep a page from `take`, or make it free if another one with this key is kept."""
+        if key in self._pages:
+            self._free.append(page)
+        else:
+            self._pages[key] = page
 
 
 class Pages:
@@ -47,10 +101,12 @@ class Pages:
       pool: the size of the pool.
       slots: number of slots of a row (see `Pool.slots`).
       keep: whether pages are shared and kept.
+      behind: see `Windows`; 0 if no layer has rings.
     """
 
-    def __init__(self, pool: Pool, slots: int, *, keep: bool = True):
+    def __init__(self, pool: Pool, slots: int, *, keep: bool = True, behind: int = 0):
         self.pool = pool
+        self._windows = Windows(pool.kept, behind)
         self._places, self._keep = slots // pool.page, keep
         self._free = list(reversed(range(pool.pages)))
         self._users = [0] * pool.pages  # number of rows that use each page
@@ -89,13 +145,17 @@ class Pages:
         Args:
           prompt: token ids [T].
         """
-        kept = []
+        kept, count, run = [], 0, 0
         for end in range(self.pool.page, len(prompt), self.pool.page):
-            page = self._pages.get(_key(prompt[:end]))
+            key = _key(prompt[:end])
+            page = self._pages.get(key)
             if page is None:
                 break
             kept.append(page)
-        return kept
+            run = run + 1 if self._windows.has(key) else 0
+            if run >= min(self._windows.behind, len(kept)):  # those that a window reaches into
+                count = len(kept)
+        return kept[:count]
 
     def add_row(self, prompt: np.ndarray, positions: int, *, use_kept: bool = True) -> Row:
         """Return the pages of a new row.
@@ -126,6 +186,7 @@ class Pages:
         for page in kept:  # before any is given away
             self._add_user(page)
         row = self.no_row
+        self._restore(row, prompt, len(kept))
         row.prompt_J[: len(kept)] = kept
         row.prompt_J[len(kept) : count] = [self._take_page() for _ in range(count - len(kept))]
         row.page_J[:] = row.prompt_J
@@ -154,7 +215,31 @@ class Pages:
                 self._give_back(row.prompt_J[at : at + 1])
                 row.prompt_J[at] = page
                 row.page_J[at] = page if row.page_J[at] == old else row.page_J[at]
+        self._restore(row, prompt, len(kept))
         return len(kept) * self.pool.page
+
+    def chunk(self, row: Row, prompt: np.ndarray, begin: int, *, is_last: bool) -> Chunks:
+        """Return the argument of `Batch.insert` that computes a part of one prompt.
+
+        Args:
+          prompt: token ids [T], up to the last one to compute.
+          begin: the first position to compute, from `share`.
+          is_last: whether the part is the prompt's last one.
+        """
+        size, behind = self.pool.page, self._windows.behind
+        row.kept = []
+        restored_G = np.full(behind, -1, np.int32)
+        restored_G[behind - len(row.restored) :] = row.restored
+        kept_G = np.full(len(row.page_J) if behind else 0, -1, np.int32)
+        first = begin // size
+        for at in range(first, len(prompt) // size if behind and row.shares else first):
+            key = _key(prompt[: (at + 1) * size])
+            if not self._windows.has(key) and (page := self._windows.take()) is not None:
+                row.kept.append((page, key))
+                kept_G[at - first] = page
+        page_J = row.page_J if is_last else row.prompt_J
+        pages = page_J, row.prompt_J, restored_G, kept_G
+        return Chunks(np.array([begin], np.int32), *(each[None] for each in pages))
 
     def keep(self, row: Row, prompt: np.ndarray) -> None:
         """Keep the complete pages of a prompt that a row now holds.
@@ -162,6 +247,10 @@ class Pages:
         Args:
           prompt: token ids [T], up to the last one whose keys and values are computed.
         """
+        self._end_restoring(row)
+        for page, key in row.kept:
+            self._windows.keep(page, key)
+        row.kept = []
         if not row.shares:
             return
         size = self.pool.page
@@ -180,6 +269,7 @@ class Pages:
 
     def remove_row(self, row: Row) -> None:
         """Give back the pages of a row."""
+        self._end_restoring(row)
         if row.shares:
             self.end_prompt(row)
         self._give_back(row.page_J[row.page_J >= 0])
@@ -188,6 +278,16 @@ class Pages:
         for page, key in reversed(row.returned):
             if page in self._idle and self._keys[page] == key:
                 self._idle.move_to_end(page)
+
+    def _restore(self, row: Row, prompt: np.ndarray, count: int) -> None:
+        """Let the next call fill a row's rings for a prompt of which `count` pages are computed."""
+        self._end_restoring(row)
+        ends = range(max(count - self._windows.behind, 0) + 1, count + 1)
+        row.restored = self._windows.read([_key(prompt[: end * self.pool.page]) for end in ends])
+
+    def _end_restoring(self, row: Row) -> None:
+        self._windows.end_read(row.restored)
+        row.restored = []
 
     def _plan(
         self, prompt: np.ndarray, positions: int, use_kept: bool

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 
-from mesh_transformer.generation.pool import PAGE, Chunks, Pool, most_slots, pool_of
+from mesh_transformer.generation.pool import PAGE, Pool, most_slots, pool_of, storage
 from mesh_transformer.generation.sampling_settings import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
@@ -96,8 +97,11 @@ class Prefiller:
         tokens = cache_tokens or max(
             self._rows_per_replica * most_slots(usual, guesses, Pool(0, page)) + kept, slots
         )
-        pool = pool_of(tokens, window + guesses, page)
-        self._pages = [Pages(pool, slots, keep=kept > 0) for _ in range(network.dp)]
+        pool, behind = pool_of(tokens, window + guesses, page), 0
+        if storage(network.config, self._rows_per_replica, guesses, pool).ring and kept:
+            behind = -(-((network.config.sliding_window or 1) - 1) // page)
+            pool = pool._replace(kept=kept // page + behind)
+        self._pages = [Pages(pool, slots, keep=kept > 0, behind=behind) for _ in range(network.dp)]
         self._in_rows: dict[int, Row] = {}  # the pages of each row that is in use
         self.batch = network.batch(rows, pool, guesses)
 
@@ -336,16 +340,22 @@ class Prefiller:
           is_last: whether the prompts are complete after this call.
         """
         none = self._pages[0].no_row  # of rows that are not in use, when the programs are compiled
-        in_rows = [self._in_rows.get(row, none) for row in rows]
-        prompt_PJ = np.stack([row.prompt_J for row in in_rows])
-        page_PJ = np.stack([row.page_J for row in in_rows]) if is_last else prompt_PJ
+        chunks = [
+            self._pages[self._replica(row)].chunk(
+                self._in_rows.get(row, none),
+                of_adapter(prompt, own.adapter),
+                begin,
+                is_last=is_last,
+            )
+            for row, prompt, own in zip(rows, prompts, settings, strict=True)
+        ]
         return self.batch.insert(
             rows,
             prompts,
             np.array(lengths, np.int32),
             SamplingOptions.stacked(settings),
             alternatives=ALTERNATIVES,  # even if unused: one program per width
-            chunks=Chunks(np.full(len(prompts), begin, np.int32), page_PJ, prompt_PJ),
+            chunks=jax.tree.map(lambda *each: np.concatenate(each), *chunks),
             allowed=dict(allowed),
             longest=self._longest if self._fixed else None,
         )

@@ -126,8 +126,9 @@ def test_parts_of_prompts_and_shared_pages_generate_like_torch(tmp_path, case):
     network.save_pretrained(tmp_path)
     ours = load(str(tmp_path), changes={"dtype": "float32"})
     first, second = TOKENS[0, :21], np.concatenate((TOKENS[0, :16], TOKENS[1, :5]))
-    pool = Pool(pages=3 * SEQ // 4, page=4)
-    batch, pages = ours.batch(3, pool), Pages(pool, SEQ)
+    pool = Pool(pages=3 * SEQ // 4, page=4, kept=8)
+    behind = -(-((ours.config.sliding_window or 1) - 1) // pool.page)
+    batch, pages = ours.batch(3, pool), Pages(pool, SEQ, behind=behind)
     settings = sampler_settings({"temp": 0.0}, 1)
     options = {"length": LENGTH, "settings": settings, "alternatives": None}
     prompts = [(first, 8), (second, 32), (TOKENS[1, :9], 32)]

@@ -16,6 +16,7 @@ from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation import generator as generators
 from mesh_transformer.generation.batch import MOST_STEPS, Batch
 from mesh_transformer.generation.generator import DeviceBatch
+from mesh_transformer.generation.pool import IN_ROWS
 from mesh_transformer.generation.sampling import choose, penalize, sampler_settings
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -449,8 +450,8 @@ def test_calls_with_similar_lengths_share_compiled_functions():
         return [
             run._cache_size()
             for run in (
-                *(generator.prefill(None, width, False, False) for width in (32, 64)),
-                generator.decode(None, MOST_STEPS, False, 0, False),
+                *(generator.prefill(None, width, IN_ROWS, False) for width in (32, 64)),
+                generator.decode(None, MOST_STEPS, IN_ROWS, 0, False),
             )
         ]
 

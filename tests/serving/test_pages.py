@@ -8,7 +8,7 @@ import pytest
 
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.generator import SMALLEST_CACHE
-from mesh_transformer.generation.pool import Chunks, Pool
+from mesh_transformer.generation.pool import Chunks, Pool, Storage
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.serving.pages import NoPageError, Pages
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -47,11 +47,7 @@ def insert_in_parts(batch, number, prompt, parts, pages, **options):
             options["length"] if end == len(prompt) else 1,
             options["settings"],
             alternatives=options["alternatives"],
-            chunks=Chunks(
-                np.array([begin]),
-                (row.page_J if end == len(prompt) else row.prompt_J)[None],
-                row.prompt_J[None],
-            ),
+            chunks=pages.chunk(row, prompt[:end], begin, is_last=end == len(prompt)),
         )
         calls.append((begin, end))
         pages.keep(row, prompt[:end])
@@ -114,7 +110,7 @@ def test_nothing_is_compiled_again_as_rows_grow():
     network, pool = network_of(config), Pool(pages=60, page=4)
     batch, pages = network.batch(4, pool), Pages(pool, pool.slots(WINDOW))
     options = {"settings": sampler_settings(SAMPLED, 1), "alternatives": None}
-    compiled = network._generator.decode(None, MOST_STEPS, True, 0, False)
+    compiled = network._generator.decode(None, MOST_STEPS, Storage(in_pages=True), 0, False)
     for number, prompt in enumerate(random_prompts(config, [3, 16, WINDOW, 1])):
         insert_in_parts(batch, number, prompt, 16, pages, length=WINDOW, **options)
         for steps in (1, 9):
