@@ -25,8 +25,8 @@ from mesh_transformer.generation.sampling_settings import sampler_settings
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import flops
+from mesh_transformer.performance.device_arrays import abstract_rows, cache_read, weights_read
 from mesh_transformer.performance.hlo import planned_memory
-from mesh_transformer.performance.plan import abstract_rows, cache_read, weights_read
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 

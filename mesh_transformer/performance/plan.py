@@ -5,11 +5,10 @@ present.  The peak memory and the collectives come from the compiler; the speed 
 """
 
 import dataclasses
-import functools
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,19 +17,23 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation import decode, programs
-from mesh_transformer.generation.pool import Pool, most_slots, pool_of, storage
+from mesh_transformer.generation import programs
+from mesh_transformer.generation.pool import pool_of, storage
 from mesh_transformer.generation.speculation import check_guesses, draft_config, within_window
-from mesh_transformer.generation.weights import DRAFT, WeightLayout, Weights, weight_layout
+from mesh_transformer.generation.weights import DRAFT, weight_layout
 from mesh_transformer.mesh.accelerators import GIB
 from mesh_transformer.mesh.device_order import Distances
-from mesh_transformer.mesh.devices import abstract, named
-from mesh_transformer.mesh.host_memory import is_in_host
 from mesh_transformer.mesh.program import Layout
-from mesh_transformer.model import flops, transformer
-from mesh_transformer.model.casts import packed_bytes
+from mesh_transformer.model import flops
 from mesh_transformer.model.paged import slots_together
-from mesh_transformer.model.ring import Cache, RingCache
+from mesh_transformer.performance.device_arrays import (
+    abstract_rows,
+    abstract_weights,
+    bytes_in_host,
+    bytes_on_one_device,
+    cache_read,
+    weights_read,
+)
 from mesh_transformer.performance.hlo import Program, planned_memory
 from mesh_transformer.performance.roofline import (
     Estimate,
@@ -260,7 +263,7 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
         accumulation=config.gradient_accumulation_steps,
         parameters=flops.n_params(config),
         state_bytes=bytes_on_one_device(state),
-        host_bytes=_bytes_in_host(state),
+        host_bytes=bytes_in_host(state),
         peak_bytes=memory.peak,
         hbm_bytes=limit,
         fits=memory.text is not None and memory.peak <= limit,
@@ -344,28 +347,11 @@ def abstract_batch(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
     return {"obs": tokens, "target": tokens}
 
 
-def bytes_on_one_device(tree: Any) -> int:
-    """Return the bytes that a tree of abstract, sharded arrays takes on each device.
-
-    Arrays in host memory are not counted.
-    """
-    return _bytes(leaf for leaf in jax.tree.leaves(tree) if not is_in_host(leaf))
-
-
-def _bytes_in_host(tree: Any) -> int:
-    """Return the bytes in host memory that belong to each device."""
-    return _bytes(leaf for leaf in jax.tree.leaves(tree) if is_in_host(leaf))
-
-
 def _bytes_with_hosts(state: step.State) -> tuple[int, int]:
     """Return the bytes that a training step moves from the hosts to each device, and back."""
-    params, moments = _bytes_in_host(state["params"]), _bytes_in_host(state["opt_state"])
+    params, moments = bytes_in_host(state["params"]), bytes_in_host(state["opt_state"])
     # The update reads and writes both.  The forward pass reads the parameters.
     return 2 * params + moments, params + moments
-
-
-def _bytes(leaves: Iterable[Any]) -> int:
-    return sum(packed_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 STEPS = 64  # decode steps per call of the compiled function; affects only the size of its output
@@ -490,11 +476,11 @@ def decode_plan(
         draft = weight_layout(Layout(draft, mesh)).config
     rows = config.per_replica_batch * mesh.shape["dp"]
     pool = None if cache_tokens is None else pool_of(cache_tokens, config.window + guesses)
-    weights = _abstract_weights(layout)
+    weights = abstract_weights(layout)
     state = abstract_rows(layout, rows, pool, guesses, draft)
     models = [(1, config, weights, state.caches)]  # and how often a step reads each
     if draft is not None:
-        weights = weights | {DRAFT: _abstract_weights(layout.of(draft))}
+        weights = weights | {DRAFT: abstract_weights(layout.of(draft))}
         models.append((1 + guesses, draft, weights[DRAFT], state.draft_caches))
     length, turns, used = config.window, 1, 1.0
     if pool is not None:
@@ -548,58 +534,3 @@ def decode_plan(
         tokens_per_second=(rows * hardware.hbm / read, likely),
         compile_seconds=memory.seconds,
     )
-
-
-def weights_read(config: Config, weights: Weights) -> int:
-    """Return the bytes of weights that each device reads in a decode step.
-
-    A step reads only one row per token of the embedding table, unless that is the output head, too.
-    The quantized head of a model with a tied head is a copy.
-
-    Args:
-      weights: the weights of `config`, which may be abstract.
-    """
-    is_head = config.tie_head and not config.weight_bits
-    read = {part: weights[part] for part in weights if part != "embed" or is_head}
-    return bytes_on_one_device(read)
-
-
-def cache_read(caches: Sequence[Cache], used: float) -> int:
-    """Return the bytes of keys and values that each device reads in a decode step.
-
-    Args:
-      used: the share of slots in use, of layers without rings; rings are read as a whole.
-    """
-    rings = [cache.rows for cache in caches if isinstance(cache, RingCache)]
-    others = [cache for cache in caches if not isinstance(cache, RingCache)]
-    return bytes_on_one_device(rings) + int(bytes_on_one_device(others) * used)
-
-
-def _abstract_weights(layout: WeightLayout) -> Weights:
-    """Return the shapes and shardings of the weights that generation reads."""
-    params = jax.eval_shape(functools.partial(transformer.init, layout.config), jax.random.key(0))
-    shapes = jax.eval_shape(programs.compile_weights(layout, layout), params, [])
-    return abstract(shapes, named(layout.mesh, layout.specs))
-
-
-def abstract_rows(
-    layout: WeightLayout,
-    rows: int,
-    pool: Pool | None = None,
-    guesses: int = 0,
-    draft: Config | None = None,
-) -> decode.DecodeState:
-    """Return the shapes and shardings of a decode batch for answers of any length.
-
-    Args:
-      rows: batch rows of all replicas together.
-      pool: the size of each replica's pool, or None.
-      guesses, draft: as for `decode_plan`.
-    """
-    config, mesh = layout.config, layout.mesh
-    slots = most_slots(config.window, guesses, pool)
-    stored = storage(config, rows // mesh.shape["dp"], guesses, pool)
-    empty = programs.compile_empty(layout, stored, draft)
-    shapes = jax.eval_shape(functools.partial(empty, rows, slots, pool))
-    specs = programs.decode_specs(config, stored, draft)
-    return abstract(shapes, named(mesh, specs))

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 
-from mesh_transformer.generation.pool import PAGE, Pool, most_slots, pool_of, storage
+from mesh_transformer.generation.pool import PAGE, Chunks, Pool, most_slots, pool_of, storage
 from mesh_transformer.generation.sampling_settings import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
@@ -355,7 +354,7 @@ class Prefiller:
             np.array(lengths, np.int32),
             SamplingOptions.stacked(settings),
             alternatives=ALTERNATIVES,  # even if unused: one program per width
-            chunks=jax.tree.map(lambda *each: np.concatenate(each), *chunks),
+            chunks=Chunks(*map(np.concatenate, zip(*chunks, strict=True))),
             allowed=dict(allowed),
             longest=self._longest if self._fixed else None,
         )

@@ -126,9 +126,11 @@ def test_pages_hold_the_tokens_of_their_rows(seed):
     """Random prompts over two tokens, so that many begin alike, in pools that are often full."""
     rng = np.random.default_rng(seed)
     size, places = int(rng.integers(1, 4)), int(rng.integers(2, 8))
-    pool = Pool(pages=places + int(rng.integers(1, 3 * places)), page=size)
-    pages, slots = Pages(pool, places * size), places * size
+    behind = int(rng.integers(0, 4))
+    pool = Pool(places + int(rng.integers(1, 3 * places)), size, int(rng.integers(2, 20)))
+    pages, slots = Pages(pool, places * size, behind=behind), places * size
     contents = {}  # what is written in each page
+    windows, restored = {}, 0  # the tokens up to the end of each page that rings may be filled from
     rows = []  # the rows in use, with what each holds
     shared = shared_by_wrapped = refused = 0
     for _ in range(300):
@@ -146,6 +148,21 @@ def test_pages_hold_the_tokens_of_their_rows(seed):
         begin = 0
         for end in sorted({int(rng.integers(1, len(prompt) + 1)), len(prompt)}):
             filled = pages.share(row, prompt, begin)
+            chunk = pages.chunk(row, prompt[:end], filled, is_last=end == len(prompt))
+            assert chunk.restored_PG is not None
+            assert chunk.kept_PG is not None
+            if filled > begin:  # the ring is filled with the pages before
+                last = filled // size
+                ends = range(last - min(last, behind) + 1, last + 1)
+                found = [windows[int(page)] for page in chunk.restored_PG[0] if page >= 0]
+                assert found == [tuple(prompt[: end * size]) for end in ends]
+                restored += len(found)
+            else:
+                assert (chunk.restored_PG < 0).all()
+            for at, page in enumerate(chunk.kept_PG[0], filled // size):
+                if page >= 0:
+                    assert (at + 1) * size <= end
+                    windows[int(page)] = tuple(prompt[: (at + 1) * size])
             shared += filled - begin
             shared_by_wrapped += (filled - begin) * (positions > slots)
             begin = filled
@@ -172,7 +189,8 @@ def test_pages_hold_the_tokens_of_their_rows(seed):
     for row, _ in rows:
         pages.remove_row(row)
     assert pages.used == 0
-    assert shared > shared_by_wrapped > 0
+    assert (shared > shared_by_wrapped > 0) or behind
+    assert (restored > 0) == (behind > 0)
     assert refused > 0
 
 
