@@ -46,6 +46,7 @@ class FakeNetwork(Network):
             "seq": window,
             "pe": "rotary",
             "d_model": 4,
+            "sliding_window": None,
         }
         self.dp = 1
         self.config: Any = SimpleNamespace(**defaults | config)
