@@ -110,6 +110,18 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="measure the train step with one optimisation off at a time",
     )
+    modes.add_argument(
+        "--suite",
+        action="store_true",
+        help="measure all that fits this machine, each case in a process of its own",
+    )
+    suite = parser.add_argument_group("with --suite")
+    suite.add_argument(
+        "--minutes", type=float, default=30.0, help="time for all cases together (default 30)"
+    )
+    suite.add_argument(
+        "--resume", action="store_true", help="go on where a suite with this --folder has ended"
+    )
     keys = add_key_arguments(parser)
     keys.add_argument("--seq", type=positive, help="sequence length in tokens")
     keys.add_argument(
@@ -150,7 +162,10 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         help="records to write and read with --loader (default %(default)s)",
     )
     parser.add_argument(
-        "--folder", type=Path, help="folder for temporary files (default: the system's)"
+        "--folder",
+        type=Path,
+        help="folder for temporary files (default: the system's), or for the results of --suite "
+        "(default: suite)",
     )
     parser.add_argument(
         "--profile", metavar="DIR", help="folder for a profiler trace; prints its ten longest ops"
@@ -236,8 +251,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config, mode = config_of(args), mode_of(args)
     if args.warmup < 0:
         raise InputError(f"--warmup is {args.warmup}, expected at least 0")
-    if args.profile is not None and mode != "train":
-        raise InputError(f"--profile records only train steps; remove --profile or --{mode}")
+    if args.profile is not None and mode in SCRIPTS:
+        raise InputError(f"--profile records no --{mode}; remove one of the flags")
     if args.every_host and mode in ("checkpoint", "loader"):
         raise InputError(f"--{mode} measures a single host; remove --every-host")
     if mode in ("checkpoint", "loader") and args.folder and not args.folder.is_dir():
@@ -278,15 +293,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         default = min(128, max(config.window // 4, 1))
         prompt, tokens = args.prompt or default, args.tokens or default
         bandwidth = limits and limits.bandwidth
-        decoding = benchmark.measure_decoding(layout, bandwidth, prompt=prompt, tokens=tokens)
+        decoding = benchmark.measure_decoding(
+            layout, bandwidth, prompt=prompt, tokens=tokens, profile=args.profile
+        )
         result = dataclasses.asdict(decoding)
     else:
         training = benchmark.measure_training(
             layout, limits, count=args.steps, warmup=args.warmup, profile=args.profile
         )
-        longest = operations and operations.operations(args.profile)[:SHOWN_OPERATIONS]
-        profile = longest and [dataclasses.asdict(operation) for operation in longest]
-        result = dataclasses.asdict(training) | {"profile": profile}
+        result = dataclasses.asdict(training)
+    if operations is not None:
+        longest = operations.operations(args.profile)[:SHOWN_OPERATIONS]
+        result["profile"] = [dataclasses.asdict(operation) for operation in longest]
     limits_dict = limits and dataclasses.asdict(limits)
     return run_info(args, config, devices[0]) | {"limits": limits_dict, **result}
 
@@ -353,6 +371,9 @@ def table(args: argparse.Namespace, result: dict[str, Any]) -> str:
 
 def main() -> None:
     args = parse_args()
+    if args.suite:
+        own = script("suite", "suite")
+        sys.exit(own.run(args.folder or Path("suite"), args.minutes, resume=args.resume))
     os.environ.setdefault(
         "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"
     )  # for GPUs; JAX's default is 0.75

@@ -26,7 +26,7 @@ from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import flops
 from mesh_transformer.performance.device_arrays import abstract_rows, cache_read, weights_read
-from mesh_transformer.performance.hlo import planned_memory
+from mesh_transformer.performance.hlo import Program, planned_memory
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError
 
@@ -133,6 +133,7 @@ class Training:
     peak_bytes: int
     peak_bytes_source: str
     temporary_bytes: int  # according to the compiler
+    bytes_moved: int  # by each device in its memory per step, according to the compiled program
 
 
 def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.ndarray]:
@@ -146,6 +147,13 @@ def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.nda
     rng = np.random.default_rng((seed, rows.replicas[0]))
     tokens = rng.integers(0, config.n_vocab, shape).astype(np.uint32)
     return {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
+
+
+def traced(folder: str) -> Any:
+    """Return a context in which a profiler trace is recorded."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # events of Python calls would slow the program down
+    return jax.profiler.trace(folder, profiler_options=options)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -226,9 +234,7 @@ def measure_training(
         timed_seconds = run.seconds[1 + warmup :]
         if profile is not None:
             bar.set_description("profiling")
-            options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # events of Python calls would slow the program down
-            with jax.profiler.trace(profile, profiler_options=options):
+            with traced(profile):
                 for _ in range(PROFILED_STEPS):
                     run.step()
     peak = None if limit is None else limit.flops
@@ -248,6 +254,7 @@ def measure_training(
         peak_bytes=peak_bytes,
         peak_bytes_source=source,
         temporary_bytes=run.compiled.memory_analysis().temp_size_in_bytes,
+        bytes_moved=Program(run.compiled.as_text()).moved(),
     )
 
 
@@ -296,7 +303,12 @@ class Decoding:
 
 
 def measure_decoding(
-    layout: steps.StateLayout, bandwidth: float | None, *, prompt: int, tokens: int
+    layout: steps.StateLayout,
+    bandwidth: float | None,
+    *,
+    prompt: int,
+    tokens: int,
+    profile: str | None = None,
 ) -> Decoding:
     """Time prefill and greedy decoding of a batch with `per_replica_batch` rows per replica.
 
@@ -305,6 +317,7 @@ def measure_decoding(
       prompt: prompt tokens per row.
       tokens: minimum number of tokens per row whose decoding is timed.  The number is rounded up to
         whole decode calls, which generate up to `MOST_STEPS` (32) tokens per row.
+      profile: folder for a profiler trace of the last call; None for no trace.
 
     Raises:
       InputError: if the prompt and the new tokens together exceed the config's window.
@@ -346,6 +359,10 @@ def measure_decoding(
         prefill_seconds = seconds(prefill)
         seconds(decode)  # compiles
         token_seconds = statistics.median(seconds(decode) for _ in range(calls)) / length
+        if profile is not None:
+            batch.left[:] = length
+            with traced(profile):
+                decode()
     positions = prompt + length + calls * length / 2
     weight_bytes, cache_bytes = _read_per_token(generator, positions)
     limit_seconds = (weight_bytes + cache_bytes) * mesh.size / bandwidth if bandwidth else None
