@@ -38,6 +38,7 @@ _LINE = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
 _ARRAY_WITH_LAYOUT = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
 # The layout of an array that is not in device memory names its memory space, such as S(1).
 _OTHER_MEMORY = re.compile(r"S\([1-9]")
+_CYCLES, UNKNOWN = re.compile(r'"estimated_cycles":"?(\d+)'), 2**62
 _BYTES = {"pred": 1, "bf16": 2}
 
 Groups = frozenset[frozenset[int]]
@@ -437,6 +438,23 @@ class Program:
         operations = self._computations["ENTRY"].values()
         bodies = [self._moved_in(loop.body, unknown_trips) for loop in operations if loop.body]
         return max(bodies, default=0) + self._by_split_collectives
+
+    def cycles(self) -> dict[Operation, int]:
+        """Return the cycles of all runs of each operation in device code, where the text has them.
+
+        Only the compilers for TPUs estimate cycles; those of collectives are unknown to them.
+        """
+        return dict(self._cycles_in("ENTRY", 1))
+
+    def _cycles_in(self, name: str, times: int) -> Iterator[tuple[Operation, int]]:
+        for operation in self._computations[name].values():
+            if operation.body:
+                trips = _trip_count(self._computations, operation) or 1
+                yield from self._cycles_in(operation.body, trips * times)
+            elif operation.kind == "call" and operation.called:
+                yield from self._cycles_in(operation.called, times)
+            elif (found := _CYCLES.search(operation.rest)) and int(found[1]) < UNKNOWN:
+                yield operation, int(found[1]) * times
 
     def _moved_in(self, name: str, unknown_trips: int = 1) -> int:
         """Return the bytes that the computation `name` reads and writes, including its loops.

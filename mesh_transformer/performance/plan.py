@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation import programs
-from mesh_transformer.generation.pool import pool_of, storage
+from mesh_transformer.generation import decode, programs
+from mesh_transformer.generation.pool import Pool, pool_of, storage
 from mesh_transformer.generation.speculation import check_guesses, draft_config, within_window
-from mesh_transformer.generation.weights import DRAFT, weight_layout
+from mesh_transformer.generation.weights import DRAFT, WeightLayout, Weights, weight_layout
 from mesh_transformer.mesh.accelerators import GIB
 from mesh_transformer.mesh.device_order import Distances
 from mesh_transformer.mesh.program import Layout
@@ -438,6 +438,29 @@ class DecodePlan:
         return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s"])
 
 
+def decode_program(
+    layout: WeightLayout,
+    weights: Weights,
+    state: decode.DecodeState,
+    pool: Pool | None = None,
+    guesses: int = 0,
+    draft: Config | None = None,
+) -> tuple[Any, ...]:
+    """Return the function that makes decode steps, and its abstract arguments.
+
+    Args:
+      weights, state: results of `abstract_weights` and `abstract_rows`.
+      pool, guesses, draft: as for `abstract_rows`.
+    """
+    config, mesh = layout.config, layout.mesh
+    rows = len(state.length_B)
+    left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    stored = storage(config, rows // mesh.shape["dp"], guesses, pool)
+    function = programs.compile_decode(layout, None, STEPS, stored, guesses, draft=draft)
+    return function, weights, state, left, count, None
+
+
 def decode_plan(
     config: Config,
     topology: Slice,
@@ -489,13 +512,10 @@ def decode_plan(
         # How often attention over pages loops is not in the program.
         turns = -(-length // slots_together(config.per_replica_batch, pool.page))
         used = length * config.per_replica_batch / room
-    left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    stored = storage(config, config.per_replica_batch, guesses, pool)
-    function = programs.compile_decode(layout, None, STEPS, stored, guesses, draft=draft)
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
-    memory = compiled(topology.name, function, weights, state, left, count, None, fast=fast)
+    program = decode_program(layout, weights, state, pool, guesses, draft)
+    memory = compiled(topology.name, *program, fast=fast)
     weights_bytes = cache_bytes = read = 0
     for times, model, own, caches in models:
         own_bytes, own_cache = bytes_on_one_device(own), bytes_on_one_device(caches)
