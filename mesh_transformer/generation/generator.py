@@ -151,6 +151,16 @@ class Generator:
         """
         self._made = (None, self.weights(params))
 
+    def init_weights(self, init: Callable[[Array], Any]) -> None:
+        """Make weights for generation from new parameters, which are never in memory as a whole.
+
+        Args:
+          init: a function from a PRNG key to parameters.
+        """
+        self._made = self._begun = None
+        make = jax.jit(lambda key: self._weights(init(key), []))
+        self._made = (None, make(jax.random.key(self.config.seed)))
+
     def drop_weights(self) -> None:
         """Drop the cached weights and free their memory; call this before the parameters change.
 

@@ -333,11 +333,9 @@ def measure_decoding(
     rows = Rows(mesh)
     count = config.per_replica_batch * len(rows.replicas)
     generator = Generator(layout, rows)
-    fresh = jax.jit(  # without moments
-        lambda key: steps.all_params(steps.init_state(config, key, layout.par.shards)),
-        out_shardings=steps.all_params(layout.shardings),
+    generator.init_weights(
+        lambda key: steps.all_params(steps.init_state(config, key, layout.par.shards))
     )
-    generator.cache_weights(fresh(jax.random.key(config.seed)))
     batch = generator.batch(None, count)
     batch.reserve(prompt + new)
     rng = np.random.default_rng(0)

@@ -310,7 +310,7 @@ def test_one_device_has_no_variants_that_change_all_reduces():
         ("--dp 3 --mp 8", "--dp 3 x --mp 8 need 24 devices, but there are 8"),
         ("--warmup -1", "--warmup is -1"),
         ("--decode --prompt 60", "exceed the window of 64"),
-        ("--decode --profile x", "records only train steps; remove --profile or --decode"),
+        ("--loader --profile x", "records no --loader; remove one of the flags"),
         ("--loader --every-host", "--loader measures a single host"),
         ("--checkpoint --folder nowhere", "--folder nowhere is not a folder"),
     ],
