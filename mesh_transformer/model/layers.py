@@ -10,7 +10,6 @@ geglu block, N columns of a projection, V vocabulary, L layers.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import haiku as hk

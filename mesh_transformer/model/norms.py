@@ -96,9 +96,7 @@ class ProjectionNorm(hk.Module):
       copied: as for `layers.Linear`.
     """
 
-    def __init__(
-        self, config: Model, par: Parallel, name: str, columns: int, copied: Heads | None
-    ):
+    def __init__(self, config: Model, par: Parallel, name: str, columns: int, copied: Heads | None):
         super().__init__(name=name)
         self.config = config
         self.par = par
