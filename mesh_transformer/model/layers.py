@@ -454,7 +454,11 @@ class TransformerLayer(hk.Module):
         assert c.attention_scale is not None
         q_BTHK = _times(q_BTHK, c.attention_scale / c.d_head**-0.5)
 
-        new = LayerCache(*(jnp.moveaxis(x, 1, 2) for x in (k_BTHK, v_BTHK)))
+        def cached(*keys_and_values: Array) -> LayerCache:
+            split = (par.shard(x, "dp", None, "mp", None) for x in keys_and_values)
+            return LayerCache(*(jnp.moveaxis(x, 1, 2) for x in split))
+
+        new = cached(k_BTHK, v_BTHK)
         if cache is not None:
             if values.is_sliding:
                 context = context._replace(bias_BHTS=context.sliding_bias_BHTS)
@@ -462,10 +466,7 @@ class TransformerLayer(hk.Module):
         drop = None
         if context.dropout is not None and c.dropout_attention:
             drop = context.dropout.drop_probs(c.dropout_attention, q_BTHK.shape[1], par)
-        of_queries = (self.heads.of_queries(x) for x in (k_BTHK, v_BTHK))
-        each = LayerCache(
-            *(jnp.moveaxis(par.shard(x, "dp", None, "mp", None), 1, 2) for x in of_queries)
-        )
+        each = cached(*map(self.heads.of_queries, (k_BTHK, v_BTHK)))
 
         def attended(attend: attention.Attend | None, bias_BHTS: Array | None) -> Array:
             if attend is not None:

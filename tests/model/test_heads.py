@@ -11,8 +11,7 @@ from mesh_transformer.model.heads import Heads
 
 @pytest.mark.parametrize(
     ("heads", "keys", "mp"),
-    [(3, 1, 2), (3, 1, 8), (8, 1, 2), (8, 2, 4), (8, 2, 8), (9, 3, 2)]
-    + [(9, 3, 4), (9, 3, 8), (12, 2, 5), (64, 8, 16), (64, 8, 3)],
+    [(3, 1, 2), (8, 1, 4), (8, 2, 8), (9, 3, 2), (9, 3, 8), (12, 2, 5), (64, 8, 16), (64, 8, 3)],
 )
 def test_each_shard_has_the_keys_of_its_queries_and_no_more(heads, keys, mp):
     """All shards have the same number of keys, the most that any of them needs."""
