@@ -224,9 +224,9 @@ def _computed(config: Model) -> tuple[int, int]:
     sizes = {True: 0, False: 0}
     for d in _matrices(config):
         size = math.prod(d.padded(config.shards))
-        if "mp" not in tuple(d.spec):  # of keys or values, of which each shard computes some
-            computed = config.shards * key_heads(config, config.shards)
-            size = size * computed // (config.key_heads or 1)
+        if "mp" not in tuple(d.spec):  # all shards store it, and each computes some of its heads
+            assert config.key_heads is not None
+            size = size // config.key_heads * config.shards * key_heads(config, config.shards)
         sizes[d.spec[0] == "mp"] += size
     return sizes[True] + sizes[False], sizes[True]
 
