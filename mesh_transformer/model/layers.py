@@ -443,10 +443,9 @@ class TransformerLayer(hk.Module):
         context: Context,
         cache: LayerCache | None,
     ) -> tuple[Array, LayerCache]:
-        c, par = self.config, self.par
-        q_BTHK, k_BTHK, v_BTHK = (
-            par.shard(x, "dp", None, "mp", None) for x in (q_BTHK, k_BTHK, v_BTHK)
-        )
+        c, par, split = self.config, self.par, self.heads
+        q_BTHK = par.shard(q_BTHK, "dp", None, "mp", None)
+        k_BTHK, v_BTHK = (par.shard(x, "dp", None, "mp", None) for x in (k_BTHK, v_BTHK))
         values = context.values or layer_values(c)[0]
         q_BTHK, k_BTHK = (
             self._positioned(name, x, context, values) for name, x in (("q", q_BTHK), ("k", k_BTHK))
@@ -455,8 +454,8 @@ class TransformerLayer(hk.Module):
         q_BTHK = _times(q_BTHK, c.attention_scale / c.d_head**-0.5)
 
         def cached(*keys_and_values: Array) -> LayerCache:
-            split = (par.shard(x, "dp", None, "mp", None) for x in keys_and_values)
-            return LayerCache(*(jnp.moveaxis(x, 1, 2) for x in split))
+            own = (par.shard(x, "dp", None, "mp", None) for x in keys_and_values)
+            return LayerCache(*(jnp.moveaxis(x, 1, 2) for x in own))
 
         new = cached(k_BTHK, v_BTHK)
         if cache is not None:
@@ -466,7 +465,7 @@ class TransformerLayer(hk.Module):
         drop = None
         if context.dropout is not None and c.dropout_attention:
             drop = context.dropout.drop_probs(c.dropout_attention, q_BTHK.shape[1], par)
-        each = cached(*map(self.heads.of_queries, (k_BTHK, v_BTHK)))
+        each = cached(*map(split.of_queries, (k_BTHK, v_BTHK)))
 
         def attended(attend: attention.Attend | None, bias_BHTS: Array | None) -> Array:
             if attend is not None:
