@@ -104,9 +104,9 @@ def hardware_flops_per_token(config: Model, attention: str = "xla") -> int:
 def attention_waste(config: Model, attention: str) -> float:
     """Return the share, 0 to 1, of the FLOPs of attention that a division of heads over mp wastes.
 
-    mp pads query heads that it does not divide.  If it does not divide grouped key heads, all
-    shards compute all keys and values.  Attention is the matrices of queries, keys, values and
-    outputs, and the matmuls between queries, keys and values.
+    mp pads query heads that it does not divide.  If it does not divide grouped key heads, several
+    shards compute the same keys and values (see `heads`).  Attention is the matrices of queries,
+    keys, values and outputs, and the matmuls between queries, keys and values.
     """
     shards, pairs = config.shards, attended_pairs(config, attention) / (config.layers * config.seq)
 
@@ -115,8 +115,7 @@ def attention_waste(config: Model, attention: str) -> float:
         return config.d_head * (matrices + 4 * queries * pairs)
 
     assert config.key_heads is not None
-    own = config.key_heads if config.copies_key_heads else key_heads(config, shards)
-    executed = flops(shards * query_heads(config, shards), shards * own)
+    executed = flops(shards * query_heads(config, shards), shards * key_heads(config, shards))
     return 1 - flops(config.n_heads, config.key_heads) / executed
 
 
@@ -224,8 +223,11 @@ def _computed(config: Model) -> tuple[int, int]:
     """
     sizes = {True: 0, False: 0}
     for d in _matrices(config):
-        copies = 1 if "mp" in tuple(d.spec) else config.shards
-        sizes[d.spec[0] == "mp"] += copies * math.prod(d.padded(config.shards))
+        size = math.prod(d.padded(config.shards))
+        if "mp" not in tuple(d.spec):  # all shards store it, and each computes some of its heads
+            assert config.key_heads is not None
+            size = size // config.key_heads * config.shards * key_heads(config, config.shards)
+        sizes[d.spec[0] == "mp"] += size
     return sizes[True] + sizes[False], sizes[True]
 
 

@@ -1,8 +1,8 @@
 """Which heads of queries, keys and values each mp shard holds.
 
-Query heads are divided as evenly as possible.  If mp divides the key heads, each shard computes
-those of its queries.  Otherwise all shards compute all keys and values (`copies_key_heads`), and
-each keeps those that its queries attend to, so that a key head may be on several shards.
+Query heads are divided as evenly as possible, and each shard computes the keys and values that its
+queries attend to.  If mp does not divide the key heads, their matrices are on all shards
+(`copies_key_heads`), and a key head may be computed by several.
 
 With `Auto`, arrays hold the heads of all shards, one shard after the other.
 
@@ -11,9 +11,10 @@ Array names end in their shape: B batch, T query, S key, H heads, K head size.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from mesh_transformer.config import Model
 from mesh_transformer.mesh.declaration import padded_size
@@ -31,50 +32,80 @@ def key_heads(config: Model, shards: int) -> int:
     assert config.key_heads is not None
     if group == 1 or config.key_heads % shards == 0:
         return padded_size(config.key_heads, shards) // shards
-    return max(_last(group, own, shard) - shard * own // group + 1 for shard in range(shards))
-
-
-def _last(group: int, own: int, shard: int) -> int:
-    return (shard * own + own - 1) // group
+    first = np.arange(shards) * own
+    last = np.minimum((first + own - 1) // group, config.key_heads - 1)
+    return int(np.max(last - first // group)) + 1
 
 
 class Heads:
     """The division of one layer's heads over the shards of `par`."""
 
     def __init__(self, config: Model, par: Parallel):
+        self.par = par
         self.group, self.all = config.group, config.key_heads or 0
         self.copied = config.copies_key_heads
         self.queries = query_heads(config, par.shards)
         self.keys = key_heads(config, par.shards)
-        self.rank: Any = par.rank() if par.mp > 1 else np.arange(par.shards // par.mp)
-
-    def _index(self, local: Any, size: int) -> Any:
-        """Return the indices of heads in an array with `size` heads per shard."""
-        shards = np.arange(np.size(self.rank))[:, None]
-        return (shards * size + local).reshape(-1)
+        rank: Any = par.rank() if par.mp > 1 else np.arange(par.shards // par.mp)
+        self.rank = jnp.reshape(rank, (-1, 1))  # of each shard in the array
 
     @property
-    def _first(self) -> Any:
+    def first_query(self) -> Array:
         """The number of each shard's first query head, [shards in the array, 1]."""
-        return jnp.reshape(self.rank, (-1, 1)) * self.queries
+        return self.rank * self.queries
 
-    def kept(self, x_BTHK: Array) -> Array:
-        """Return the keys or values that each shard keeps, of all of them."""
-        if not self.copied:
-            return x_BTHK
-        number = self._first // self.group + np.arange(self.keys)
-        return jnp.take(x_BTHK, jnp.clip(number, 0, self.all - 1).reshape(-1), axis=2)
+    @property
+    def first_key(self) -> Array:
+        """The number of the first key head that each shard keeps, [shards in the array, 1]."""
+        return self._first_key(self.rank)
+
+    def _first_key(self, rank: Array) -> Array:
+        return jnp.minimum(rank * self.queries // self.group, self.all - self.keys)
+
+    def kept(self, x: Array) -> Array:
+        """Return the last axis's columns of the key heads that each shard keeps, of those of all.
+
+        Each shard keeps the same number, so that some may keep one that none of its queries needs.
+        """
+        size = x.shape[-1] // self.all
+
+        def of_shard(first: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, first * size, self.keys * size, axis=-1)
+
+        x = jax.vmap(of_shard, out_axes=-2)(self.first_key[:, 0])
+        x = x.reshape(*x.shape[:-2], -1)
+        return self.par.shard(x, *(None,) * (x.ndim - 1), "mp")
+
+    def shares(self, columns: int) -> Array:
+        """Return, for each of the columns that `kept` returns, 1 over the shards that keep it.
+
+        Args:
+          columns: the number of columns of all key heads.
+        """
+        numbers = self._first_key(jnp.arange(self.par.shards)[:, None]) + np.arange(self.keys)
+        copies = jnp.zeros(self.all).at[numbers].add(1)
+        return self.kept(jnp.repeat(1 / copies, columns // self.all))
+
+    def _picked(self, x_BTHK: Array, index: Array) -> Array:
+        """Return each shard's heads with these indices, [shards, heads], of those that it has."""
+        B, T, H, K = x_BTHK.shape
+        x = x_BTHK.reshape(B, T, len(index), H // len(index), K)
+
+        def of_shard(x_BTHK: Array, index: Array) -> Array:
+            return jnp.take(x_BTHK, index, axis=2, mode="clip")
+
+        return jax.vmap(of_shard, (2, 0), 2)(x, index).reshape(B, T, -1, K)
 
     def of_queries(self, x_BTHK: Array) -> Array:
-        """Return the keys or values that each query head attends to, of all of them.
+        """Return the keys or values that each query head attends to, of the kept ones.
 
         Those of padding are 0, so that what belongs to padding gets no gradient.
         """
         if not self.copied:
             return jnp.repeat(x_BTHK, self.group, axis=2) if self.group > 1 else x_BTHK
-        number = (self._first + np.arange(self.queries)).reshape(-1) // self.group
-        x_BTHK = jnp.take(x_BTHK, jnp.clip(number, 0, self.all - 1), axis=2)
-        return jnp.where((number < self.all)[:, None], x_BTHK, 0)
+        number = (self.first_query + np.arange(self.queries)) // self.group
+        x_BTHK = self._picked(x_BTHK, number - self.first_key)
+        return jnp.where((number < self.all).reshape(-1, 1), x_BTHK, 0)
 
     def by_key(self, q_BTHK: Array) -> Array:
         """Return queries in the order of the kept keys, as [B, T, keys, group, K].
@@ -82,9 +113,8 @@ class Heads:
         A shard may lack some of a key's queries; others are in their place.
         """
         if self.copied:
-            local = np.arange(self.keys * self.group) - self._first % self.group
-            index = self._index(jnp.clip(local, 0, self.queries - 1), self.queries)
-            q_BTHK = jnp.take(q_BTHK, index, axis=2)
+            number = self.first_key * self.group + np.arange(self.keys * self.group)
+            q_BTHK = self._picked(q_BTHK, number - self.first_query)
         B, T, H, K = q_BTHK.shape
         return q_BTHK.reshape(B, T, H // self.group, self.group, K)
 
@@ -94,5 +124,5 @@ class Heads:
         x_BTHK = x_BTHGK.reshape(B, T, H * G, K)
         if not self.copied:
             return x_BTHK
-        local = np.arange(self.queries) + self._first % self.group
-        return jnp.take(x_BTHK, self._index(local, self.keys * self.group), axis=2)
+        number = self.first_query + np.arange(self.queries)
+        return self._picked(x_BTHK, number - self.first_key * self.group)

@@ -10,7 +10,6 @@ geglu block, N columns of a projection, V vocabulary, L layers.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import haiku as hk
@@ -80,7 +79,7 @@ class Linear(hk.Module):
     Args:
       columns: global number of columns.
       unit: see `Declaration.unit`.
-      is_split: whether mp splits the columns; otherwise, each shard computes all of them.
+      copied: heads whose `Heads.kept` picks each shard's columns, if mp does not split them.
     """
 
     def __init__(
@@ -92,13 +91,13 @@ class Linear(hk.Module):
         with_bias: bool = True,
         dtype: jax.typing.DTypeLike | None = None,
         unit: int = 1,
-        is_split: bool = True,
+        copied: Heads | None = None,
     ):
         super().__init__(name=name)
         self.config = config
         self.par = par
         self.columns = columns
-        self.is_split = is_split
+        self.copied = copied
         self.with_bias = with_bias
         self.dtype = dtype
         self.unit = unit
@@ -109,21 +108,26 @@ class Linear(hk.Module):
         Args:
           lora_scale: used instead of `config.lora_scale`.
         """
-        axis = "mp" if self.is_split else None
+        copied = self.copied
+        axis = "mp" if copied is None else None
         shape, axes = (x_BTD.shape[-1], self.columns), (None, axis)
-        kind: Any = {"unit": self.unit, "fanned_out": not self.is_split}
+        kind: Any = {"unit": self.unit, "fanned_out": copied is not None}
+
+        def own(w: Any) -> Any:
+            return w if copied is None else jax.tree.map(copied.kept, w)
+
         init = initialiser(self.config, "inputs")
-        w_DN = param(self.par, "w", shape, axes, init, decay=True, **kind)
+        w_DN = own(param(self.par, "w", shape, axes, init, decay=True, **kind))
         rounded = self.config.int8_matmuls if self.dtype is None else ()  # not in the head
         y_BTN = project_in(x_BTD, w_DN, self.dtype, rounded)
         adapter = lora.factors(self.config, self.par, self.name, "w", shape, axes, self.unit)
         if adapter is not None:
-            scale = lora.scale_of(self.config, lora_scale)
-            y_BTN += lora.adapted_columns(x_BTD, adapter, scale)
+            scale, (a_DR, b_RN) = lora.scale_of(self.config, lora_scale), adapter
+            y_BTN += lora.adapted_columns(x_BTD, (a_DR, own(b_RN)), scale)
         if self.with_bias:
             zeros = hk.initializers.Constant(0.0)
             b_N = param(self.par, "b", (self.columns,), (axis,), zeros, **kind)
-            y_BTN = add_bias(y_BTN, b_N)
+            y_BTN = add_bias(y_BTN, own(b_N))
         return y_BTN
 
 
@@ -313,18 +317,17 @@ class TransformerLayer(hk.Module):
         c = self.config
         assert c.key_heads is not None
 
-        def heads(name: str, number: int, copied: bool) -> Array:
-            columns, is_split = number * c.d_head, not copied
-            linear = Linear(
-                c, self.par, columns, name, c.has_bias(name), unit=c.d_head, is_split=is_split
-            )
+        def heads(name: str, number: int, copied: Heads | None) -> Array:
+            columns, biased = number * c.d_head, c.has_bias(name)
+            linear = Linear(c, self.par, columns, name, biased, unit=c.d_head, copied=copied)
             y_BTN = linear(x_BTD, context.lora_scale)
             if c.qk_norm == "projection" and name != "v":
-                y_BTN = ProjectionNorm(c, self.par, f"{name}_norm", columns, is_split)(y_BTN)
+                y_BTN = ProjectionNorm(c, self.par, f"{name}_norm", columns, copied)(y_BTN)
             return y_BTN.reshape(*y_BTN.shape[:2], -1, c.d_head)
 
-        q_BTHK = heads("q", c.n_heads, False)
-        k_BTHK, v_BTHK = (heads(name, c.key_heads, self.heads.copied) for name in ("k", "v"))
+        copied = self.heads if self.heads.copied else None
+        q_BTHK = heads("q", c.n_heads, None)
+        k_BTHK, v_BTHK = (heads(name, c.key_heads, copied) for name in ("k", "v"))
         attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
         return attended_BTHK.reshape(*attended_BTHK.shape[:2], -1), cache
 
@@ -443,8 +446,7 @@ class TransformerLayer(hk.Module):
     ) -> tuple[Array, ring.Cache]:
         c, par, split = self.config, self.par, self.heads
         q_BTHK = par.shard(q_BTHK, "dp", None, "mp", None)
-        keys = None if split.copied else "mp"
-        k_BTHK, v_BTHK = (par.shard(x, "dp", None, keys, None) for x in (k_BTHK, v_BTHK))
+        k_BTHK, v_BTHK = (par.shard(x, "dp", None, "mp", None) for x in (k_BTHK, v_BTHK))
         values = context.values or layer_values(c)[0]
         q_BTHK, k_BTHK = (
             self._positioned(name, x, context, values) for name, x in (("q", q_BTHK), ("k", k_BTHK))
@@ -452,11 +454,11 @@ class TransformerLayer(hk.Module):
         assert c.attention_scale is not None
         q_BTHK = _times(q_BTHK, c.attention_scale / c.d_head**-0.5)
 
-        def cached(arrange: Callable[[Array], Array]) -> LayerCache:
-            arranged = (par.shard(arrange(x), "dp", None, "mp", None) for x in (k_BTHK, v_BTHK))
-            return LayerCache(*(jnp.moveaxis(x, 1, 2) for x in arranged))
+        def cached(*keys_and_values: Array) -> LayerCache:
+            own = (par.shard(x, "dp", None, "mp", None) for x in keys_and_values)
+            return LayerCache(*(jnp.moveaxis(x, 1, 2) for x in own))
 
-        new = cached(split.kept)
+        new = cached(k_BTHK, v_BTHK)
         if cache is not None:
             if values.is_sliding:
                 context = context._replace(bias_BHTS=context.sliding_bias_BHTS)
@@ -464,7 +466,7 @@ class TransformerLayer(hk.Module):
         drop = None
         if context.dropout is not None and c.dropout_attention:
             drop = context.dropout.drop_probs(c.dropout_attention, q_BTHK.shape[1], par)
-        each = cached(split.of_queries)
+        each = cached(*map(split.of_queries, (k_BTHK, v_BTHK)))
 
         def attended(attend: attention.Attend | None, bias_BHTS: Array | None) -> Array:
             if attend is not None:

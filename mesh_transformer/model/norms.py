@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from mesh_transformer.config import Model
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
+from mesh_transformer.model.heads import Heads
 from mesh_transformer.util import InputError
 
 
@@ -92,26 +93,27 @@ class ProjectionNorm(hk.Module):
 
     Args:
       columns: their global number.
-      is_split: whether they are split over mp.
+      copied: as for `layers.Linear`.
     """
 
-    def __init__(self, config: Model, par: Parallel, name: str, columns: int, is_split: bool):
+    def __init__(self, config: Model, par: Parallel, name: str, columns: int, copied: Heads | None):
         super().__init__(name=name)
         self.config = config
         self.par = par
         self.columns = columns
-        self.is_split = is_split
+        self.copied = copied
 
     def __call__(self, x_BTN: Array) -> Array:
-        c, par, kind = self.config, self.par, self.config.norm_kind
+        c, par, kind, copied = self.config, self.par, self.config.norm_kind, self.copied
         normed = x_BTN.astype(jnp.float32)
-        sum_BT1 = jnp.sum(jnp.square(normed), axis=-1, keepdims=True)
-        if self.is_split:
-            sum_BT1 = par.sum(sum_BT1)
+        squares = jnp.square(normed)
+        if copied is not None:
+            squares *= copied.shares(self.columns)
+        sum_BT1 = par.sum(jnp.sum(squares, axis=-1, keepdims=True))
         assert c.norm_eps is not None
         normed *= lax.rsqrt(sum_BT1 / self.columns + c.norm_eps)
         if kind.scaled:
-            axes: Axes = ("mp" if self.is_split else None,)
+            axes: Axes = ("mp" if copied is None else None,)
             init = hk.initializers.Constant(0.0 if kind.plus_one else 1.0)
             scale_N = param(
                 par,
@@ -119,9 +121,11 @@ class ProjectionNorm(hk.Module):
                 (self.columns,),
                 axes,
                 init,
-                fanned_out=not self.is_split,
+                fanned_out=copied is not None,
                 unit=c.d_head,
             ).astype(jnp.float32)
+            if copied is not None:
+                scale_N = copied.kept(scale_N)
             normed *= scale_N + 1 if kind.plus_one else scale_N
         return normed.astype(x_BTN.dtype)
 

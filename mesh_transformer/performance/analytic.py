@@ -14,6 +14,7 @@ from mesh_transformer.mesh.accelerators import Hardware
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
+from mesh_transformer.model.heads import key_heads, query_heads
 from mesh_transformer.performance.roofline import Estimate, bytes_sent, estimate
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.util import InputError
@@ -277,7 +278,7 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
     kept = inputs * config.d_model // (mp if config.shard_activations else 1) * width
     if config.remat == "full":
         return kept
-    heads = config.n_heads * config.d_head
+    heads = config.shards * query_heads(config, config.shards) * config.d_head
     if config.remat == "dots":
         return kept + columns * width // mp
     if config.shard_activations:
@@ -286,8 +287,7 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
         return kept + ((columns + heads) * width + _scores(config, attention)) // mp
     # The output of a fused matmul is saved as a whole, in addition to q, k and v.
     own = columns + (2 + 3 * block.fused) * heads
-    assert config.key_heads is not None
-    keys = config.key_heads * config.d_head * (config.shards if config.copies_key_heads else 1)
+    keys = config.shards * key_heads(config, config.shards) * config.d_head
     own += 2 * (heads - keys) + (heads + keys) * (config.qk_norm != "none")
     return kept + (own * width + F32 * config.n_heads) // mp
 

@@ -183,6 +183,22 @@ def test_layers_reduce_activations_once_per_norm_or_less(block, count, remat, ze
         assert len(norms) == 4
 
 
+@pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
+def test_a_device_computes_only_the_keys_of_its_queries(partitioning):
+    """Also in the gradients of the matrices; of the 2 key heads, each of 4 devices needs one."""
+    text = lowered_step(partitioning=partitioning, remat="none", **COPIED).compile().as_text()
+    dots = re.findall(r"= f32\[(\d+),(\d+)\]\S* dot\(.*op_name=\"\S*/layer/([kv])/", text)
+    tokens, width, head = (
+        ROWS * SMALL["seq"],
+        SMALL["d_model"],
+        SMALL["d_model"] // SMALL["n_heads"],
+    )
+    expected = [(tokens, head), (tokens, width), (width, head)]  # forward and both gradients
+    for name in "kv":
+        actual = sorted((int(rows), int(columns)) for rows, columns, of in dots if of == name)
+        assert actual == sorted(expected)
+
+
 @pytest.mark.slow
 def test_a_split_stream_is_gathered_and_scattered_once_per_layer_and_pass():
     program = compiled_step(shard_activations=True, remat="none", zero=1)

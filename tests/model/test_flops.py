@@ -216,22 +216,35 @@ def test_hardware_flops_match_the_matmuls_of_a_traced_step(remat, block, attenti
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mp", "key_heads", "computed", "copies"),
-    [(2, 3, 6, 2), (4, 2, 8, 4), (2, 2, 6, 1), (4, 6, 8, 1), (3, 3, 6, 1)],
+    ("mp", "heads", "key_heads", "keys", "qk_norm"),
+    [
+        (2, (6, 6), 3, 4, "none"),  # 0 1 and 1 2
+        (4, (6, 8), 2, 8, "none"),  # the second device has queries of both key heads
+        (2, (6, 6), 2, 2, "none"),
+        (4, (6, 8), 6, 8, "none"),
+        (3, (6, 6), 3, 3, "none"),
+        (4, (8, 8), 2, 4, "projection"),
+        (4, (3, 4), 1, 4, "none"),
+    ],
 )
-def test_padded_and_copied_heads_count(mp, key_heads, computed, copies):
-    """Compare with a traced step for a mesh; 6 heads on 4 devices are padded to 8."""
-    heads = {"n_heads": 6, "key_heads": key_heads, "head_size": 4, "block": "llama"}
-    config = small(**heads, cores_per_replica=mp, partitioning="shard_map", n_vocab=60)
+def test_padded_and_copied_heads_count(mp, heads, key_heads, keys, qk_norm):
+    """Compare with a traced step for a mesh.
+
+    The heads are those of the model and those that all devices compute, with padding, and `keys`
+    are the heads of keys that all devices compute.
+    """
+    needed_heads, computed = heads
+    sizes = {"n_heads": needed_heads, "key_heads": key_heads, "head_size": 4, "block": "llama"}
+    split = {"cores_per_replica": mp, "partitioning": "shard_map"}
+    config = small(**sizes, **split, qk_norm=qk_norm, n_vocab=60)
     mesh = make_mesh(config, jax.devices()[:mp])
     layout = step.StateLayout(config, mesh)
     train: Any = step.compile_train(layout)
     traced = jax.make_jaxpr(train)(layout.abstract, abstract_batch(layout)).jaxpr
     expected = flops.hardware_flops_per_token(config)
     assert mp * matmul_flops(traced) == config.seq * expected
-    keys = copies * (computed if key_heads == 6 else key_heads)
     matrices, products = 2 * 24 * 2, 4 * config.seq
-    needed = matrices * (6 + key_heads) + products * 6
+    needed = matrices * (needed_heads + key_heads) + products * needed_heads
     executed = matrices * (computed + keys) + products * computed
     assert flops.attention_waste(config, "xla") == pytest.approx(1 - needed / executed, rel=1e-12)
 

@@ -425,14 +425,19 @@ def test_the_estimate_of_dp_bytes_with_zero():
 
 
 def test_the_estimate_counts_copied_keys_and_values_on_every_device():
-    """Of 2 key heads of 4 entries, each of 4 devices has all, of 4 heads, one."""
+    """Of 2 key heads of 4 entries, each of 4 devices stores both, of 4 heads, one.
+
+    It computes those of its queries: one in either case.
+    """
     sizes: Any = {"layers": 3, "d_model": 32, "n_heads": 8, "n_vocab": 64, "block": "llama"}
     split = Config(**sizes, key_heads=4, seq=128, cores_per_replica=4)
     copied = split.replace(key_heads=2)
     matrices = 3 * 2 * 32 * 4  # of one head's keys and values
     assert analytic._part(copied) - analytic._part(split) == (2 - 1) * matrices
-    columns = flops.input_columns(copied) - flops.input_columns(split)
-    assert columns == 4 * 2 * 4 * (2 - 1)
+    assert flops.input_columns(copied) == flops.input_columns(split)
+    # 6 query heads in 2 groups are 2 per device, of which the second's belong to both groups.
+    uneven = copied.replace(n_heads=6, head_size=4)
+    assert flops.input_columns(uneven) - flops.input_columns(copied) == 4 * 2 * 4 * (2 - 1)
     assert analytic.mp_bytes(split, 1, 4) == (4 * 3 + 2) * 32 * 2 * 2 * 3 // 4
 
 
