@@ -14,6 +14,17 @@ import numpy as np
 
 from mesh_transformer.config import Model
 
+# The config keys that `layer_values` depends on.
+BY_LAYER = (
+    "rotary_base",
+    "rotary_scaling",
+    "pe_rotary_dims",
+    "sliding_window",
+    "sliding_layers",
+    "sliding_rotary_base",
+    "unrotated_layers",
+)
+
 
 class LayerValues(NamedTuple):
     """The values of one layer, or arrays of those of all layers, with an axis L before the others.
@@ -57,6 +68,20 @@ def stacked(config: Model) -> LayerValues | None:
     first, *rest = values = layer_values(config)
     equal = jax.tree.map(lambda x, *xs: all(np.array_equal(x, y) for y in xs), first, *rest)
     return None if all(jax.tree.leaves(equal)) else jax.tree.map(lambda *xs: np.stack(xs), *values)
+
+
+def have_same_layers(one: Model, other: Model) -> bool:
+    """Return whether two configs give all layers the same values, up to rounding in f32."""
+    # Windows as numbers of positions, not as flags.
+    ours, theirs = (
+        [
+            (x.frequency_R, x.rotary_scale or 1.0, config.sliding_window if x.is_sliding else 0)
+            for x in layer_values(config)
+        ]
+        for config in (one, other)
+    )
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    return all(np.shape(a) == np.shape(b) and np.allclose(a, b, 1e-5, 0) for a, b in pairs)
 
 
 def frequencies(
