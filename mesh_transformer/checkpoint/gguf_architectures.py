@@ -33,14 +33,15 @@ class Architecture(NamedTuple):
       square: whether the heads together are as wide as the model.
       tied: whether the output head is the embedding; None if that depends on the file.
       biases: the keys of config.json for biases that the file may hold.
-      pattern: windows are in all layers but each `pattern`-th one (0: in all), unless the file says
-        otherwise; None if llama.cpp computes no windows.
+      pattern: windows are in all layers but each `pattern`-th one, unless the file says otherwise;
+        0: in all layers, but llama.cpp leaves them out; None: in no layer.
       window: the window if the file lacks the key; None: no window.
       sliding_base: the default base of the rotary wavelengths in layers with a window, if files
         hold it; None: that of other layers.
-      wide_scores: the number of layers with which attention scores are divided by the root of
-        width / heads, and not of the size of a head; None: in this type, there is no choice.
+      wide_scores: for types with the key `query_pre_attn_scalar`, the number of layers of the model
+        in which it is width / heads; in others, it is the size of a head.
       neutral: {another key: the values with which it does not change the model}.
+      read_by_transformers: whether transformers reads all that such files hold.
     """
 
     name: str
@@ -56,20 +57,26 @@ class Architecture(NamedTuple):
     sliding_base: float | None = None
     wide_scores: int | None = None
     neutral: dict[str, tuple[float, ...]] = {}  # noqa: RUF012
+    read_by_transformers: bool = False
 
 
 _RMS = {"attention.layer_norm_rms_epsilon": Key("rms_norm_eps", required=True)}
 _LOGIT_CAP = {"final_logit_softcapping": Key("final_logit_softcapping")}
 _LLAMA = Architecture(
-    "llama", _RMS, neighbours=True, divides=True, biases=("attention_bias", "mlp_bias")
+    "llama",
+    _RMS,
+    neighbours=True,
+    divides=True,
+    biases=("attention_bias", "mlp_bias"),
+    read_by_transformers=True,
 )
 # {Hugging Face's model type: architecture}.  Of the types that share one, files without windows are
 # read as the first, and files with windows as the first that has them.
 ARCHITECTURES = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "qwen2": Architecture("qwen2", _RMS, square=True),
-    "qwen3": Architecture("qwen3", _RMS),
+    "qwen2": Architecture("qwen2", _RMS, square=True, read_by_transformers=True),
+    "qwen3": Architecture("qwen3", _RMS, read_by_transformers=True),
     "smollm3": Architecture("smollm3", _RMS, neighbours=True),
     "granite": _LLAMA._replace(
         name="granite",
@@ -81,6 +88,7 @@ ARCHITECTURES = {
             "logit_scale": Key("logits_scaling", required=True),
         },
         neutral={"rope.scaling.finetuned": (1,)},  # without it, nothing is rotated
+        read_by_transformers=False,
     ),
     "phi3": Architecture("phi3", _RMS, partial=True, square=True, pattern=0),
     "gemma": Architecture("gemma", _RMS, tied=True),

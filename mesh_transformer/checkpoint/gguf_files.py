@@ -403,7 +403,7 @@ def header_of(
       shapes: the shapes of the model's tensors, by Hugging Face's names.
       values: the model's config.json.
     """
-    row, family = architecture_of(config), FAMILIES[config.hf_type or ""]
+    row = architecture_of(config)
     own = {key: getattr(config, ours) for ours, key in _SIZES.items()}
     own |= {_VALUE_SIZE: config.d_head, "vocab_size": config.n_vocab}
     for key, meaning in row.keys.items():
@@ -420,10 +420,10 @@ def header_of(
             own[f"{_SCALING}original_context_length"] = int(original)
     elif row.divides and scaling.items() >= LLAMA3.items():
         divisors_R = llama3_divisors(rope, config.d_rotary).astype(np.float32)
-    if row.pattern is not None and config.sliding_window is not None:
+    if row.pattern and config.sliding_window is not None:
         slides = [layer in (config.sliding_layers or ()) for layer in range(config.layers)]
         own[_WINDOW] = config.sliding_window
-        if not family.one_window and slides != sliding_layers(row.pattern, config.layers):
+        if slides != sliding_layers(row.pattern, config.layers):
             own[_PATTERN] = slides
         if row.sliding_base is not None:
             own[_SLIDING_ROPE] = config.sliding_rotary_base or rope["rope_theta"]

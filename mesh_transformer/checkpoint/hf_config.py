@@ -224,8 +224,8 @@ def check_gguf(header: GgufHeader, divisors_R: np.ndarray | None, config: Config
         keys += [key for key in BY_LAYER if getattr(config, key) != getattr(stored, key)]
     for key in keys:
         raise InputError(
-            f"{header.path}: {key} is {getattr(config, key)!r}, but llama.cpp would compute the "
-            f"model with {getattr(stored, key)!r}; use another format, such as hf"
+            f"{header.path}: {key} is {getattr(config, key)!r}, but in a GGUF file for llama.cpp "
+            f"it would be {getattr(stored, key)!r}; use another format, such as hf"
         )
 
 

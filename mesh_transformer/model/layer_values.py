@@ -72,15 +72,15 @@ def stacked(config: Model) -> LayerValues | None:
 
 def have_same_layers(one: Model, other: Model) -> bool:
     """Return whether two configs give all layers the same values, up to rounding in f32."""
-    # Windows as numbers of positions, not as flags.
-    ours, theirs = (
-        [
-            (x.frequency_R, x.rotary_scale or 1.0, config.sliding_window if x.is_sliding else 0)
+
+    def values(config: Model) -> list[Any]:
+        window = min(config.sliding_window or config.seq, config.seq)
+        return [
+            (x.frequency_R, x.rotary_scale or 1.0, window if x.is_sliding else config.seq)
             for x in layer_values(config)
         ]
-        for config in (one, other)
-    )
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+
+    pairs = zip(jax.tree.leaves(values(one)), jax.tree.leaves(values(other)), strict=True)
     return all(np.shape(a) == np.shape(b) and np.allclose(a, b, 1e-5, 0) for a, b in pairs)
 
 
