@@ -39,8 +39,6 @@ TYPES = ("f32", "f16", "bf16", "q8_0")  # of matrices that can be written
 # ggml's numbers of the types whose values are stored as they are.
 _PLAIN = {0: "f32", 1: "f16", 30: "bf16"}
 _FREQUENCIES = "rope_freqs.weight"
-
-
 # {our config key: key of the metadata, without the architecture}
 _SIZES = {
     "layers": "block_count",
@@ -57,7 +55,7 @@ _SAMPLING_NAMES = {"repetition_penalty": "penalty_repeat"}  # where llama.cpp's 
 _ROPE, _SCALING, _LINEAR = "rope.freq_base", "rope.scaling.", "rope.scale_linear"
 _SLIDING_ROPE = f"{_ROPE}_swa"
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
-_KNOWN = {  # keys that are read, or do not change the model
+_KNOWN: set[str] = {  # keys that are read, or do not change the model
     *_SIZES.values(),
     *(_VALUE_SIZE, _ROTATED, _ROPE, _LINEAR),
     *(f"{_SCALING}{name}" for name in ("type", "factor", "original_context_length")),
@@ -130,7 +128,12 @@ def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, An
             "model, or another format"
         )
     rope = _rotary(header, name, divisors_R)
-    _check_other_keys(header, name, row, size, rope)
+    known = _KNOWN | row.keys.keys() | ({_SLIDING_ROPE} if family.rope_by_kind else set())
+    yarn = 1 + 0.1 * math.log(max(rope.get("factor", 1), 1))  # as llama.cpp computes it itself
+    neutral: dict[str, tuple[float, ...]] = _NEUTRAL | {
+        "attention.scale": (0, max(size, 1) ** -0.5)
+    }
+    neutral |= {f"{_SCALING}yarn_attn_factor": (1, yarn)} | row.neutral
     values = {theirs: sizes[ours] for theirs, ours in family.sizes.items() if ours in sizes}
     values |= {"model_type": kind, family.inner or "intermediate_size": sizes["ff_size"]}
     for key, meaning in row.keys.items():
@@ -139,25 +142,27 @@ def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, An
             values |= {} if value == 0 and meaning.kind is float else {meaning.theirs: value}
     if row.wide_scores is not None:
         is_wide = sizes["layers"] == row.wide_scores
-        values["query_pre_attn_scalar"] = width // heads if is_wide else size
+        values["query_pre_attn_scalar"] = usual["head_size"] if is_wide else size
     if row.partial:
         share = rotated / max(size, 1)
-        if int(size * share) < rotated:  # rounding
-            share = math.nextafter(share, 1)
-        rope["partial_rotary_factor"] = share
+        # So that rounding down gives the number again.
+        rope["partial_rotary_factor"] = (
+            share if size * share >= rotated else math.nextafter(share, 1)
+        )
     if row.pattern is not None:
+        known |= {_WINDOW, _PATTERN}
         values["sliding_window"] = window or row.window
         pattern = header.get(f"{name}.{_PATTERN}", (list, int), row.pattern)
         if not isinstance(pattern, list):
             pattern = sliding_layers(pattern, sizes["layers"])
         has_windows = values["sliding_window"] is not None
-        kinds = [SLIDING if has_windows and slides else FULL for slides in pattern]
-        values |= {} if family.one_window else {"layer_types": kinds}
+        kinds = [SLIDING if slides and has_windows else FULL for slides in pattern]
+        values["layer_types"] = kinds  # not read if all layers share the window
     if family.rope_by_kind:
-        base = row.sliding_base or rope["rope_theta"]
-        own = {"rope_theta": header.get(f"{name}.{_SLIDING_ROPE}", float, base)}
-        rope = {FULL: rope, SLIDING: own}
+        base = header.get(f"{name}.{_SLIDING_ROPE}", float, row.sliding_base or rope["rope_theta"])
+        rope = {FULL: rope, SLIDING: {"rope_theta": base}}
     values["rope_parameters"] = rope
+    _check_other_keys(header, name, known, neutral)
     embedding = header.tensors.get("token_embd.weight")
     values["vocab_size"] = embedding.shape[0] if embedding and embedding.shape else 0
     own_head = "output.weight" in header.tensors
@@ -171,21 +176,15 @@ def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, An
 
 
 def _check_other_keys(
-    header: GgufHeader, name: str, row: Architecture, size: int, rope: dict[str, Any]
+    header: GgufHeader, name: str, known: set[str], neutral: dict[str, tuple[float, ...]]
 ) -> None:
     """Raise InputError if a key that is not supported may change the model.
 
     Args:
       name: llama.cpp's name of the architecture.
-      size: the size of a head.
-      rope: the key `rope_parameters` of a config.json.
+      known: the keys that are supported.
+      neutral: {another key: the values with which it does not change the model}.
     """
-    known = _KNOWN | row.keys.keys()
-    if row.pattern is not None:
-        known |= {_WINDOW, _PATTERN, _SLIDING_ROPE}
-    yarn = (1, 1 + 0.1 * math.log(rope.get("factor", 1)))  # llama.cpp computes the second itself
-    neutral = _NEUTRAL | {"attention.scale": (0, max(size, 1) ** -0.5)}
-    neutral |= {f"{_SCALING}yarn_attn_factor": yarn} | row.neutral
     for key, value in header.metadata.items():
         architecture, _, own = key.partition(".")
         if architecture != name or own in known:
@@ -216,7 +215,7 @@ def _rotary(header: GgufHeader, name: str, divisors_R: np.ndarray | None) -> dic
     if kind == "linear" and factor in (0, 1):  # 0: no factor
         kind = "none"
     rope: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind, "rope_theta": base}
-    if kind != "none":
+    if kind in ("linear", "yarn"):
         rope["factor"] = factor or header.get(f"{name}.{_SCALING}factor", float)
         if original := header.get(f"{name}.{_SCALING}original_context_length", int, 0):
             rope["original_max_position_embeddings"] = original
@@ -459,21 +458,20 @@ def write(
 
     metadata = header.metadata | metadata_of(tokenizer, config.n_vocab)
     metadata |= _general(config, tokenizer, kind)
-    names = _names((tensor.name for tensor in tensors), config)
+    names = [*header.tensors]
     if divisors_R is not None:
-        names[_FREQUENCIES] = _FREQUENCIES
         own = Tensor(_FREQUENCIES, divisors_R.dtype, divisors_R.shape, lambda: divisors_R)
-        tensors = [own, *tensors]
+        names, tensors = [_FREQUENCIES, *names], [own, *tensors]
     kinds = [_kind_of(tensor, kind) for tensor in tensors]
     with atomic_file(path) as temporary:
         writer = gguf.GGUFWriter(temporary, metadata.pop("general.architecture"))
         with contextlib.closing(writer):
             for key, value in metadata.items():
                 getattr(writer, f"add_{_WRITTEN[type(value)]}")(key, value)
-            for tensor, own in zip(tensors, kinds, strict=True):
+            for name, tensor, own in zip(names, tensors, kinds, strict=True):
                 block, size = gguf.GGML_QUANT_SIZES[own]
                 count = math.prod(tensor.shape) // block * size
-                writer.add_tensor_info(names[tensor.name], tensor.shape, tensor.dtype, count, own)
+                writer.add_tensor_info(name, tensor.shape, tensor.dtype, count, own)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
