@@ -18,7 +18,6 @@ from mesh_transformer.checkpoint.atomic_folder import atomic_file
 from mesh_transformer.checkpoint.gguf_architectures import (
     ARCHITECTURES,
     Architecture,
-    architectures,
     sliding_layers,
 )
 from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
@@ -62,7 +61,7 @@ _KNOWN: set[str] = {  # keys that are read, or do not change the model
     *("vocab_size", "tensor_data_layout", "pooling_type"),
 }
 # {another key: the values with which it does not change the model}, in llama.cpp.  Default: 0.
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple[float, ...]] = {
     "attention.causal": (1,),
     f"{_SCALING}finetuned": (0, 1),
     f"{_SCALING}attn_factor": (1,),
@@ -92,31 +91,29 @@ def read_config(path: str) -> dict[str, Any]:
 def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, Any]:
     """As `read_config`, given a file's header and, if it has them, the divisors of frequencies."""
     name = header.get("general.architecture", str)
-    if not (rows := architectures(name)):
+    get = functools.partial(_get, header, name)
+    if not (rows := {kind: row for kind, row in ARCHITECTURES.items() if row.name == name}):
+        names = ", ".join(dict.fromkeys(row.name for row in ARCHITECTURES.values()))
         raise InputError(
-            f"{header.path}: general.architecture is {name!r}, expected one of "
-            f"{', '.join(dict.fromkeys(row.name for row in ARCHITECTURES.values()))}; give a file "
-            "with one of these models"
+            f"{header.path}: general.architecture is {name!r}, expected one of {names}; give a "
+            "file with one of these models"
         )
     if header.get("split.count", int, 1) > 1:
         raise InputError(
             f"{header.path} is one of {header.metadata['split.count']} parts of a model; join "
             "them: llama-gguf-split --merge"
         )
-    window = header.get(f"{name}.{_WINDOW}", int, 0)
+    window = get(_WINDOW, int, 0)
     slides = [kind for kind, row in rows.items() if window and row.pattern is not None]
     kind = next(iter(slides or rows))
     row, family = rows[kind], FAMILIES[kind]
-    heads = header.get(f"{name}.{_SIZES['n_heads']}", int)
-    width = header.get(f"{name}.{_SIZES['d_model']}", int)
+    heads, width = (get(_SIZES[ours], int) for ours in ("n_heads", "d_model"))
     usual = {"key_heads": heads, "head_size": width // max(heads, 1)}
-    sizes = {
-        ours: header.get(f"{name}.{key}", int, usual.get(ours)) for ours, key in _SIZES.items()
-    }
+    sizes = {ours: get(key, int, usual.get(ours)) for ours, key in _SIZES.items()}
     size = sizes["head_size"]
-    rotated = header.get(f"{name}.{_ROTATED}", int, size)
+    rotated = get(_ROTATED, int, size)
     for key in (_VALUE_SIZE, *(() if row.partial else (_ROTATED,))):
-        if (other := header.get(f"{name}.{key}", int, size)) != size:
+        if (other := get(key, int, size)) != size:
             raise InputError(
                 f"{header.path}: {name}.{key} is {other}, expected {size}, the size of a head; "
                 "give another model"
@@ -127,39 +124,35 @@ def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, An
             f"{name} supports only heads that are as wide as the model together; use another "
             "model, or another format"
         )
-    rope = _rotary(header, name, divisors_R)
-    known = _KNOWN | row.keys.keys() | ({_SLIDING_ROPE} if family.rope_by_kind else set())
-    yarn = 1 + 0.1 * math.log(max(rope.get("factor", 1), 1))  # as llama.cpp computes it itself
-    neutral: dict[str, tuple[float, ...]] = _NEUTRAL | {
-        "attention.scale": (0, max(size, 1) ** -0.5)
-    }
-    neutral |= {f"{_SCALING}yarn_attn_factor": (1, yarn)} | row.neutral
     values = {theirs: sizes[ours] for theirs, ours in family.sizes.items() if ours in sizes}
     values |= {"model_type": kind, family.inner or "intermediate_size": sizes["ff_size"]}
     for key, meaning in row.keys.items():
         if meaning.required or f"{name}.{key}" in header.metadata:
-            value = header.get(f"{name}.{key}", meaning.kind)
+            value = get(key, meaning.kind)
             values |= {} if value == 0 and meaning.kind is float else {meaning.theirs: value}
     if row.wide_scores is not None:
         is_wide = sizes["layers"] == row.wide_scores
         values["query_pre_attn_scalar"] = usual["head_size"] if is_wide else size
+    rope = _rotary(header, name, divisors_R)
+    known, neutral = _KNOWN | row.keys.keys(), _NEUTRAL | row.neutral
+    # llama.cpp computes this factor of YaRN itself, whatever the file says.
+    yarn = 1 + 0.1 * math.log(max(rope.get("factor", 1), 1))
+    neutral[f"{_SCALING}yarn_attn_factor"] = (1, yarn)
+    neutral["attention.scale"] = (0, max(size, 1) ** -0.5)
     if row.partial:
-        share = rotated / max(size, 1)
-        # So that rounding down gives the number again.
-        rope["partial_rotary_factor"] = (
-            share if size * share >= rotated else math.nextafter(share, 1)
-        )
+        # Times the size of a head, it is rounded down.
+        rope["partial_rotary_factor"] = min(1.0, (rotated + 0.5) / max(size, 1))
     if row.pattern is not None:
         known |= {_WINDOW, _PATTERN}
-        values["sliding_window"] = window or row.window
-        pattern = header.get(f"{name}.{_PATTERN}", (list, int), row.pattern)
+        values["sliding_window"] = window = window or row.window
+        pattern = get(_PATTERN, (list, int), row.pattern)
         if not isinstance(pattern, list):
             pattern = sliding_layers(pattern, sizes["layers"])
-        has_windows = values["sliding_window"] is not None
-        kinds = [SLIDING if slides and has_windows else FULL for slides in pattern]
-        values["layer_types"] = kinds  # not read if all layers share the window
+        # Not read from types whose layers all have the window.
+        values["layer_types"] = [SLIDING if slides and window else FULL for slides in pattern]
     if family.rope_by_kind:
-        base = header.get(f"{name}.{_SLIDING_ROPE}", float, row.sliding_base or rope["rope_theta"])
+        known.add(_SLIDING_ROPE)
+        base = get(_SLIDING_ROPE, float, row.sliding_base or rope["rope_theta"])
         rope = {FULL: rope, SLIDING: {"rope_theta": base}}
     values["rope_parameters"] = rope
     _check_other_keys(header, name, known, neutral)
@@ -175,14 +168,18 @@ def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, An
     return values
 
 
+def _get(header: GgufHeader, name: str, key: str, *options: Any) -> Any:
+    """Return the value of a key of the architecture `name`, as `header.get` does."""
+    return header.get(f"{name}.{key}", *options)
+
+
 def _check_other_keys(
     header: GgufHeader, name: str, known: set[str], neutral: dict[str, tuple[float, ...]]
 ) -> None:
     """Raise InputError if a key that is not supported may change the model.
 
     Args:
-      name: llama.cpp's name of the architecture.
-      known: the keys that are supported.
+      known: the keys that are supported, without the architecture, whose name is `name`.
       neutral: {another key: the values with which it does not change the model}.
     """
     for key, value in header.metadata.items():

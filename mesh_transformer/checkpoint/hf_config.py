@@ -219,10 +219,8 @@ def check_gguf(header: GgufHeader, divisors_R: np.ndarray | None, config: Config
     """
     values = gguf_files.config_of(header, divisors_R)
     stored = Config.from_dict(_model_keys(header.path, values), header.path)
-    keys = differing_keys(config, stored, {"hf_type", *BY_LAYER})
-    if config.pe == "rotary" and not have_same_layers(config, stored):
-        keys += [key for key in BY_LAYER if getattr(config, key) != getattr(stored, key)]
-    for key in keys:
+    free = {"hf_type"} | (BY_LAYER if have_same_layers(config, stored) else set())
+    for key in differing_keys(config, stored, free):
         raise InputError(
             f"{header.path}: {key} is {getattr(config, key)!r}, but in a GGUF file for llama.cpp "
             f"it would be {getattr(stored, key)!r}; use another format, such as hf"

@@ -15,15 +15,8 @@ import numpy as np
 from mesh_transformer.config import Model
 
 # The config keys that `layer_values` depends on.
-BY_LAYER = (
-    "rotary_base",
-    "rotary_scaling",
-    "pe_rotary_dims",
-    "sliding_window",
-    "sliding_layers",
-    "sliding_rotary_base",
-    "unrotated_layers",
-)
+BY_LAYER = {"rotary_base", "rotary_scaling", "pe_rotary_dims", "unrotated_layers"}
+BY_LAYER |= {"sliding_window", "sliding_layers", "sliding_rotary_base"}
 
 
 class LayerValues(NamedTuple):
