@@ -177,6 +177,10 @@ MODELS = {
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
     "gemma2 of 27B": ("gemma2", {"query_pre_attn_scalar": 8, "num_hidden_layers": 46}),
     "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 16, "final_logit_softcapping": 9.0}),
+    "gemma3, windows as usual": (
+        "gemma3_text",
+        {"query_pre_attn_scalar": 16, "num_hidden_layers": 7, "layer_types": None},
+    ),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {}),
     "olmo3, windows as usual": ("olmo3", {"num_hidden_layers": 5, "layer_types": None}),
@@ -327,6 +331,7 @@ def test_tensors_have_the_layout_of_llama_cpps_converter(tmp_path, model, name, 
             | {"attention.sliding_window_pattern": [True, False, True]}
             | {"rope.freq_base_swa": None},
         ),
+        ("gemma3, windows as usual", {"attention.sliding_window_pattern": None}),
         ("olmo3, windows as usual", {"attention.sliding_window_pattern": None}),
         ("gpt2", {"attention.layer_norm_epsilon": 1e-5, "rope.freq_base": None}),
         (
