@@ -110,6 +110,11 @@ def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, An
     heads, width = (get(_SIZES[ours], int) for ours in ("n_heads", "d_model"))
     usual = {"key_heads": heads, "head_size": width // max(heads, 1)}
     sizes = {ours: get(key, int, usual.get(ours)) for ours, key in _SIZES.items()}
+    if sizes["layers"] > len(header.tensors):  # such as billions, in a damaged file
+        raise InputError(
+            f"{header.path}: {name}.block_count is {sizes['layers']:,}, but the file has "
+            f"{len(header.tensors):,} tensors; {COPY_ADVICE}"
+        )
     size = sizes["head_size"]
     rotated = get(_ROTATED, int, size)
     for key in (_VALUE_SIZE, *(() if row.partial else (_ROTATED,))):

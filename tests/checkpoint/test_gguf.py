@@ -770,6 +770,10 @@ def test_very_long_tokens_are_refused(tmp_path):
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model is 'bert', expected gpt2 or"),
         ({"tokenizer__ggml__token_type": [1, 2]}, "its tokenizer is damaged"),
         ({"llama__attention__head_count_kv": 3}, "attn_k|key_heads|k_proj"),
+        (
+            {"llama__block_count": 2**31},
+            "block_count is 2,147,483,648, but the file has 21 tensors",
+        ),
         ({"llama__block_count": 3}, "tensor blk.2.attn_norm.weight is missing"),
         ({"llama__block_count": 1}, "tensor blk.1.*is not part of the model"),
     ],
