@@ -419,13 +419,16 @@ def compare_with_torch(folder: AnyPath) -> tuple[float, float] | None:
       folder: a local Hugging Face folder, or a GGUF file.
 
     Returns:
-      As for `compare`; None if torch is not installed, or the folder is in a bucket.
+      As for `compare`; None if torch is not installed, the folder is in a bucket, or transformers
+      does not read all of a GGUF file.
     """
     path = os.path.expanduser(os.fspath(folder))
     if is_uri(path) or not torch_model.is_installed():
         return None
     source = Source(path, "gguf" if is_gguf(path) else "hf")
     config = source.config
+    if is_gguf(path) and not gguf_files.architecture_of(config).read_by_transformers:
+        return None
     ours, _ = _logits(source, config, config.n_vocab, None)
     [theirs] = torch_model.logits(path, _prompt(config, config.n_vocab))
     return _difference(theirs, ours), LOGIT_BOUNDS["float32"]

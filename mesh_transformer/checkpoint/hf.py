@@ -18,6 +18,7 @@ from tqdm import tqdm
 from mesh_transformer.checkpoint import gguf_files, hf_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.checkpoint.hf_config import (
+    check_gguf,
     config_values,
     family_of,
     read_config,
@@ -164,6 +165,8 @@ def read(
     config = config or stored_config
     assert stored_config.hf_type is not None
     family = FAMILIES[stored_config.hf_type]
+    if is_gguf(folder):
+        family = gguf_files.layout_of(family)
     places = places_of(stored_config, family)
     if is_gguf(folder):
         stored = gguf_files.find(folder, places, stored_config)
@@ -259,9 +262,12 @@ def write_gguf(
     check_state(state, transformer.declarations(config))
     own = state["params"]["embed"]["embedding"]["w"].dtype
     kind = kind or next(name for name, dtype in FLOATS.items() if dtype == own)
-    places = places_of(config, family_of(config))
+    places = places_of(config, gguf_files.layout_of(family_of(config)))
     tensors = list(_tensors(state["params"], places, config.n_vocab, np.dtype(np.float32)))
-    gguf_files.write(path, tensors, values, config, chosen, kind)
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    header, divisors_R = gguf_files.header_of(path, shapes, values, config)
+    check_gguf(header, divisors_R, config)
+    gguf_files.write(path, tensors, header, divisors_R, config, chosen, kind)
 
 
 def _dtype(dtype: DTypeLike | None) -> np.dtype | None:

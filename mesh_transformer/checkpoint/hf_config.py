@@ -22,8 +22,9 @@ from mesh_transformer.checkpoint.stored_tensors import (
 )
 from mesh_transformer.checkpoint.stored_tokenizer import template_in, tokenizer_in
 from mesh_transformer.config import Config
-from mesh_transformer.data.gguf_header import is_gguf
+from mesh_transformer.data.gguf_header import GgufHeader, is_gguf
 from mesh_transformer.families import SAMPLING
+from mesh_transformer.model.layer_values import BY_LAYER, have_same_layers
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
@@ -132,6 +133,21 @@ def read_config(folder: str, *, text_only: bool = False) -> Config:
     else:
         path = os.path.join(folder, "config.json")
         values = _text_part(path, read_json(path), text_only)
+    ours = _model_keys(path, values)
+    family = FAMILIES[ours["hf_type"]]
+    if ours["tie_head"] and _has_own_head(folder, family, text_only):
+        _report_own_head(path)
+        ours["tie_head"] = False
+    ours["tokenizer"] = tokenizer_in(folder)
+    generation = _generation(folder)
+    ours["end_tokens"] = _end_tokens(folder, values, generation, ours["n_vocab"])
+    ours["chat_template"] = template_in(folder)
+    ours["sampling"] = _sampling(folder, generation)
+    return Config.from_dict(ours, path)
+
+
+def _model_keys(path: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the config keys of a model, given its config.json and, for errors, the path of it."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
@@ -188,19 +204,27 @@ def read_config(folder: str, *, text_only: bool = False) -> Config:
         )
     ours["activation"] = _ACTIVATIONS[activation]
     ours["tie_head"] = hf_layers.flag(path, values, "tie_word_embeddings", family.tied)
-    if ours["tie_head"] and _has_own_head(folder, family, text_only):
-        _report_own_head(path)
-        ours["tie_head"] = False
     if model_type == "gpt_neox":
         ours["pe_rotary_dims"] = _neox_rotary_dims(path, values, ours)
         if not hf_layers.flag(path, values, "use_parallel_residual", True):
             ours["block"] = "gpt2"
-    ours["tokenizer"] = tokenizer_in(folder)
-    generation = _generation(folder)
-    ours["end_tokens"] = _end_tokens(folder, values, generation, ours["n_vocab"])
-    ours["chat_template"] = template_in(folder)
-    ours["sampling"] = _sampling(folder, generation)
-    return Config.from_dict(ours, path)
+    return ours
+
+
+def check_gguf(header: GgufHeader, divisors_R: np.ndarray | None, config: Config) -> None:
+    """Raise InputError if llama.cpp would compute another model than that of `config`.
+
+    Args:
+      header, divisors_R: what `gguf_files.header_of` returned.
+    """
+    values = gguf_files.config_of(header, divisors_R)
+    stored = Config.from_dict(_model_keys(header.path, values), header.path)
+    free = {"hf_type"} | (BY_LAYER if have_same_layers(config, stored) else set())
+    for key in differing_keys(config, stored, free):
+        raise InputError(
+            f"{header.path}: {key} is {getattr(config, key)!r}, but in a GGUF file for llama.cpp "
+            f"it would be {getattr(stored, key)!r}; use another format, such as hf"
+        )
 
 
 def _text_part(path: str, values: dict[str, Any], text_only: bool) -> dict[str, Any]:

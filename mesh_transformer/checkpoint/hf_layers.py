@@ -8,7 +8,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.families import ROTARY_SCALINGS, YARN_OPTIONS
 from mesh_transformer.util import InputError
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 _BITS = {"0", "1", "False", "True"}
 _LARGEST = 3e38  # of 32 bits
 
@@ -96,12 +96,12 @@ def _windows(path: str, values: dict[str, Any], family: Family, layers: int) -> 
             "copy the file again"
         )
     else:
-        if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+        if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
             raise InputError(
-                f"{path}: layer_types has {unknown[0]!r}; only {_FULL!r} and {_SLIDING!r} are "
+                f"{path}: layer_types has {unknown[0]!r}; only {FULL!r} and {SLIDING!r} are "
                 f"supported; give another {family.title} folder"
             )
-        sliding = [layer for layer, kind in enumerate(kinds) if kind == _SLIDING]
+        sliding = [layer for layer, kind in enumerate(kinds) if kind == SLIDING]
     if not sliding:
         return {}
     if type(window) is not int or window < 1:
@@ -146,9 +146,9 @@ def _mapping(path: str, key: str, value: Any) -> dict[str, Any]:
 
 def _by_kind(path: str, key: str, rope: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters of full and of sliding layers, which a mapping may nest by kind."""
-    if _FULL not in rope and _SLIDING not in rope:
+    if FULL not in rope and SLIDING not in rope:
         return rope, {}
-    full, sliding = (_mapping(path, f"{key}.{kind}", rope.get(kind)) for kind in (_FULL, _SLIDING))
+    full, sliding = (_mapping(path, f"{key}.{kind}", rope.get(kind)) for kind in (FULL, SLIDING))
     return full, sliding
 
 
@@ -241,14 +241,14 @@ def keys(config: Config, family: Family) -> dict[str, Any]:
     if family.rope_by_kind:
         own = config.sliding_rotary_base or config.rotary_base
         result["rope_local_base_freq"] = own
-        rope = {_FULL: rope, _SLIDING: {"rope_type": "default", "rope_theta": own}}
+        rope = {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": own}}
     result |= {"rope_parameters": rope} | share
     if family.sliding is not None:
         sliding = config.sliding_layers or []
         result["sliding_window"] = config.sliding_window
         result["use_sliding_window"] = config.sliding_window is not None
         if not family.one_window:
-            kinds = [_SLIDING if layer in sliding else _FULL for layer in range(config.layers)]
+            kinds = [SLIDING if layer in sliding else FULL for layer in range(config.layers)]
             result["layer_types"] = kinds
     if family.unrotated:
         still = config.unrotated_layers or []

@@ -202,7 +202,7 @@ def _verify_with_torch(folder: str) -> None:
 
     result = conversion.compare_with_torch(folder)
     if result is None:
-        print(f"{folder}: not compared with transformers' logits, which need torch")
+        print(f"{folder}: not compared with transformers, which needs torch and reads fewer files")
         return
     difference, bound = result
     print(

@@ -14,6 +14,10 @@ import numpy as np
 
 from mesh_transformer.config import Model
 
+# The config keys that `layer_values` depends on.
+BY_LAYER = {"rotary_base", "rotary_scaling", "pe_rotary_dims", "unrotated_layers"}
+BY_LAYER |= {"sliding_window", "sliding_layers", "sliding_rotary_base"}
+
 
 class LayerValues(NamedTuple):
     """The values of one layer, or arrays of those of all layers, with an axis L before the others.
@@ -57,6 +61,20 @@ def stacked(config: Model) -> LayerValues | None:
     first, *rest = values = layer_values(config)
     equal = jax.tree.map(lambda x, *xs: all(np.array_equal(x, y) for y in xs), first, *rest)
     return None if all(jax.tree.leaves(equal)) else jax.tree.map(lambda *xs: np.stack(xs), *values)
+
+
+def have_same_layers(one: Model, other: Model) -> bool:
+    """Return whether two configs give all layers the same values, up to rounding in f32."""
+
+    def values(config: Model) -> list[Any]:
+        window = min(config.sliding_window or config.seq, config.seq)
+        return [
+            (x.frequency_R, x.rotary_scale or 1.0, window if x.is_sliding else config.seq)
+            for x in layer_values(config)
+        ]
+
+    pairs = zip(jax.tree.leaves(values(one)), jax.tree.leaves(values(other)), strict=True)
+    return all(np.shape(a) == np.shape(b) and np.allclose(a, b, 1e-5, 0) for a, b in pairs)
 
 
 def frequencies(

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import jax
 from tokenizers import normalizers, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -25,6 +26,7 @@ import mesh_transformer
 from mesh_transformer.checkpoint import conversion, gguf_files, hf
 from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.checkpoint.state_tree import differing_keys
 from mesh_transformer.cli import convert as convert_command
 from mesh_transformer.data.gguf_header import GgufHeader, read_header
 from mesh_transformer.data.gguf_tokenizer import metadata_of, read_tokenizer
@@ -34,8 +36,10 @@ from mesh_transformer.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
+from mesh_transformer.model.layer_values import BY_LAYER, have_same_layers
 from mesh_transformer.util import InputError
 from tests.checkpoint.test_hf import logits, tokens_for
+from tests.support import families_of_today, torch_models
 from tests.support.llama_tokenizers import LLAMA_LIKE
 
 VOCAB = 300
@@ -156,18 +160,269 @@ def test_files_hold_the_model_for_us_and_for_transformers(
     np.testing.assert_allclose(logits(state, config, tokens), reference, rtol=0, atol=1e-4)
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize(("heads", "key_heads"), HEADS)
-def test_rows_have_the_order_of_llama_cpps_converter(tmp_path, heads, key_heads):
-    network = llama(heads, key_heads)
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_OTHER_YARN = {"beta_fast": 16.0, "original_max_position_embeddings": 4096}
+# {model: (its case in `families_of_today`, or model type in `torch_models`, and config keys that
+# differ from it)}
+MODELS = {
+    "llama": ("llama, biases", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {}),
+    "smollm3": ("smollm3", {"no_rope_layers": None, "num_hidden_layers": 5}),
+    "granite": ("granite", {"attention_bias": True, "head_dim": 10}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3, window beyond all positions": ("phi3", {"sliding_window": 200}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
+    "gemma2 of 27B": ("gemma2", {"query_pre_attn_scalar": 8, "num_hidden_layers": 46}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 16, "final_logit_softcapping": 9.0}),
+    "gemma3, windows as usual": (
+        "gemma3_text",
+        {"query_pre_attn_scalar": 16, "num_hidden_layers": 7, "layer_types": None},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "olmo3, windows as usual": ("olmo3", {"num_hidden_layers": 5, "layer_types": None}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox, sequential": (torch_models.SEQUENTIAL, {}),
+}
+
+
+def network_of(model, **changes):
+    """Return one of `MODELS`, with weights that are numbers in bf16.
+
+    Gemma's norms are stored plus 1, which in f32 keeps all bits of such numbers.
+    """
+    case, keys = MODELS.get(model, (model, {}))
+    if case in families_of_today.CASES:
+        network = families_of_today.torch_model(case, **({"vocab_size": VOCAB} | keys | changes))
+    else:
+        network = torch_models.torch_model(case, vocab=VOCAB, **changes)
+    with torch.no_grad():
+        for values in network.parameters():
+            values.copy_(values.bfloat16())
+    return network
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_architecture_keeps_the_model_and_every_bit(tmp_path, model):
+    folder, path = as_gguf(tmp_path, network_of(model))
+    (expected, own), (config, state) = hf.read(folder), hf.read(path)
+    assert not differing_keys(config, expected, {"hf_type", *BY_LAYER})
+    assert have_same_layers(config, expected)
+    assert jax.tree.structure(own) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, state, own)
+
+
+_GEMMAS_DEFAULTS = {"head_dim": 256, "query_pre_attn_scalar": 256, "num_attention_heads": 3}
+_GEMMAS_DEFAULTS |= {"rope_parameters": None, "layer_types": None}
+
+
+@pytest.mark.parametrize(
+    ("model", "keys"),
+    [
+        ("gemma2", _GEMMAS_DEFAULTS),
+        ("gemma3_text", _GEMMAS_DEFAULTS),
+        pytest.param(  # its padding token is 32000
+            "phi3", {"vocab_size": 32064, "rope_parameters": None}, marks=pytest.mark.slow
+        ),
+        ("gpt2", {"seq": 1024}),
+    ],
+)
+def test_transformers_reads_other_architectures(tmp_path, model, keys):
+    """As far as its reader goes: with its defaults for what it does not read."""
+    network = network_of(model, **keys)
     _, path = as_gguf(tmp_path, network)
-    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
-    for name, count in (("q", heads), ("k", key_heads)):
-        values = network.state_dict()[f"model.layers.1.self_attn.{name}_proj.weight"].numpy()
-        # LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py.
-        rows = values.reshape(count, 2, len(values) // count // 2, *values.shape[1:])
-        expected = rows.swapaxes(1, 2).reshape(values.shape)
-        np.testing.assert_array_equal(found[f"blk.1.attn_{name}.weight"], expected)
+    theirs, _ = tensors(path)
+    config, state = hf.read(path)
+    tokens = tokens_for(VOCAB)
+    with torch.no_grad():
+        reference = theirs(torch.tensor(tokens)).logits.numpy()
+    assert np.abs(reference).max() > 3
+    # As in the test of Llama's logits.
+    np.testing.assert_allclose(logits(state, config, tokens), reference, rtol=0, atol=1e-4)
+
+
+def permuted(count):
+    """LlamaModel.permute of llama.cpp's conversion."""
+    return lambda x: x.reshape(count, 2, -1, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)
+
+
+_SAME = np.asarray
+_NEOX_QKV = "gpt_neox.layers.1.attention.query_key_value.weight"
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "theirs", "change"),
+    [
+        ("granite", "model.layers.1.self_attn.q_proj.weight", "blk.1.attn_q.weight", permuted(9)),
+        ("smollm3", "model.layers.1.self_attn.k_proj.weight", "blk.1.attn_k.weight", permuted(3)),
+        ("olmo2", "model.layers.1.self_attn.q_proj.weight", "blk.1.attn_q.weight", _SAME),
+        ("olmo2", "model.layers.1.self_attn.k_norm.weight", "blk.1.attn_k_norm.weight", _SAME),
+        ("phi3", "model.layers.1.self_attn.qkv_proj.weight", "blk.1.attn_qkv.weight", _SAME),
+        ("phi3", "model.layers.1.mlp.gate_up_proj.weight", "blk.1.ffn_up.weight", _SAME),
+        ("gemma", "model.layers.1.self_attn.q_proj.weight", "blk.1.attn_q.weight", _SAME),
+        ("gemma", "model.norm.weight", "output_norm.weight", lambda x: x + 1),
+        (
+            "gemma2",
+            "model.layers.1.pre_feedforward_layernorm.weight",
+            "blk.1.ffn_norm.weight",
+            lambda x: x + 1,
+        ),
+        (
+            "gemma3",
+            "model.layers.1.post_attention_layernorm.weight",
+            "blk.1.post_attention_norm.weight",
+            lambda x: x + 1,
+        ),
+        ("gpt2", "transformer.h.1.mlp.c_fc.weight", "blk.1.ffn_up.weight", np.transpose),
+        ("gpt2", "transformer.h.1.attn.c_attn.weight", "blk.1.attn_qkv.weight", np.transpose),
+        (  # all queries, then all keys, then all values
+            "gpt_neox",
+            _NEOX_QKV,
+            "blk.1.attn_qkv.weight",
+            lambda x: x.reshape(4, 3, 16, -1).swapaxes(0, 1).reshape(x.shape),
+        ),
+        *[
+            (
+                model,
+                f"model.layers.1.self_attn.{which}_proj.weight",
+                f"blk.1.attn_{which}.weight",
+                permuted(count),
+            )
+            for model in HEADS
+            for which, count in zip("qk", model, strict=True)
+        ],
+    ],
+)
+def test_tensors_have_the_layout_of_llama_cpps_converter(tmp_path, model, name, theirs, change):
+    network = llama(*model) if isinstance(model, tuple) else network_of(model)
+    _, path = as_gguf(tmp_path, network)
+    actual = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}[theirs]
+    np.testing.assert_array_equal(actual, change(network.state_dict()[name].numpy()))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (
+            "granite",
+            {"attention.scale": 0.15, "embedding_scale": 12.0, "residual_scale": 0.22}
+            | {"logit_scale": 0.5, "rope.dimension_count": 10},
+        ),
+        ("phi3", {"rope.dimension_count": 4, "attention.key_length": 8}),
+        (
+            "gemma2",
+            {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+            | {"attention.sliding_window": 6, "attention.sliding_window_pattern": None},
+        ),
+        (
+            "gemma3",
+            {"rope.freq_base": 1000.0, "rope.freq_base_swa": 100.0, "rope.scaling.factor": 8.0}
+            | {"attention.sliding_window_pattern": [True, True, False]}
+            | {"rope.scaling.type": "linear", "final_logit_softcapping": 9.0},
+        ),
+        (
+            "olmo3",
+            {"attention.sliding_window": 6, "rope.scaling.original_context_length": 16}
+            | {"attention.sliding_window_pattern": [True, False, True]}
+            | {"rope.freq_base_swa": None},
+        ),
+        ("gemma3, windows as usual", {"attention.sliding_window_pattern": None}),
+        ("olmo3, windows as usual", {"attention.sliding_window_pattern": None}),
+        ("gpt2", {"attention.layer_norm_epsilon": 1e-5, "rope.freq_base": None}),
+        (
+            "gpt_neox",
+            {"use_parallel_residual": True, "rope.dimension_count": 8}
+            | {"hidden_activation": "gelu", "attention.layer_norm_epsilon": 1e-5},
+        ),
+        ("gpt_neox, sequential", {"use_parallel_residual": False}),
+    ],
+)
+def test_metadata_have_llama_cpps_keys(tmp_path, model, expected):
+    _, path = as_gguf(tmp_path, network_of(model))
+    metadata = read_header(path).metadata
+    name = metadata["general.architecture"]
+    assert {key: metadata.get(f"{name}.{key}") for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "key", "expected"),
+    [
+        ("gemma2", {"attention.sliding_window": None}, "sliding_window", 4096),
+        ("gemma2", {"attn_logit_softcapping": None}, "score_cap", 50.0),
+        ("gemma2", {"attention.sliding_window_pattern": 3}, "sliding_layers", [0, 1]),
+        ("gemma3", {"attention.sliding_window_pattern": None}, "sliding_layers", [0, 1, 2]),
+        ("gemma3", {"attention.sliding_window": None}, "sliding_window", None),
+        ("gemma3", {"rope.freq_base_swa": None}, "sliding_rotary_base", 1e4),
+        ("gemma3", {"final_logit_softcapping": 0.0}, "logit_cap", None),
+        ("phi3", {"attention.sliding_window": 5}, "sliding_window", 5),
+        ("phi3", {"attention.sliding_window": 0}, "sliding_window", None),
+        ("granite", {"residual_scale": None}, "residual_scale", 1.0),
+        ("gpt_neox", {"hidden_activation": None}, "activation", "gelu"),
+        ("gpt_neox", {"hidden_activation": "gelu_new"}, "activation", "gelu_tanh"),
+        # llama.cpp's conversion writes these, and llama.cpp computes the factor itself.
+        (
+            "olmo3",
+            {"rope.scaling.yarn_attn_factor": 0.1 * np.log(4.0).item() + 1},
+            "rotary_scaling",
+            _YARN,
+        ),
+    ],
+)
+def test_other_metadata_of_an_architecture_are_read(tmp_path, model, changed, key, expected):
+    _, path = as_gguf(tmp_path, network_of(model))
+    name = read_header(path).metadata["general.architecture"]
+    values = {f"{name}.{own}".replace(".", "__"): value for own, value in changed.items()}
+    path = rewritten(path, str(tmp_path / "changed.gguf"), architecture=name, **values)
+    assert getattr(Source(path).config, key) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "problem"),
+    [
+        ("phi3", {"sliding_window": 9}, "sliding_window is 9, but .* it would be None"),
+        ("mistral", {"sliding_window": 7}, "sliding_window is 7, but .* it would be None"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 1]}, r"unrotated_layers is \[1\]"),
+        ("gemma2", {"query_pre_attn_scalar": 24}, "attention_scale is 0.2"),
+        ("gemma2", {"final_logit_softcapping": None}, "logit_cap is None, but .* be 30.0"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "score_cap is 50.0, but .* be None"),
+        ("gemma", {"tie_word_embeddings": False}, "tie_head is False, but .* be True"),
+        ("olmo2", {"tie_word_embeddings": True}, "tie_head is True, but .* be False"),
+        ("qwen3", {"attention_bias": True}, r"biases is \['q', 'k', 'v', 'o'\], but .* be \[\]"),
+        ("llama", {"hidden_act": "gelu_new"}, "activation is 'gelu_tanh', but .* be 'silu'"),
+        ("qwen3", {"rope_parameters": _YARN | _OTHER_YARN}, "rotary_scaling is .*16.0"),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": _YARN,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 9.0},
+                }
+            },
+            "sliding_rotary_base is 9.0, but .* be 500000.0",
+        ),
+        ("olmo2", {"head_dim": 12}, "9 heads of size 12 in a model of width 72; llama.cpp's olmo2"),
+        ("nanochat", {}, "hf_type is 'nanochat', but GGUF files"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, model, changes, problem):
+    with pytest.raises(InputError, match=problem) as caught:
+        as_gguf(tmp_path, network_of(model, **changes))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_a_granite_without_rotary_embedding_is_refused(tmp_path):
+    _, path = as_gguf(tmp_path, network_of("granite"))
+    assert conversion.compare_with_torch(path) is None  # of which transformers reads no files
+    values = {"granite__rope__scaling__finetuned": False}
+    path = rewritten(path, str(tmp_path / "other.gguf"), architecture="granite", **values)
+    with pytest.raises(InputError, match=r"'granite.rope.scaling.finetuned' is 'False'"):
+        _ = Source(path).config
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0"])
@@ -346,7 +601,7 @@ def test_metadata_that_would_change_the_model_are_refused(tmp_path):
 def test_rotary_frequencies_that_a_file_cannot_hold_are_refused(tmp_path):
     wrong = {"rope_type": "llama3", "low_freq_factor": 2.0, "high_freq_factor": 4.0}
     rope = wrong | {"factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
-    with pytest.raises(InputError, match=r"rotary embedding with .* not supported in GGUF"):
+    with pytest.raises(InputError, match=r"rotary_scaling is .*2\.0, .*it would be None"):
         as_gguf(tmp_path, llama(6, 2, head=16, rope_parameters=rope))
 
 
@@ -515,6 +770,10 @@ def test_very_long_tokens_are_refused(tmp_path):
         ({"tokenizer__ggml__model": "bert"}, "tokenizer.ggml.model is 'bert', expected gpt2 or"),
         ({"tokenizer__ggml__token_type": [1, 2]}, "its tokenizer is damaged"),
         ({"llama__attention__head_count_kv": 3}, "attn_k|key_heads|k_proj"),
+        (
+            {"llama__block_count": 2**31},
+            "block_count is 2,147,483,648, but the file has 21 tensors",
+        ),
         ({"llama__block_count": 3}, "tensor blk.2.attn_norm.weight is missing"),
         ({"llama__block_count": 1}, "tensor blk.1.*is not part of the model"),
     ],
