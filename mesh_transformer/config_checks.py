@@ -4,7 +4,13 @@ import dataclasses
 import math
 from typing import Any
 
-from mesh_transformer.families import DEFAULTS, ROTARY_SCALINGS, SAMPLING, YARN_OPTIONS
+from mesh_transformer.families import (
+    DEFAULTS,
+    ROTARY_LISTS,
+    ROTARY_OPTIONS,
+    ROTARY_SCALINGS,
+    SAMPLING,
+)
 from mesh_transformer.util import InputError
 
 MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
@@ -210,7 +216,7 @@ def _check_rotary_scaling(c: Any) -> None:
         raise InputError(
             f"rotary_scaling has rope_type {kind!r}, expected one of {', '.join(ROTARY_SCALINGS)}"
         )
-    allowed = {"rope_type", *required, *(YARN_OPTIONS if kind == "yarn" else ())}
+    allowed = {"rope_type", *required, *ROTARY_OPTIONS.get(kind, ())}
     for key in {*required} - values.keys():
         raise InputError(f"rotary_scaling of type {kind} lacks {key!r}; add it")
     for key in values.keys() - allowed:
@@ -219,7 +225,14 @@ def _check_rotary_scaling(c: Any) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if key == "truncate" and not isinstance(value, bool):
             raise InputError(f"rotary_scaling: truncate is {value!r}, expected true or false")
-        if key not in ("rope_type", "truncate") and not (is_number and value > 0):
+        if key in ROTARY_LISTS:
+            numbers = value if isinstance(value, list) else []
+            if len(numbers) != c.d_rotary // 2 or not all(number > 0 for number in numbers):
+                raise InputError(
+                    f"rotary_scaling: {key} is {str(value)[:80]}, expected {c.d_rotary // 2} "
+                    "numbers above 0, one for each rotated pair"
+                )
+        elif key not in ("rope_type", "truncate") and not (is_number and value > 0):
             raise InputError(f"rotary_scaling: {key} is {value!r}, expected a number above 0")
     if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
         raise InputError(

@@ -171,7 +171,7 @@ DEFAULTS: dict[str, Any] = {
     "hf_type": None,
 }
 
-# The keys of `rotary_scaling` by its type, and those that yarn may have besides.
+# The keys of `rotary_scaling` by its type, and those that it may have besides.
 ROTARY_SCALINGS: dict[Any, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": (
@@ -181,15 +181,20 @@ ROTARY_SCALINGS: dict[Any, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
 }
-YARN_OPTIONS = (
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
+ROTARY_OPTIONS: dict[Any, tuple[str, ...]] = {
+    "yarn": (
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+    "longrope": ("attention_factor",),
+}
+ROTARY_LISTS = ("short_factor", "long_factor")  # with a number for each rotated pair
 
 # The settings in the config key `sampling`.
 SAMPLING = ("temp", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")

@@ -5,7 +5,7 @@ from typing import Any
 
 from mesh_transformer.checkpoint.hf_families import Family
 from mesh_transformer.config import Config
-from mesh_transformer.families import ROTARY_SCALINGS, YARN_OPTIONS
+from mesh_transformer.families import ROTARY_LISTS, ROTARY_OPTIONS, ROTARY_SCALINGS
 from mesh_transformer.util import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -201,13 +201,19 @@ def _scaling(path: str, rope: dict[str, Any], ours: dict[str, Any]) -> dict[str,
             f"{path}: its rotary embedding has type {kind!r}; only 'default', "
             f"{', '.join(map(repr, ROTARY_SCALINGS))} are supported; give another folder"
         )
-    rope = {"original_max_position_embeddings": ours["seq"]} | rope
-    names = (*ROTARY_SCALINGS[kind], *(YARN_OPTIONS if kind == "yarn" else ()))
-    numbers = {name: rope[name] for name in names if rope.get(name) is not None}
-    return {"rope_type": kind} | {
-        name: value if name == "truncate" else float(positive(path, f"{name} of {kind}", value))
-        for name, value in numbers.items()
-    }
+    original = "original_max_position_embeddings"
+    rope = {original: ours["seq"]} | rope
+    if kind == "longrope" and rope.get("factor") is None:
+        rope["factor"] = ours["seq"] / positive(path, original, rope[original])
+    names = (*ROTARY_SCALINGS[kind], *ROTARY_OPTIONS.get(kind, ()))
+
+    def number(name: str, value: Any) -> Any:
+        if isinstance(value, list) and name in ROTARY_LISTS:
+            return [number(name, each) for each in value]
+        return value if name == "truncate" else float(positive(path, f"{name} of {kind}", value))
+
+    given = {name: rope[name] for name in names if rope.get(name) is not None}
+    return {"rope_type": kind} | {name: number(name, value) for name, value in given.items()}
 
 
 def keys(config: Config, family: Family) -> dict[str, Any]:
@@ -238,6 +244,9 @@ def keys(config: Config, family: Family) -> dict[str, Any]:
     result: dict[str, Any] = dict(base)
     if config.rotary_scaling is not None:
         result["rope_scaling"] = scaling | share
+    if scaling["rope_type"] == "longrope":  # for which Phi-3 has a default outside the mapping
+        original = "original_max_position_embeddings"
+        result[original] = scaling[original]
     if family.rope_by_kind:
         own = config.sliding_rotary_base or config.rotary_base
         result["rope_local_base_freq"] = own

@@ -36,7 +36,7 @@ class LayerValues(NamedTuple):
 
 def layer_values(config: Model) -> list[LayerValues]:
     """Return the values of each layer."""
-    usual = frequencies(config.d_rotary, config.rotary_base, config.rotary_scaling)
+    usual = frequencies(config.d_rotary, config.rotary_base, config.rotary_scaling, config.seq)
     sliding = usual
     if config.sliding_rotary_base is not None:
         sliding = frequencies(config.d_rotary, config.sliding_rotary_base)
@@ -78,7 +78,7 @@ def have_same_layers(one: Model, other: Model) -> bool:
 
 
 def frequencies(
-    dims: int, base: float | None = None, scaling: dict[str, Any] | None = None
+    dims: int, base: float | None = None, scaling: dict[str, Any] | None = None, seq: int = 0
 ) -> tuple[np.ndarray, float]:
     """Return the angles per position of `dims` / 2 pairs, and the factor of sine and cosine.
 
@@ -86,6 +86,8 @@ def frequencies(
       base: of the wavelengths; None for that of GPT-J.
       scaling: the config's `rotary_scaling`; the formulas are those of transformers'
         `modeling_rope_utils`.
+      seq: the longest sequence.  With longrope, it decides for all positions of all texts which
+        factors divide the frequencies; transformers decides anew for the length of each text.
     """
     base = 10000.0 if base is None else base
     frequency_R = base ** (-np.arange(0, dims, 2) / dims)
@@ -93,6 +95,11 @@ def frequencies(
         return frequency_R, 1.0
     scale = 1.0
     factor, kind = scaling["factor"], scaling["rope_type"]
+    if kind == "longrope":
+        length = scaling["original_max_position_embeddings"]
+        usual = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+        divisors_R = np.array(scaling["long_factor" if seq > length else "short_factor"])
+        return frequency_R / divisors_R, scaling.get("attention_factor", usual)
     if kind == "linear":
         kept_R = np.zeros_like(frequency_R)
     elif kind == "llama3":

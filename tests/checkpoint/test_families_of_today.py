@@ -41,6 +41,7 @@ MESHES = [(1, 1, "jit"), (2, 2, "shard_map"), (4, 4, "jit"), (8, 8, "shard_map")
 # Sizes besides those of `CASES`, with the head tied where theirs is not, and the reverse.
 ONE_KEY_HEAD = {"num_key_value_heads": 1, "hidden_size": 100, "num_attention_heads": 5}
 EVEN = {"num_key_value_heads": 2, "hidden_size": 64, "num_attention_heads": 8}
+ORIGINAL = 20  # positions up to which longrope has its short factors
 LENGTH = 64  # number of tokens that are generated: many times the sliding windows
 MARGIN = 1e-3  # between the logits of the two most likely tokens: ten times what rounding changes
 
@@ -194,6 +195,31 @@ def test_old_and_new_keys_of_rotary_embeddings_mean_the_same(tmp_path):
     scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     with pytest.raises(InputError, match="its rotary embedding has type 'dynamic'; only 'default'"):
         edited(tmp_path, **scaling)
+
+
+@pytest.mark.parametrize(("length", "seq"), [(40, SEQ), (16, ORIGINAL)])
+def test_longrope_has_the_factors_of_the_longest_sequence(tmp_path, length, seq):
+    """Transformers has those of each text: the long ones beyond `ORIGINAL` tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    rope |= {"short_factor": [1.0, 1.3], "long_factor": [2.5, 7.0]}
+    changes = {"original_max_position_embeddings": ORIGINAL, "sliding_window": None}
+    rope |= {"original_max_position_embeddings": ORIGINAL}
+    network, tokens = torch_model("phi3", rope_parameters=rope, **changes), TOKENS[:, :length]
+    network.save_pretrained(tmp_path / "theirs")
+    single, double = torch_logits(network, tokens)
+    config, state = hf.read(str(tmp_path / "theirs"))
+    assert config.rotary_scaling is not None
+    assert config.rotary_scaling["factor"] == SEQ / ORIGINAL
+    own = config.replace(dtype="float32", seq=seq)
+    run = jax.jit(lambda params: transformer.logits(params, tokens, own, Auto()))
+    check_close(np.asarray(run(state["params"])), single, double)
+    hf.write(str(tmp_path / "ours"), state, config)
+    loaded = type(network).from_pretrained(tmp_path / "ours").eval()
+    loaded.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert torch.equal(loaded(torch.tensor(tokens)).logits, torch.tensor(single))
+    with pytest.raises(InputError, match=r"short_factor is \[1.0\], expected 2 numbers above 0"):
+        config.replace(rotary_scaling=config.rotary_scaling | {"short_factor": [1.0]})
 
 
 def test_gemma_3s_old_keys_mean_the_same(tmp_path):
