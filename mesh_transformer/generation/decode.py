@@ -1,7 +1,8 @@
 """Generation with a KV cache: pure functions on a batch whose rows are at different positions.
 
-A row's keys and values are stored in a ring buffer of S slots: position p is stored in slot p mod
-S.  When the buffer is full, each new position overwrites the oldest one.  `prefill` inserts prompts
+A row's keys and values are stored in S slots: position p is stored in slot p mod S.  When the slots
+are full, each new position overwrites the oldest one.  Layers with a sliding window may have fewer
+slots of their own (see `model.ring`).  `prefill` inserts prompts
 or pieces of prompts while the other rows wait, and `decode` generates tokens in all rows.  The
 layers are unrolled, and each has its own arrays, because a loop over stacked arrays would copy each
 layer's slice.
@@ -36,7 +37,7 @@ from mesh_transformer.model import paged, ring
 from mesh_transformer.model.cache import LayerCache, write_rows
 from mesh_transformer.model.heads import key_heads
 from mesh_transformer.model.layer_values import layer_values
-from mesh_transformer.model.ring import Cache, Chunk, RingCache
+from mesh_transformer.model.ring import Cache, Part, RingCache
 
 # The settings of idle rows: greedy decoding, which is the fastest, and no penalty or bias.
 IDLE = sampler_settings({"top_p": 1.0, "temp": 0.0, "seed": 0}, ())
@@ -55,7 +56,7 @@ class Prompts(NamedTuple):
     begin_P: Any
     page_PJ: Any  # the pages that hold the row's slots, or -1; J is 0 without a pool
     prompt_PJ: Any  # the pages that hold the prompt; where they differ, it is copied to `page_PJ`
-    restored_PG: Any  # see `ring.Chunk`, also for the next one; G may be 0
+    restored_PG: Any  # see `ring.Part`, also for the next one; G may be 0
     kept_PG: Any
     settings: SamplerSettings
     allowed_PW: Any = None  # the tokens that each answer may begin with; see `sampling.choose`
@@ -77,7 +78,8 @@ class Chosen(NamedTuple):
 class DecodeState(NamedTuple):
     """The state of a batch during generation: KV caches, last tokens and sampling settings."""
 
-    caches: tuple[Cache, ...]  # one per layer; [L, H, C, K] with a pool of pages
+    # One per layer; [L, H, C, K] with a pool of pages, except for a `RingCache`.
+    caches: tuple[Cache, ...]
     page_BJ: Any  # the pages that hold each row's slots, or -1; None without a pool
     length_B: Any  # number of tokens in the cache, which is the position of the pending token
     token_B: Any  # the pending token: chosen, but not yet in the cache
@@ -101,7 +103,7 @@ def empty(
     pages: int = 0,
     page: int = 1,
     kept: int = 0,
-    ring: int = 0,
+    ring_slots: int = 0,
     mp: int = 1,
     draft: Config | None = None,
 ) -> DecodeState:
@@ -113,7 +115,7 @@ def empty(
       pages: number of pages of the pool; 0 for no pool.
       page: number of slots per page, a divisor of `slots`.
       kept: number of pages for what is kept of prompts in layers with a ring.
-      ring: number of slots of a row in layers with a sliding window; 0 if they have no ring.
+      ring_slots: number of slots of a row in layers with a sliding window; 0 if they have no ring.
       mp: the number of shards that the heads are split over.
       draft: the config of the draft; None for none.
     """
@@ -126,16 +128,16 @@ def empty(
         one = LayerCache(jnp.zeros(shape, own.dtype), jnp.zeros(shape, own.dtype))
         return one.in_8_bits() if own.int8_cache else one
 
-    def caches(own: Config, ring: int) -> tuple[Cache, ...]:
+    def caches(own: Config, ring_slots: int) -> tuple[Cache, ...]:
         usual = cache(own, *((pages, page) if pages else (rows, slots)))
-        if not ring:
+        if not ring_slots:
             return (usual,) * own.layers
         prompts = cache(own, kept, page) if kept else None
-        sliding = RingCache(cache(own, rows, min(ring, slots)), prompts)
+        sliding = RingCache(cache(own, rows, min(ring_slots, slots)), prompts)
         return tuple(sliding if x.is_sliding else usual for x in layer_values(own))
 
     return DecodeState(
-        caches(config, ring),
+        caches(config, ring_slots),
         jnp.full((rows, slots // page), -1) if pages else None,
         length_B=zeros(),
         token_B=zeros(jnp.uint32),
@@ -148,7 +150,7 @@ def empty(
     )
 
 
-def grow(state: DecodeState, slots: int, ring: int) -> DecodeState:
+def grow(state: DecodeState, slots: int, ring_slots: int) -> DecodeState:
     """Return the same batch state with a larger KV cache, of `slots` slots per row.
 
     The state must have no pool.
@@ -157,11 +159,11 @@ def grow(state: DecodeState, slots: int, ring: int) -> DecodeState:
     buffer.
 
     Args:
-      ring: as for `empty`.
+      ring_slots: as for `empty`.
     """
 
     def grown(cache: Cache) -> Cache:
-        size = min(ring, slots) if isinstance(cache, RingCache) else slots
+        size = min(ring_slots, slots) if isinstance(cache, RingCache) else slots
 
         def padded(x: Array) -> Array:
             return jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2]), (0, 0)))
@@ -210,15 +212,14 @@ def prefill(
         of the cache.
       alternatives: number of most likely tokens to return with their logprobs; the chosen tokens'
         logprobs are then returned too.  None returns no logprobs.
-      width: number of positions to compute, from `begin_P` on, or the last ones of the S slots if
-        these are fewer.  If it is S, `begin_P` counts as 0.
+      width: number of positions to compute, from `begin_P` on; those from S on are padding, and are
+        not stored.  If it is S, `begin_P` counts as 0.
       draft: the config of the draft, which gets the prompts too; None for none.
 
     Returns:
       The new state and the chosen tokens [P].
     """
-    tokens_PS, length_P, row_P, page_PJ = prompts[:3] + prompts[4:5]
-    settings, allowed_PW = prompts.settings, prompts.allowed_PW
+    tokens_PS, length_P, row_P, _, page_PJ, _, _, _, settings, allowed_PW = prompts
     count, slots = tokens_PS.shape
     last_P1D, caches = _insert(weights, state.caches, prompts, width, config, par)
     draft_caches = state.draft_caches
@@ -273,17 +274,17 @@ def _insert(
     slots, is_paged = tokens_PS.shape[1], page_PJ.shape[1] > 0  # without a pool, J is 0
     copied_PJ = jnp.where(page_PJ == prompt_PJ, -1, page_PJ)
     slots_1S = jnp.arange(slots)[None]
-    chunk = Chunk(row_P, begin_P, length_P, prompts.restored_PG, prompts.kept_PG, begin_P)
+    part = Part(row_P, begin_P, length_P, prompts.restored_PG, prompts.kept_PG, begin_P)
     if width == slots:  # prompts are computed from their first token, without the cache
         begin_P = jnp.zeros_like(begin_P)
-        chunk = chunk._replace(begin_P=begin_P)
+        part = part._replace(begin_P=begin_P)
         context = context_of(weights, slots_1S, slots_1S, None, config, par, settings.adapter_B)
         x_PTD, new_caches = forward(weights, tokens_PS, context, None, config, par)
 
         def filled(old: Cache, new: Cache) -> Cache:
             assert isinstance(new, LayerCache)
             if isinstance(old, RingCache):
-                return ring.written(old, ring.read(old, new.like(old.rows), chunk), chunk)
+                return ring.written(old, new.like(old.rows), part, 0)
             if not is_paged:
                 return write_rows(old, new.like(old), row_P, begin_P)
             return paged.write_pages(old, new.like(old), prompt_PJ, copied_PJ)
@@ -303,9 +304,9 @@ def _insert(
             weights, positions_PT, slots_1S, begin_P, config, par, settings.adapter_B, row_P, table
         )
         ring_context = None
-        if (own := _ring_slots(caches)) is not None:
-            keys_PS = ring.key_positions(chunk, own, width)
-            ring_context = in_ring(context, keys_PS, begin_P, config, chunk)
+        if (ring_slots := _ring_slots(caches)) is not None:
+            keys_PS = ring.key_positions(part, ring_slots, width)
+            ring_context = in_ring(context, keys_PS, None, config, part)
         x_PTD, caches = forward(weights, tokens_PT, context, caches, config, par, ring_context)
     return jnp.take_along_axis(x_PTD, (length_P - 1 - begin_P)[:, None, None], axis=1), caches
 
@@ -454,9 +455,9 @@ def _append(
         weights, positions_BT, key_positions_BS, slot_BT, config, par, adapter_B, table=table
     )
     ring_context = None
-    if (slots := _ring_slots(state.caches)) is not None:
-        keys_BS = ring.held(newest_B1, slots)
-        ring_context = in_ring(context, keys_BS, positions_BT % slots, config)
+    if (ring_slots := _ring_slots(state.caches)) is not None:
+        keys_BS = ring.held(newest_B1, ring_slots)
+        ring_context = in_ring(context, keys_BS, positions_BT % ring_slots, config)
     tokens_BT = _known(tokens_BT, config)
     return forward(weights, tokens_BT, context, state.caches, config, par, ring_context)
 

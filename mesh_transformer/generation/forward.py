@@ -109,9 +109,9 @@ def context_of(
 def in_ring(
     context: Context,
     key_positions_BS: Array,
-    slots: Array,
+    slots: Array | None,
     config: Config,
-    chunk: ring.Chunk | None = None,
+    part: ring.Part | None = None,
 ) -> Context:
     """Return the context of layers whose cache is a `RingCache`, which has other slots.
 
@@ -121,7 +121,7 @@ def in_ring(
     assert config.sliding_window is not None
     window = min(config.sliding_window, config.window)
     bias_BHTS = causal_bias(context.positions_BT, key_positions_BS, window)
-    return context._replace(sliding_bias_BHTS=bias_BHTS, slots=slots, table=None, chunk=chunk)
+    return context._replace(sliding_bias_BHTS=bias_BHTS, slots=slots, part=part)
 
 
 def own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:

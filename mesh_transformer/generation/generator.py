@@ -283,7 +283,7 @@ class DeviceBatch:
         self._size, self._pool, self._guesses = call.rows, call.pool, call.guesses
         self._drafts = DRAFT in weights
         window, pool = generator.config.window, call.pool
-        self._storage = storage(generator.config, call.rows, call.guesses, pool)
+        self._storage = storage(generator.config, call.guesses, pool)
         self._most_slots = most_slots(window, call.guesses, pool)
         slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
         empty = generator.empty(self._storage, drafts=self._drafts)
@@ -325,6 +325,11 @@ class DeviceBatch:
         if call.chunks is not None:
             begin, *given = call.chunks
             if self._pool is not None:
+                if self._storage.keeps and any(x is None for x in given):
+                    raise InputError(
+                        "generate: the model has layers with a sliding window, so `chunks` must "
+                        "have restored_PG and kept_PG"
+                    )
                 pages = [
                     none if x is None else np.pad(x, ((0, 1), (0, 0)), constant_values=-1)
                     for x, none in zip(given, pages, strict=True)

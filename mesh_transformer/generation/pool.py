@@ -11,6 +11,8 @@ from mesh_transformer.config import Model
 from mesh_transformer.util import InputError
 
 PAGE = 16  # default number of positions per page
+# See `server_pool`.
+USUAL_TOKENS, KEPT_ROWS = 2048, 4
 
 
 class Pool(NamedTuple):
@@ -20,11 +22,14 @@ class Pool(NamedTuple):
       pages: number of pages per data-parallel replica.
       page: number of positions per page.
       kept: number of pages per replica for beginnings of prompts in layers with rings.
+      has_rings: whether layers with a sliding window store in rings (see `model.ring`) what their
+        window needs, and not in pages.
     """
 
     pages: int
     page: int
     kept: int = 0
+    has_rings: bool = True
 
     def slots(self, positions: int) -> int:
         """Return the number of slots of a row that can hold this many positions."""
@@ -49,36 +54,81 @@ class Storage(NamedTuple):
 
     Attributes:
       in_pages: whether the rows share a pool of pages; otherwise, each has slots of its own.
-      ring: number of slots of each row in layers with a sliding window (see `model.ring`); 0 if
-        these layers store as much as the others.
+      ring_slots: number of slots of each row in layers with a sliding window; 0 if these layers
+        have no rings.
       keeps: whether the pool has pages for beginnings of prompts in these layers.
     """
 
     in_pages: bool = False
-    ring: int = 0
+    ring_slots: int = 0
     keeps: bool = False
 
 
 IN_ROWS = Storage()  # each row and layer has as many slots
 
 
-def storage(config: Model, rows: int, guesses: int, pool: Pool | None) -> Storage:
+def storage(config: Model, guesses: int, pool: Pool | None) -> Storage:
     """Return how a batch stores keys and values.
 
-    Layers with a sliding window have rings if these are smaller than what other layers store.
+    Args:
+      guesses: number of tokens that a decode step may guess.
+    """
+    slots = _ring_slots(config, guesses)
+    if slots == 0 or (pool is not None and not pool.has_rings):
+        return Storage(pool is not None)
+    return Storage(pool is not None, slots, pool is not None and pool.kept > 0)
+
+
+def _ring_slots(config: Model, guesses: int) -> int:
+    """Return the number of slots of a ring; 0 if rings would be no smaller than other rows."""
+    if config.sliding_window is None:
+        return 0
+    slots = Pool(0, PAGE).slots(min(config.sliding_window, config.window) + guesses)
+    return slots if slots < most_slots(config.window, guesses, None) else 0
+
+
+def pages_behind(config: Model, page: int) -> int:
+    """Return how many pages before a position the window of a sliding layer may reach into."""
+    return -(-(min(config.sliding_window or 1, config.window) - 1) // page)
+
+
+def server_pool(
+    config: Model,
+    rows: int,
+    guesses: int = 0,
+    *,
+    tokens: int | None = None,
+    kept_tokens: int | None = None,
+    page: int = PAGE,
+) -> Pool:
+    """Return the pool of a server's replica.
+
+    Layers with a sliding window have rings if these and what is kept for them take less memory than
+    pages.
 
     Args:
       rows: number of rows per replica.
       guesses: number of tokens that a decode step may guess.
+      tokens: number of tokens, of rows and kept prompts together, that the pool has room for.  None
+        gives every row 2048 tokens (`USUAL_TOKENS`) or those of the window, and all rows together
+        at least those of the window.
+      kept_tokens: number of tokens of prompts to keep room for beside the rows; None for as many as
+        4 rows (`KEPT_ROWS`) have.
+
+    Raises:
+      InputError: if the pool has no room for one row.
     """
-    if pool is None:
-        room = most_slots(config.window, guesses, None)
-    else:
-        room = pool.pages * pool.page // rows
-    ring = Pool(0, PAGE).slots((config.sliding_window or room) + guesses)
-    if ring >= room:
-        return Storage(pool is not None)
-    return Storage(pool is not None, ring, pool is not None and pool.kept > 0)
+    usual, any_page = min(config.window, USUAL_TOKENS), Pool(0, page)
+    kept = KEPT_ROWS * usual if kept_tokens is None else kept_tokens
+    if tokens is None:
+        own = rows * most_slots(usual, guesses, any_page) + kept
+        tokens = max(own, most_slots(config.window, guesses, any_page))
+    pool = pool_of(tokens, config.window + guesses, page)
+    in_rings = min(kept // page + pages_behind(config, page), pool.pages) if kept else 0
+    size = rows * _ring_slots(config, guesses) + in_rings * page
+    if 0 < size < pool.pages * page and _ring_slots(config, guesses):
+        return pool._replace(kept=in_rings)
+    return pool._replace(has_rings=False)
 
 
 def pool_of(tokens: int, positions: int, page: int = PAGE) -> Pool:
@@ -104,11 +154,11 @@ class Chunks(NamedTuple):
 
     Attributes:
       begin_P: the first position to compute.  Earlier positions must be in the row, from an earlier
-        call, or in pages that the row shares.
+        call, or in pages that the row shares; then `restored_PG` must have those of its window.
       page_PJ: the numbers of the row's pages in the pool, in order; -1 after the last one.
       prompt_PJ: the pages that hold the prompt.  Where these are not the row's, the prompt is
         copied to the row's pages.
-      restored_PG, kept_PG: see `ring.Chunk`; None for none.
+      restored_PG, kept_PG: see `ring.Part`; None if no layer has a sliding window.
     """
 
     begin_P: np.ndarray

@@ -43,7 +43,7 @@ def decode_specs(
         return tuple(ring if each else usual for each in is_ring)
 
     return decode.DecodeState(
-        caches(config, storage.ring > 0),
+        caches(config, storage.ring_slots > 0),
         rows if storage.in_pages else None,
         *(rows,) * 6,
         settings=settings,
@@ -93,9 +93,9 @@ def compile_empty(
     mesh = layout.mesh.shape
 
     def empty(rows: int, slots: int, pool: Pool | None) -> decode.DecodeState:
-        pages, page, kept = pool or (0, 1, 0)
+        pages, page, kept = pool[:3] if pool else (0, 1, 0)
         pages, kept = mesh["dp"] * pages, mesh["dp"] * kept if storage.keeps else 0
-        sizes = rows, slots, pages, page, kept, storage.ring
+        sizes = rows, slots, pages, page, kept, storage.ring_slots
         return decode.empty(layout.config, *sizes, mp=mesh["mp"], draft=draft)
 
     specs = decode_specs(layout.config, storage, draft)
@@ -110,7 +110,7 @@ def compile_grow(
     `slots` is the new number of positions in each row's KV cache.  The state must have no pool.
     """
     shardings = named(layout.mesh, decode_specs(layout.config, storage, draft))
-    grow = functools.partial(decode.grow, ring=storage.ring)
+    grow = functools.partial(decode.grow, ring_slots=storage.ring_slots)
     return jax.jit(grow, static_argnums=1, out_shardings=shardings)
 
 

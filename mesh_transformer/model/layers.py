@@ -52,7 +52,7 @@ class Context(NamedTuple):
     slots: Array | None = None  # cache slots of the new keys and values, [B, T], or of the first
     rows: Array | None = None  # the rows of the cache that the batch rows stand for; None for all
     table: paged.Table | None = None  # if the cache is in pages: those of each row
-    chunk: ring.Chunk | None = None  # for a chunk of prompts, if the cache is a ring
+    part: ring.Part | None = None  # of prompts, if the cache is a `RingCache`
     attend: attention.Attend | None = None  # used instead of `attention.attend` and `bias_BHTS`
     dropout: Dropout | None = None  # the layer's random numbers; None without dropout
     lora_scale: lora.Scale | None = None  # used instead of `config.lora_scale`
@@ -528,14 +528,16 @@ class TransformerLayer(hk.Module):
         assert bias_BHTS is not None
         if isinstance(cache, ring.RingCache):
             new = new.like(cache.rows)
-            if context.chunk is None:
-                assert context.slots is not None
-                rows = write(cache.rows, new, context.slots)
-                cache = cache._replace(rows=rows)
-            else:
-                rows = ring.read(cache, new, context.chunk)
-                cache = ring.written(cache, rows, context.chunk)
-            return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap), cache
+            if context.part is not None:
+                rows = ring.joined(cache, new, context.part)
+                cache = ring.written(cache, rows, context.part, cache.slots)
+                return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap), cache
+            assert context.slots is not None
+            cache = cache._replace(rows=write(cache.rows, new, context.slots))
+            if table is None:
+                return attention.attend_to_cache(q_BTHK, cache.rows, bias_BHTS, cap), cache
+            assert table.used_B is not None
+            return paged.attend_to_rows(q_BTHK, cache.rows, table.used_B, bias_BHTS, cap), cache
         if context.slots is None:
             return attention.attend_after(q_BTHK, cache, new, bias_BHTS, cap), new
         new = new.like(cache)

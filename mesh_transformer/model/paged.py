@@ -9,6 +9,7 @@ of a row's table, C slots of a page, G pages that are read together.  The arrays
 [L, H, C, K], or [L, H, C, 1] for scales, where L is the number of pages.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -147,11 +148,55 @@ def attend(
     bias_BHTS = jnp.pad(bias_BHTS, padding, constant_values=MASKED)
     width = together * size
 
+    def read(at: Array) -> tuple[LayerCache, Array]:
+        page_BG = jax.lax.dynamic_slice_in_dim(page_BJ, at * together, together, axis=1)
+        bias = jax.lax.dynamic_slice_in_dim(bias_BHTS, at * width, width, axis=3)
+        return rows_in_pages(cache, page_BG), bias
+
+    assert table.used_B is not None
+    return _attend_in_turn(q_BTHK, read, -(-jnp.max(table.used_B) // width), cap)
+
+
+def attend_to_rows(
+    q_BTHK: Array, cache: LayerCache, used_B: Array, bias_BHTS: Array, cap: float | None = None
+) -> Array:
+    """Compute `attend` over rows with slots of their own.
+
+    Args:
+      used_B: the number of first slots that each row attends to at most.
+    """
+    slots = cache.k_BHSK.shape[2]
+    width = min(slots_together(len(q_BTHK), 1), slots)
+
+    def read(at: Array) -> tuple[LayerCache, Array]:
+        first = jnp.minimum(at * width, slots - width)  # the last part may begin earlier
+
+        def part(x: Array, axis: int) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, first, width, axis)
+
+        bias, is_new_S = part(bias_BHTS, 3), first + jnp.arange(width) >= at * width
+        rows = jax.tree.map(lambda x: part(x, 2), cache)
+        return rows, jnp.where(is_new_S, bias, MASKED)
+
+    used = jnp.minimum(jnp.max(used_B), slots)
+    return _attend_in_turn(q_BTHK, read, -(-used // width), cap)
+
+
+def _attend_in_turn(
+    q_BTHK: Array,
+    read: Callable[[Array], tuple[LayerCache, Array]],
+    turns: Array,
+    cap: float | None,
+) -> Array:
+    """Compute softmax attention over slots that are read in turn; see `attend`.
+
+    Args:
+      read: a function from the number of a turn to the keys and values, and their bias.
+    """
+
     def body(at: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         most_BHT1, sum_BHT1, y_BHTK = carry
-        page_BG = jax.lax.dynamic_slice_in_dim(page_BJ, at * together, together, axis=1)
-        part = rows_in_pages(cache, page_BG)
-        bias = jax.lax.dynamic_slice_in_dim(bias_BHTS, at * width, width, axis=3)
+        part, bias = read(at)
         scores_BHTS = masked(scores_of(q_BTHK, part, cap), bias)
         new_BHT1 = jnp.maximum(most_BHT1, scores_BHTS.max(axis=-1, keepdims=True))
         probs_BHTS, shrink_BHT1 = jnp.exp(scores_BHTS - new_BHT1), jnp.exp(most_BHT1 - new_BHT1)
@@ -169,7 +214,5 @@ def attend(
     # Begun with values of q, so that the loop carries arrays of one sharding.
     zero_BHTK = jnp.moveaxis(q_BTHK, 1, 2).astype(jnp.float32) * 0
     first = (zero_BHTK[..., :1] - jnp.inf, zero_BHTK[..., :1], zero_BHTK)
-    assert table.used_B is not None
-    turns = -(-jnp.max(table.used_B) // width)
     _, sum_BHT1, y_BHTK = jax.lax.fori_loop(0, turns, body, first)
     return jnp.moveaxis(y_BHTK / sum_BHT1, 1, 2).astype(q_BTHK.dtype)

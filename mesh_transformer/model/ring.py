@@ -5,7 +5,7 @@ and what a decode step may write beyond its first position.  Prompts that begin 
 of a ring.  Instead, pages of a prompt are copied to a pool of their own (`RingCache.kept`), and
 from there to the rings of later rows.
 
-Array names end in their shape: B rows of the batch, P prompts, T tokens of a chunk, R slots of a
+Array names end in their shape: B rows of the batch, P prompts, T tokens of a part, R slots of a
 ring, S slots or positions, H heads, K head size, C slots of a page, G pages, L pages of the pool.
 """
 
@@ -39,7 +39,7 @@ class RingCache(NamedTuple):
 Cache = LayerCache | RingCache
 
 
-class Chunk(NamedTuple):
+class Part(NamedTuple):
     """Which positions of each prompt are computed, and what is copied between rings and pages.
 
     Attributes:
@@ -70,51 +70,64 @@ def held(newest: Array, slots: int) -> Array:
     return newest - (newest - jnp.arange(slots)) % slots
 
 
-def read(cache: RingCache, new: LayerCache, chunk: Chunk) -> LayerCache:
-    """Return the slots of the prompts' rings, then those of a chunk, [P, H, R + T, K] each.
+def joined(cache: RingCache, new: LayerCache, part: Part) -> LayerCache:
+    """Return the slots of the prompts' rings, then those of a part, [P, H, R + T, K] each.
 
-    The slots of the rings hold positions before the chunk (see `key_positions`).
+    The slots of the rings hold positions before the part (see `key_positions`).
+
+    Args:
+      new: the keys and values of the part, [P, H, T, K] each.
     """
-    rows, begin_P1 = rows_of(cache.rows, chunk.row_P), chunk.begin_P[:, None]
-    if cache.kept is not None and chunk.restored_PG.shape[1]:
-        pages = paged.rows_in_pages(cache.kept, chunk.restored_PG)
-        first_P1 = begin_P1 - pages.k_BHSK.shape[2]
-        restored = _at(pages, held(begin_P1 - 1, cache.slots) - first_P1)
-        is_restored_P111 = chunk.restored_PG[:, -1:, None, None] >= 0
-        rows = jax.tree.map(lambda x, y: jnp.where(is_restored_P111, x, y), restored, rows)
+    rows, begin_P1 = rows_of(cache.rows, part.row_P), part.begin_P[:, None]
+    if cache.kept is not None and part.restored_PG.shape[1]:
+        pages, size = cache.kept, cache.kept.k_BHSK.shape[2]
+        first_P1 = begin_P1 - part.restored_PG.shape[1] * size
+        is_restored_P = part.restored_PG[:, -1] >= 0
+
+        def restored() -> LayerCache:
+            own = paged.rows_in_pages(pages, part.restored_PG)
+            own = _at(own, held(begin_P1 - 1, cache.slots) - first_P1)
+            where = is_restored_P[:, None, None, None]
+            return jax.tree.map(lambda x, y: jnp.where(where, x, y), own, rows)
+
+        rows = jax.lax.cond(jnp.any(is_restored_P), restored, lambda: rows)
     return jax.tree.map(lambda x, y: jnp.concatenate((x, y), axis=2), rows, new)
 
 
-def key_positions(chunk: Chunk, slots: int, width: int) -> Array:
-    """Return the positions of the slots that `read` returns, [P, R + T].
+def key_positions(part: Part, slots: int, width: int) -> Array:
+    """Return the positions of the slots that `joined` returns, [P, R + T].
 
     Args:
       slots: number of slots of a ring.
-      width: number of tokens of a chunk.
+      width: number of tokens of a part.
     """
-    begin_P1 = chunk.begin_P[:, None]
+    begin_P1 = part.begin_P[:, None]
     return jnp.concatenate((held(begin_P1 - 1, slots), begin_P1 + jnp.arange(width)), axis=1)
 
 
-def written(cache: RingCache, read: LayerCache, chunk: Chunk) -> RingCache:
-    """Return the cache with the positions of a chunk.
+def written(cache: RingCache, values: LayerCache, part: Part, before: int) -> RingCache:
+    """Return the cache with the positions of a part.
 
     Args:
-      read: what `read` returned.
+      values: what `joined` returned, or the keys and values of a part that begins at position 0.
+      before: how many slots of rings `values` begins with, R or 0.
     """
-    begin_P1, slots = chunk.begin_P[:, None], cache.slots
+    begin_P1, slots = part.begin_P[:, None], cache.slots
 
     def of_positions(position_PN: Array) -> LayerCache:
-        is_new_PN = position_PN >= begin_P1
-        return _at(read, jnp.where(is_new_PN, slots + position_PN - begin_P1, position_PN % slots))
+        index_PN = before + position_PN - begin_P1
+        if before:
+            index_PN = jnp.where(position_PN < begin_P1, position_PN % slots, index_PN)
+        return _at(values, index_PN)
 
-    newest_PR = held(chunk.end_P[:, None] - 1, slots)
-    first_P = jnp.zeros_like(chunk.row_P)
-    rows, kept = write_rows(cache.rows, of_positions(newest_PR), chunk.row_P, first_P), cache.kept
-    if kept is not None and (pages := chunk.kept_PG.shape[1]):
+    own, kept = values, cache.kept
+    if before or values.k_BHSK.shape[2] > slots:
+        own = of_positions(held(part.end_P[:, None] - 1, slots))
+    rows = write_rows(cache.rows, own, part.row_P, jnp.zeros_like(part.row_P))
+    if kept is not None and (pages := part.kept_PG.shape[1]):
         size = kept.k_BHSK.shape[2]
-        position_PS = chunk.kept_from_P[:, None] // size * size + jnp.arange(pages * size)
-        kept = paged.write_pages(kept, of_positions(position_PS), chunk.kept_PG)
+        position_PS = part.kept_from_P[:, None] // size * size + jnp.arange(pages * size)
+        kept = paged.write_pages(kept, of_positions(position_PS), part.kept_PG)
     return RingCache(rows, kept)
 
 

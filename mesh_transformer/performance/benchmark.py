@@ -391,5 +391,5 @@ def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
     layout, config = generator.layout, generator.config
     rows = config.per_replica_batch * layout.mesh.shape["dp"]
     caches = abstract_rows(layout, rows).caches
-    cache = cache_read(caches, positions / config.window)
+    cache = cache_read(caches, positions / config.window, positions)
     return weights_read(config, generator.weights(None)), cache

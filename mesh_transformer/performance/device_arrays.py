@@ -48,15 +48,20 @@ def weights_read(config: Config, weights: Weights) -> int:
     return bytes_on_one_device(read)
 
 
-def cache_read(caches: Sequence[Cache], used: float) -> int:
+def cache_read(caches: Sequence[Cache], used: float, positions: float) -> int:
     """Return the bytes of keys and values that each device reads in a decode step.
 
     Args:
-      used: the share of slots in use, of layers without rings; rings are read as a whole.
+      used: the share of slots in use, of layers without rings.
+      positions: number of positions that each row has.
     """
-    rings = [cache.rows for cache in caches if isinstance(cache, RingCache)]
-    others = [cache for cache in caches if not isinstance(cache, RingCache)]
-    return bytes_on_one_device(rings) + int(bytes_on_one_device(others) * used)
+    read = 0.0
+    for cache in caches:
+        if isinstance(cache, RingCache):
+            read += bytes_on_one_device(cache.rows) * min(positions / cache.slots, 1)
+        else:
+            read += bytes_on_one_device(cache) * used
+    return int(read)
 
 
 def abstract_weights(layout: WeightLayout) -> Weights:
@@ -82,7 +87,7 @@ def abstract_rows(
     """
     config, mesh = layout.config, layout.mesh
     slots = most_slots(config.window, guesses, pool)
-    stored = storage(config, rows // mesh.shape["dp"], guesses, pool)
+    stored = storage(config, guesses, pool)
     empty = programs.compile_empty(layout, stored, draft)
     shapes = jax.eval_shape(functools.partial(empty, rows, slots, pool))
     specs = programs.decode_specs(config, stored, draft)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
-from mesh_transformer.generation.pool import Pool, pool_of, storage
+from mesh_transformer.generation.pool import Pool, server_pool, storage
 from mesh_transformer.generation.speculation import check_guesses, draft_config, within_window
 from mesh_transformer.generation.weights import DRAFT, WeightLayout, Weights, weight_layout
 from mesh_transformer.mesh.accelerators import GIB
@@ -456,7 +456,7 @@ def decode_program(
     rows = len(state.length_B)
     left = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=NamedSharding(mesh, P("dp")))
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-    stored = storage(config, rows // mesh.shape["dp"], guesses, pool)
+    stored = storage(config, guesses, pool)
     function = programs.compile_decode(layout, None, STEPS, stored, guesses, draft=draft)
     return function, weights, state, left, count, None
 
@@ -498,7 +498,9 @@ def decode_plan(
         draft = within_window(draft_config(draft, config, "draft"), config)
         draft = weight_layout(Layout(draft, mesh)).config
     rows = config.per_replica_batch * mesh.shape["dp"]
-    pool = None if cache_tokens is None else pool_of(cache_tokens, config.window + guesses)
+    pool = None
+    if cache_tokens is not None:
+        pool = server_pool(config, config.per_replica_batch, guesses, tokens=cache_tokens)
     weights = abstract_weights(layout)
     state = abstract_rows(layout, rows, pool, guesses, draft)
     models = [(1, config, weights, state.caches)]  # and how often a step reads each
@@ -520,7 +522,7 @@ def decode_plan(
     for times, model, own, caches in models:
         own_bytes, own_cache = bytes_on_one_device(own), bytes_on_one_device(caches)
         weights_bytes, cache_bytes = weights_bytes + own_bytes, cache_bytes + own_cache
-        read += times * (weights_read(model, own) + cache_read(caches, used))
+        read += times * (weights_read(model, own) + cache_read(caches, used, length))
     draft_bytes = sum(bytes_on_one_device((own, caches)) for _, _, own, caches in models[1:])
     traffic = moved = likely = None
     if memory.text is not None:

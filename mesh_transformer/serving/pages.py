@@ -27,8 +27,8 @@ class Row:
         so the first ones are not those of `page_J` if the answer is written over them.
       shares: whether other rows may use its prompt's pages, and it theirs.
       returned: the first pages of the prompt, if it has given these back, and their keys.
-      restored: the pages in `Windows` to copy to the row's rings in the next call.
-      kept: pages in `Windows` that the next call copies pages of the prompt to, and their keys.
+      restored: the pages in `KeptPages` to copy to the row's rings in the next call.
+      kept: pages in `KeptPages` that the next call copies pages of the prompt to, and their keys.
     """
 
     def __init__(self, page_J: np.ndarray, prompt_J: np.ndarray, shares: bool):
@@ -40,7 +40,7 @@ class Row:
         self.kept: list[tuple[int, bytes]] = []
 
 
-class Windows:
+class KeptPages:
     """Where pages of prompts are kept for layers with a sliding window (see `model.ring`).
 
     Rows get copies of these pages.  If none is free, the one that was not used for the longest
@@ -64,7 +64,7 @@ class Windows:
     def read(self, keys: Sequence[bytes]) -> list[int]:
         """Return the kept pages with these keys, which stay as they are until `end_read`."""
         pages = [self._pages[key] for key in keys]
-        for key in keys:
+        for key in reversed(keys):  # the later ones are useless without those before
             self._pages.move_to_end(key)
         self._readers.update(pages)
         return pages
@@ -101,12 +101,12 @@ class Pages:
       pool: the size of the pool.
       slots: number of slots of a row (see `Pool.slots`).
       keep: whether pages are shared and kept.
-      behind: see `Windows`; 0 if no layer has rings.
+      behind: see `KeptPages`; 0 if no layer has rings.
     """
 
     def __init__(self, pool: Pool, slots: int, *, keep: bool = True, behind: int = 0):
         self.pool = pool
-        self._windows = Windows(pool.kept, behind)
+        self._for_rings = KeptPages(pool.kept, behind)
         self._places, self._keep = slots // pool.page, keep
         self._free = list(reversed(range(pool.pages)))
         self._users = [0] * pool.pages  # number of rows that use each page
@@ -139,6 +139,9 @@ class Pages:
     def find(self, prompt: np.ndarray) -> list[int]:
         """Return the kept pages that begin a prompt, in order.
 
+        Only as many count as a row can use: layers with a sliding window need the pages in
+        `KeptPages` that the window of the next position reaches into.
+
         At least one token of the prompt is in none of these pages, because its logits must be
         computed.
 
@@ -152,8 +155,8 @@ class Pages:
             if page is None:
                 break
             kept.append(page)
-            run = run + 1 if self._windows.has(key) else 0
-            if run >= min(self._windows.behind, len(kept)):  # those that a window reaches into
+            run = run + 1 if self._for_rings.has(key) else 0
+            if run >= min(self._for_rings.behind, len(kept)):  # those that a window reaches into
                 count = len(kept)
         return kept[:count]
 
@@ -218,7 +221,7 @@ class Pages:
         self._restore(row, prompt, len(kept))
         return len(kept) * self.pool.page
 
-    def chunk(self, row: Row, prompt: np.ndarray, begin: int, *, is_last: bool) -> Chunks:
+    def insertion(self, row: Row, prompt: np.ndarray, begin: int, *, is_last: bool) -> Chunks:
         """Return the argument of `Batch.insert` that computes a part of one prompt.
 
         Args:
@@ -226,7 +229,7 @@ class Pages:
           begin: the first position to compute, from `share`.
           is_last: whether the part is the prompt's last one.
         """
-        size, behind = self.pool.page, self._windows.behind
+        size, behind = self.pool.page, self._for_rings.behind
         row.kept = []
         restored_G = np.full(behind, -1, np.int32)
         restored_G[behind - len(row.restored) :] = row.restored
@@ -234,7 +237,7 @@ class Pages:
         first = begin // size
         for at in range(first, len(prompt) // size if behind and row.shares else first):
             key = _key(prompt[: (at + 1) * size])
-            if not self._windows.has(key) and (page := self._windows.take()) is not None:
+            if not self._for_rings.has(key) and (page := self._for_rings.take()) is not None:
                 row.kept.append((page, key))
                 kept_G[at - first] = page
         page_J = row.page_J if is_last else row.prompt_J
@@ -248,14 +251,15 @@ class Pages:
           prompt: token ids [T], up to the last one whose keys and values are computed.
         """
         self._end_restoring(row)
-        for page, key in row.kept:
-            self._windows.keep(page, key)
-        row.kept = []
+        for page, key in reversed(row.kept):  # the later ones are useless without those before
+            self._for_rings.keep(page, key)
+        stored, row.kept = {key: key for _, key in row.kept}, []
         if not row.shares:
             return
         size = self.pool.page
         for at in range(len(prompt) // size):
             key, page = _key(prompt[: (at + 1) * size]), int(row.prompt_J[at])
+            key = stored.get(key, key)  # one object for both, as it is long
             if key not in self._pages and page not in self._keys:
                 self._pages[key], self._keys[page] = page, key
 
@@ -282,11 +286,11 @@ class Pages:
     def _restore(self, row: Row, prompt: np.ndarray, count: int) -> None:
         """Let the next call fill a row's rings for a prompt of which `count` pages are computed."""
         self._end_restoring(row)
-        ends = range(max(count - self._windows.behind, 0) + 1, count + 1)
-        row.restored = self._windows.read([_key(prompt[: end * self.pool.page]) for end in ends])
+        ends = range(max(count - self._for_rings.behind, 0) + 1, count + 1)
+        row.restored = self._for_rings.read([_key(prompt[: end * self.pool.page]) for end in ends])
 
     def _end_restoring(self, row: Row) -> None:
-        self._windows.end_read(row.restored)
+        self._for_rings.end_read(row.restored)
         row.restored = []
 
     def _plan(

@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.generation.pool import PAGE, Chunks, Pool, most_slots, pool_of, storage
+from mesh_transformer.generation.pool import (
+    PAGE,
+    Chunks,
+    most_slots,
+    pages_behind,
+    server_pool,
+)
 from mesh_transformer.generation.sampling_settings import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
@@ -33,9 +39,6 @@ SMOOTHING = 0.2  # weight of the newest call in the average times of the chunks
 # A short prompt is inserted alone, after its kept beginning, if this saves so many positions.
 # Otherwise it may share a call with others.
 SAVING = 64
-# The default pool of a replica has room for this number of tokens per row, or for the window if
-# that is shorter, and for kept prompts of as many tokens as this number of rows.
-USUAL_TOKENS, KEPT_ROWS = 2048, 4
 
 
 def allowed_in(rows: Iterable[int], constraints: Iterable[Any]) -> dict[int, np.ndarray]:
@@ -55,11 +58,7 @@ class Prefiller:
       network: the network that creates the batch.
       rows: number of rows of the batch.
       chunk: maximum number of tokens of a prompt per prefill call.
-      kept_tokens: number of prompt tokens for whose keys and values each replica's pool has room
-        beside that of its rows; None for as many as 4 rows (`KEPT_ROWS`) have, and 0 to keep none.
-      cache_tokens: number of tokens, of rows and kept prompts together, that each replica's pool
-        has room for.  None gives every row 2048 tokens (`USUAL_TOKENS`) or those of the window, and
-        all rows together at least those of the window.
+      kept_tokens, cache_tokens: see `server_pool`; with 0 `kept_tokens`, nothing is kept.
       guesses: number of tokens that a decode step may guess (see `Batch.decode`).
       fixed_shapes: whether to compute each prompt alone, in chunks that are all padded to `chunk`
         tokens.  The tokens of an answer then do not depend, even by rounding, on other requests or
@@ -88,19 +87,18 @@ class Prefiller:
         widths = sorted({bucket(n, MIN_WIDTH, window) for n in range(1, self._longest + 1)})
         self._widths = widths[-1:] if fixed_shapes else widths  # that chunks are padded to
         self._seconds: dict[int, float] = {}  # the time of a chunk's call, on average, by width
-        usual = min(window, USUAL_TOKENS)
-        kept = KEPT_ROWS * usual if kept_tokens is None else kept_tokens
         self._rows, self._rows_per_replica = rows, rows // network.dp
-        page = self._longest if fixed_shapes else PAGE
-        slots = most_slots(window, guesses, Pool(0, page))
-        tokens = cache_tokens or max(
-            self._rows_per_replica * most_slots(usual, guesses, Pool(0, page)) + kept, slots
+        pool = server_pool(
+            network.config,
+            self._rows_per_replica,
+            guesses,
+            tokens=cache_tokens or None,
+            kept_tokens=kept_tokens,
+            page=self._longest if fixed_shapes else PAGE,
         )
-        pool, behind = pool_of(tokens, window + guesses, page), 0
-        if storage(network.config, self._rows_per_replica, guesses, pool).ring and kept:
-            behind = -(-((network.config.sliding_window or 1) - 1) // page)
-            pool = pool._replace(kept=kept // page + behind)
-        self._pages = [Pages(pool, slots, keep=kept > 0, behind=behind) for _ in range(network.dp)]
+        slots, keep = most_slots(window, guesses, pool), kept_tokens != 0
+        behind = pages_behind(network.config, pool.page) if pool.kept else 0
+        self._pages = [Pages(pool, slots, keep=keep, behind=behind) for _ in range(network.dp)]
         self._in_rows: dict[int, Row] = {}  # the pages of each row that is in use
         self.batch = network.batch(rows, pool, guesses)
 
@@ -340,7 +338,7 @@ class Prefiller:
         """
         none = self._pages[0].no_row  # of rows that are not in use, when the programs are compiled
         chunks = [
-            self._pages[self._replica(row)].chunk(
+            self._pages[self._replica(row)].insertion(
                 self._in_rows.get(row, none),
                 of_adapter(prompt, own.adapter),
                 begin,

@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 
 from mesh_transformer.generation import generator as generators
-from mesh_transformer.generation.pool import Pool
+from mesh_transformer.generation.pool import Chunks, Pool, server_pool, storage
 from mesh_transformer.generation.sampling_settings import SamplingOptions, sampler_settings
 from mesh_transformer.model.ring import RingCache
+from mesh_transformer.serving import prefill
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.serving.pages import Pages, Windows
+from mesh_transformer.serving.pages import KeptPages, Pages
 from mesh_transformer.serving.prefill import Prefiller
+from mesh_transformer.util import InputError
 from tests.generation.test_decode import (
     PLACES,
     SAMPLED,
@@ -24,6 +26,7 @@ from tests.model.test_transformer import small_config
 from tests.serving.test_pages import insert_in_parts
 
 WINDOW, SLIDING = 64, 31
+GREEDY = SamplingOptions(temp=0.0)
 
 
 def sliding_config(**changes):
@@ -66,11 +69,70 @@ def test_rings_grow_up_to_the_window_and_the_guesses(monkeypatch, guesses, first
         batch.decode(7, speculate=guesses > 0)
     assert sizes[0] == [first] * 3
     assert sizes[-1] == [last, 64, last]
-    # Without a smaller window than the others, and where rings would take more than pages do.
-    for changes, pool in (({"sliding_window": 60}, None), ({}, Pool(pages=5, page=16))):
-        network = network_of(sliding_config(**changes))
-        caches = on_devices(network.batch(4, pool))._state.caches
-        assert not any(isinstance(cache, RingCache) for cache in caches)
+    wide = network_of(sliding_config(sliding_window=60))  # in whole pages as wide as the others
+    assert not any(
+        isinstance(cache, RingCache) for cache in on_devices(wide.batch(2))._state.caches
+    )
+
+
+@pytest.mark.parametrize(
+    ("window", "sliding", "rows", "tokens", "kept_tokens", "rings"),
+    [
+        (32768, 512, 16, None, None, True),
+        (65536, 4096, 15, None, None, False),  # 61,440 in rings and 12,288 kept, of 65,536
+        (65536, 4096, 16, 98304, None, True),
+        (65536, 4096, 16, None, 65536, False),
+        (8192, 1024, 16, 20000, None, False),
+        (32768, 512, 16, 40000, 100000, False),  # the kept ones alone would take all
+        (8192, 4096, 3, None, None, False),
+        (2048, 4096, 2, None, None, False),
+    ],
+)
+def test_a_server_has_rings_where_they_take_less_memory(
+    window, sliding, rows, tokens, kept_tokens, rings
+):
+    config = sliding_config(seq=window, sliding_window=sliding)
+    pool = server_pool(config, rows, tokens=tokens, kept_tokens=kept_tokens)
+    stored = storage(config, 0, pool)
+    assert (stored.ring_slots > 0, pool.kept > 0) == (rings, rings)
+    if rings:
+        assert rows * stored.ring_slots + pool.kept * pool.page < pool.pages * pool.page
+
+
+def test_pages_that_rings_need_must_be_given():
+    pool, config = Pool(60, 4, kept=8), sliding_config()
+    batch, none = network_of(config).batch(4, pool), np.full((1, 16), -1, np.int32)
+    settings, prompts = sampler_settings(SAMPLED, 1), random_prompts(config, [5])
+    place = Chunks(np.zeros(1, np.int32), none, none)
+    with pytest.raises(InputError, match="`chunks` must have restored_PG and kept_PG"):
+        batch.insert([0], prompts, 1, settings, chunks=place)
+
+
+def test_rings_in_8_bits_generate_like_pages():
+    """Logprobs as without rings: prompts whole and in parts, which share beginnings."""
+    config = sliding_config(int8_cache=True)
+    beginning, more = random_prompts(config, [40, 8])
+
+    def logprobs(rings: bool) -> np.ndarray:
+        prefiller = prefiller_of(config, has_rings=rings)
+        own = on_devices(prefiller.batch)._state.caches
+        assert isinstance(own[0], RingCache) == rings
+        results = []
+        prompts = [beginning[:16], np.concatenate((beginning, more)), beginning[:45]]
+        for prompt, is_whole in zip(prompts, (True, False, False), strict=True):
+            [row] = prefiller.place([prompt], [9], [0, 1], chunks=not is_whole)
+            if is_whole:
+                chosen = prefiller.insert([row], [prompt], [9], [GREEDY], [None])
+            else:
+                chosen, found = in_chunks(prefiller, row, prompt, 9)
+                assert found >= 16
+            later = prefiller.batch.decode(8, 20, allowed={})
+            results.append(np.concatenate((chosen.top_logprob, later.top_logprob[row])))
+            prefiller.release([row])
+        return np.stack(results)
+
+    # The sums have another order, so that a key may round to the next of 127 integers.
+    np.testing.assert_allclose(logprobs(True), logprobs(False), atol=1e-2, rtol=0)
 
 
 @pytest.mark.parametrize("guesses", [0, 3])
@@ -132,23 +194,40 @@ def test_prompts_in_parts_share_what_rings_held(place):
         check_logprobs(config, prompt, chosen, batch.decode(5, every), number)
 
 
+def prefiller_of(config, has_rings=True, **options):
+    """Return a server's rows, in rings or in pages, of a network on one device."""
+    network = network_of(config)
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_rings:
+            patch.setattr(
+                prefill,
+                "server_pool",
+                lambda *args, **keys: server_pool(*args, **keys)._replace(kept=0, has_rings=False),
+            )
+        options = {"chunk": 16, "kept_tokens": 96, "cache_tokens": 512} | options
+        return Prefiller(network, Metrics(2), 2, **options)
+
+
+def in_chunks(prefiller, row, prompt, length):
+    """Insert a prompt in chunks; return its first token, and how many tokens were found."""
+    filled, found, chosen = 0, 0, None
+    while chosen is None:
+        filled, more, chosen = prefiller.insert_chunk(row, prompt, filled, length, GREEDY, None, 16)
+        found += more
+    return chosen, found
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_the_server_shares_beginnings_of_prompts_in_rings(fixed):
     config = sliding_config(seq=WINDOW)
-    network, rng = network_of(config), np.random.default_rng(6)
-    prefiller = Prefiller(
-        network, Metrics(2), 2, chunk=16, kept_tokens=96, cache_tokens=512, fixed_shapes=fixed
-    )
-    beginning, none = rng.integers(0, config.n_vocab, 50), SamplingOptions()
+    rng, prefiller = np.random.default_rng(6), prefiller_of(config, fixed_shapes=fixed)
+    beginning = rng.integers(0, config.n_vocab, 50)
     assert isinstance(on_devices(prefiller.batch)._state.caches[0], RingCache)
     cached = []
     for _ in range(3):
         prompt = np.concatenate((beginning, rng.integers(0, config.n_vocab, 10)))
         [row] = prefiller.place([prompt], [20], [0, 1], chunks=True)
-        filled, found, chosen = 0, 0, None
-        while chosen is None:
-            filled, more, chosen = prefiller.insert_chunk(row, prompt, filled, 20, none, None, 16)
-            found += more
+        chosen, found = in_chunks(prefiller, row, prompt, 20)
         cached.append(found)
         later = prefiller.batch.decode(19, 20, allowed={})
         tokens = np.concatenate((chosen.token, later.token[row]))
@@ -162,12 +241,12 @@ def test_the_server_shares_beginnings_of_prompts_in_rings(fixed):
 
 
 def test_pages_that_a_row_reads_are_not_given_away():
-    windows = Windows(3, 2)
+    kept = KeptPages(3, 2)
     for number in range(3):
-        windows.keep(windows.take(), bytes([number]))
-    pages = windows.read([bytes([0]), bytes([2])])
-    assert windows.take() not in pages
-    assert windows.take() is None
-    windows.end_read(pages)
-    assert {windows.take(), windows.take()} == set(pages)
-    assert not any(windows.has(bytes([number])) for number in range(3))
+        kept.keep(kept.take(), bytes([number]))
+    pages = kept.read([bytes([0]), bytes([2])])
+    assert kept.take() not in pages
+    assert kept.take() is None
+    kept.end_read(pages)
+    assert {kept.take(), kept.take()} == set(pages)
+    assert not any(kept.has(bytes([number])) for number in range(3))

@@ -47,7 +47,7 @@ def insert_in_parts(batch, number, prompt, parts, pages, **options):
             options["length"] if end == len(prompt) else 1,
             options["settings"],
             alternatives=options["alternatives"],
-            chunks=pages.chunk(row, prompt[:end], begin, is_last=end == len(prompt)),
+            chunks=pages.insertion(row, prompt[:end], begin, is_last=end == len(prompt)),
         )
         calls.append((begin, end))
         pages.keep(row, prompt[:end])
@@ -148,7 +148,7 @@ def test_pages_hold_the_tokens_of_their_rows(seed):
         begin = 0
         for end in sorted({int(rng.integers(1, len(prompt) + 1)), len(prompt)}):
             filled = pages.share(row, prompt, begin)
-            chunk = pages.chunk(row, prompt[:end], filled, is_last=end == len(prompt))
+            chunk = pages.insertion(row, prompt[:end], filled, is_last=end == len(prompt))
             assert chunk.restored_PG is not None
             assert chunk.kept_PG is not None
             if filled > begin:  # the ring is filled with the pages before
