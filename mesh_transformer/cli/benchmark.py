@@ -110,6 +110,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="measure the train step with one optimisation off at a time",
     )
+    modes.add_argument(
+        "--verify", action="store_true", help="compare what the devices compute with the formulas"
+    )
     keys = add_key_arguments(parser)
     keys.add_argument("--seq", type=positive, help="sequence length in tokens")
     keys.add_argument(
@@ -142,6 +145,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         type=positive,
         default=5,
         help="repetitions with --checkpoint, --loader or --ablate (default 5)",
+    )
+    size.add_argument(
+        "--minutes", type=float, help="minutes after which --verify begins no more checks"
     )
     size.add_argument(
         "--records",
@@ -351,8 +357,10 @@ def table(args: argparse.Namespace, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int | None:
     args = parse_args()
+    if args.verify:
+        return script("verify", "verify").run(args)
     os.environ.setdefault(
         "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"
     )  # for GPUs; JAX's default is 0.75
@@ -361,3 +369,4 @@ def main() -> None:
         print(json.dumps(result))
     else:
         print(table(args, result))
+    return None
