@@ -493,11 +493,9 @@ def checks() -> Iterator[Check]:
         for name in get_args(Attention)[1:]:
             if not accepted(name, dtype):
                 continue
-            run = partial(backend, name, dtype)
-            yield Check(f"attention {name}, {dtype}", partial(run, False), tolerances[0])
-            yield Check(
-                f"gradients of attention {name}, {dtype}", partial(run, True), tolerances[1]
-            )
+            for prefix, tolerance in zip(("", "gradients of "), tolerances, strict=True):
+                run = partial(backend, name, dtype, bool(prefix))
+                yield Check(f"{prefix}attention {name}, {dtype}", run, tolerance)
     # Integers are summed exactly, and multiplied by two scales.
     yield Check("int8 matmul", int8_matmul, 1e-6)
     yield Check("attention to an int8 cache", int8_cache, exact)
