@@ -130,13 +130,9 @@ def test_without_its_script_a_flag_is_refused_before_it_measures(monkeypatch, wo
     script.script.cache_clear()
     monkeypatch.setattr(script, "__file__", str(tmp_path / "mesh_transformer" / "cli" / "a.py"))
     monkeypatch.setattr(sys, "argv", ["benchmark.py", *words.split()])
-    flag, name = (
-        words.split()[0],
-        r"scripts/measure/(ablation|checkpoints|loader|operations|verify)\.py",
-    )
-    with pytest.raises(
-        InputError, match=rf"{flag} runs scripts/measure/({names})\.py.* install a checkout"
-    ):
+    flag, names = words.split()[0], "ablation|checkpoints|loader|operations|verify"
+    line = rf"{flag} runs scripts/measure/({names})\.py.* install a checkout"
+    with pytest.raises(InputError, match=line):
         script.main()
 
 
