@@ -106,12 +106,15 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         "--loader", action="store_true", help="measure reading of records on one core"
     )
     modes.add_argument(
+        "--verify", action="store_true", help="compare what the devices compute with the formulas"
+    )
+    modes.add_argument(
         "--ablate",
         action="store_true",
         help="measure the train step with one optimisation off at a time",
     )
-    modes.add_argument(
-        "--verify", action="store_true", help="compare what the devices compute with the formulas"
+    parser.add_argument(
+        "--minutes", type=float, help="minutes after which --verify begins no more checks"
     )
     keys = add_key_arguments(parser)
     keys.add_argument("--seq", type=positive, help="sequence length in tokens")
@@ -145,9 +148,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         type=positive,
         default=5,
         help="repetitions with --checkpoint, --loader or --ablate (default 5)",
-    )
-    size.add_argument(
-        "--minutes", type=float, help="minutes after which --verify begins no more checks"
     )
     size.add_argument(
         "--records",
@@ -357,16 +357,15 @@ def table(args: argparse.Namespace, result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int | None:
+def main() -> None:
     args = parse_args()
-    if args.verify:
-        return script("verify", "verify").run(args)
     os.environ.setdefault(
         "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"
     )  # for GPUs; JAX's default is 0.75
+    if args.verify:
+        sys.exit(script("verify", "verify").run(args))
     result = measure(args)
     if args.json:
         print(json.dumps(result))
     else:
         print(table(args, result))
-    return None

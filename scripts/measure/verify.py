@@ -448,7 +448,7 @@ def same_calls() -> float:
 def same_bits() -> float:
     """Return how many arrays of two steps of a virtual mesh differ between the meshes."""
     c = GPTJ.replace(virtual_mesh=[2, 4], seq=32, warmup_steps=0)
-    devices = jax.devices()
+    params, devices = random_params(c), jax.devices()
     meshes = [(dp, mp) for dp, mp in ((2, 4), (2, 2), (1, 2), (1, 1)) if dp * mp <= len(devices)]
     if len(meshes) < 2:
         raise SkippedError("needs 2 devices")
@@ -457,7 +457,9 @@ def same_bits() -> float:
         own = c.replace(cores_per_replica=mp, tpu_size=dp * mp)
         layout = steps.StateLayout(own, make_mesh(own, devices[: dp * mp]))
         rows, train, metrics = Rows(layout.mesh), None, []
-        state = steps.compile_init(layout)(jax.random.key(0))
+        state = network_of(own, params, list(layout.mesh.devices.flat)).state
+        assert state is not None
+        state["opt_state"] = steps.compile_opt_state(layout)(state["params"])
         for seed in range(2):
             tokens = random_tokens(c, 1, 2, c.seq + 1, seed=seed)
             batch = rows.place(batch_of(tokens), P(None, "dp"))
