@@ -37,11 +37,7 @@ from mesh_transformer.mesh.parallel import Auto, Parallel
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import attention, matrices, transformer
 from mesh_transformer.model.cache import LayerCache
-from mesh_transformer.model.dropout import (
-    PROBS,
-    Dropout,
-    sequence_keys,
-)
+from mesh_transformer.model.dropout import PROBS, Dropout, sequence_keys
 from mesh_transformer.training import step as steps
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, run_script
@@ -204,12 +200,11 @@ def dropped(c: Config) -> Any:
             keys = sequence_keys(c.seed, jnp.int32(0), (1, shape[0]))[0]
             own, share = Dropout(keys).of_layer(layer), rate(place, layer)
             if len(shape) == 4:  # attention probabilities
-                return np.asarray(own.drop_probs(share, shape[-1], Auto())(jnp.ones(shape), 0, 0))
+                drop = own.drop_probs(share, shape[-1], Auto())
+                return np.asarray(drop(jnp.ones(shape), 0, 0) > 0)
             return np.asarray(own.kept(place, share, *shape[1:]))
 
-    return lambda place, layer, x: np.where(
-        kept(place, layer, x.shape), x / (1 - rate(place, layer)), 0
-    )
+    return lambda place, layer, x: x * kept(place, layer, x.shape) / (1 - rate(place, layer))
 
 
 def kept_share() -> float:
@@ -364,11 +359,10 @@ def golden_network(folder: str, dtype: str) -> tuple[CausalTransformer, Any]:
     variant = ORIGINAL / folder
     if not variant.is_dir():
         raise SkippedError("needs tests/data of a checkout")
-    values = json.loads((variant.parent / "config.json").read_text())
-    values = {key: value for key, value in values.items() if key[0] != "_"}
     # The original's mesh was 2 x 4, and each of 4 shards had copies of some biases.
-    alone = {"cores_per_replica": 1, "per_replica_batch": 2, "original_bias_copies": 4}
-    c = Config.from_dict(values | alone | {"dtype": dtype})
+    keys = {"cores_per_replica": 1, "per_replica_batch": 2, "original_bias_copies": 4}
+    values = json.loads((variant.parent / "config.json").read_text()) | keys | {"dtype": dtype}
+    c = Config.from_dict({key: value for key, value in values.items() if key[0] != "_"})
     network = CausalTransformer(c, devices=one_device(), init=False)
     network.load(str(variant), fresh_opt=True)
     return network, np.load(variant.parent / "golden.npz")
@@ -476,8 +470,9 @@ def checks() -> Iterator[Check]:
     """Yield all checks for the present devices, the most valuable first."""
     on_cpu = jax.default_backend() == "cpu"
     models = {"GPT-J": GPTJ, "Llama": LLAMA}
-    # Some 30 roundings by 2^-24 of sums of up to 256 terms, which the matrices enlarge tenfold.
-    exact = 2e-5
+    # Some 30 roundings by 2^-24, on accelerators up to 2^-21, that the matrices enlarge; products
+    # with fewer bits than float32, such as TF32, are off by 1e-3 or more.
+    exact = 1e-4
     for name, c in models.items():
         yield Check(f"logits of {name}, float32", partial(logits, c), exact)
     yield Check("logits of the original", golden_logits, exact)
@@ -489,17 +484,17 @@ def checks() -> Iterator[Check]:
         yield Check(f"logits of {name}, bfloat16", partial(logits, bf16), 0.1)
         # Twice as many, of smaller numbers; a wrong sign, factor or term is off by more.
         yield Check(f"gradients of {name}, bfloat16", partial(gradients, bf16), 0.25)
-    # Scores of up to 40 are rounded by 2^-24 of themselves; 2^-9 is that of probabilities, and of
-    # the result, in values, and of two more products in gradients.
-    for dtype, tolerances in (("float32", (1e-5, 1e-5)), ("bfloat16", (2**-7, 2**-6))):
+    # Scores of up to 12 in float32 are rounded by 2^-21 of themselves at most.  In bfloat16,
+    # probabilities and results are rounded by 2^-9, and two more products in gradients.
+    for dtype, tolerances in (("float32", (2e-5, 2e-5)), ("bfloat16", (2**-7, 2**-6))):
         for name in get_args(Attention)[1:]:
             if not accepted(name, dtype):
                 continue
             for prefix, tolerance in zip(("", "gradients of "), tolerances, strict=True):
                 run = partial(backend, name, dtype, bool(prefix))
                 yield Check(f"{prefix}attention {name}, {dtype}", run, tolerance)
-    # Integers are summed exactly, and multiplied by two scales.
-    yield Check("int8 matmul", int8_matmul, 1e-6)
+    # Integers are summed exactly, and multiplied by two scales, which are rounded by up to 2^-21.
+    yield Check("int8 matmul", int8_matmul, 2e-6)
     yield Check("attention to an int8 cache", int8_cache, exact)
     int8 = GPTJ.replace(weight_bits=8)
     yield Check("decode of GPT-J, int8 weights", partial(decode, int8), exact)
@@ -514,7 +509,7 @@ def checks() -> Iterator[Check]:
         yield Check("decode of Llama, bfloat16", partial(decode, bf16), 0.1)  # as its logits
     dropped = GPTJ.replace(**RATES)
     yield Check("gradients of GPT-J with dropout, float32", partial(gradients, dropped), exact)
-    # Of 12 normal deviations, the largest is beyond 5 in one of 100,000 runs.
+    # The largest of 12 normal deviations is beyond 5 in fewer than one of 100,000 cases.
     yield Check("share that dropout keeps, in deviations", kept_share, 5)
     # Ten steps of Adam enlarge the rounding of float32 tenfold.
     yield Check("training and answers of the original", golden_training, 1e-4)
