@@ -130,3 +130,14 @@ def in_8_bits(x: np.ndarray, axis: int) -> np.ndarray:
     """Return an array rounded to 255 values, from minus to plus the largest magnitude of `axis`."""
     scale = np.abs(x).max(axis, keepdims=True).astype(np.float64) / 127
     return np.round(x / scale) * scale
+
+
+def quantizable(x: np.ndarray, axis: int) -> np.ndarray:
+    """Return an array like x, none of whose entries is near the middle of two 8-bit values.
+
+    Otherwise two divisions that round differently could give different integers.
+    """
+    scale = np.abs(x).max(axis, keepdims=True) / 127
+    integers = np.round(x / scale)
+    rest = np.clip(x / scale - integers, -0.3, 0.3) * (np.abs(integers) < 127)
+    return ((integers + rest) * scale).astype(np.float32)

@@ -32,7 +32,7 @@ from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.pool import PAGE, Chunks, Pool
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.declaration import Declaration, map_declared
-from mesh_transformer.mesh.devices import make_mesh, use_virtual_devices
+from mesh_transformer.mesh.devices import make_mesh, named, use_virtual_devices
 from mesh_transformer.mesh.parallel import Auto, Parallel
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import attention, matrices, transformer
@@ -82,8 +82,9 @@ def difference(actual: Any, expected: Any) -> float:
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
-def one_device() -> list[Any]:
-    return jax.devices()[:1]
+def layout_of(c: Config, devices: list[Any] | None = None) -> steps.StateLayout:
+    """Return the layout of a config on the first of JAX's devices, or on `devices`."""
+    return steps.StateLayout(c, make_mesh(c, devices or jax.devices()[: c.tpu_size]))
 
 
 def random_tokens(c: Config, *shape: int, seed: int = 1) -> np.ndarray:
@@ -109,17 +110,6 @@ def random_params(c: Config) -> Any:
     return map_declared(draw, transformer.declarations(c))
 
 
-def quantizable(x: np.ndarray, axis: int) -> np.ndarray:
-    """Return an array like x, none of whose entries is near the middle of two 8-bit values.
-
-    Otherwise two divisions that round differently could give different integers.
-    """
-    scale = np.abs(x).max(axis, keepdims=True) / 127
-    integers = np.round(x / scale)
-    rest = np.clip(x / scale - integers, -0.3, 0.3) * (np.abs(integers) < 127)
-    return ((integers + rest) * scale).astype(np.float32)
-
-
 def with_matrices(change: Callable[..., np.ndarray], c: Config, params: Any) -> Any:
     """Return weights in which `change(matrix, axis of the inputs)` replaces what int8 rounds."""
     declared = transformer.declarations(c)
@@ -128,8 +118,8 @@ def with_matrices(change: Callable[..., np.ndarray], c: Config, params: Any) -> 
 
 
 def network_of(c: Config, params: Any, devices: list[Any] | None = None) -> CausalTransformer:
-    network = CausalTransformer(c, devices=devices or one_device(), init=False)
-    layout = steps.StateLayout(c, network.mesh)
+    layout = layout_of(c, devices)
+    network = CausalTransformer(c, devices=list(layout.mesh.devices.flat), init=False)
     placed = jax.tree.map(jax.device_put, params, layout.shardings["params"])
     network.state = {"params": placed, "frozen": {}, **layout.fresh_history()}
     return network
@@ -153,7 +143,10 @@ def gradients_function(layout: steps.StateLayout) -> Callable[..., Any]:
         (specs, dict.fromkeys(steps.MEASURED, P())),
         attention=layout.attention,
     )
-    return jax.jit(lambda params, batch: measure(params, {}, batch))
+    return jax.jit(
+        lambda params, batch: measure(params, {}, batch),
+        in_shardings=named(layout.mesh, (specs, P(None, "dp"))),
+    )
 
 
 def gradients(c: Config) -> float:
@@ -167,8 +160,7 @@ def gradients(c: Config) -> float:
     drop = dropped(c) if c.drops else None
     if c.drops:
         inputs["key"] = sequence_keys(c.seed, jnp.int32(0), (1, 2))
-    layout = steps.StateLayout(c, make_mesh(c, one_device()))
-    grads, metrics = gradients_function(layout)(params, inputs)
+    grads, metrics = gradients_function(layout_of(c))(params, inputs)
     most = formulas.logits(c, params, batch["obs"], drop).max(-1, keepdims=True)
     leaves, tree = jax.tree.flatten(params)
 
@@ -225,7 +217,7 @@ def decode(c: Config, way: str = "rows") -> float:
     """
     params, rows = random_params(c), len(LENGTHS)
     if c.weight_bits:
-        params = with_matrices(quantizable, c, params)
+        params = with_matrices(formulas.quantizable, c, params)
     pages = c.seq // PAGE if way == "pages" else 0
     batch = network_of(c, params).batch(rows, Pool(rows * pages, PAGE) if pages else None)
     page_PJ = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)[::-1]
@@ -263,8 +255,8 @@ def decode(c: Config, way: str = "rows") -> float:
 def int8_matmul() -> float:
     """Compare the product of two matrices that are rounded to 8 bits for it."""
     rng = np.random.default_rng(6)
-    x = quantizable(rng.normal(size=(96, 256)) * rng.uniform(0.5, 2, (96, 1)), 1)
-    w = quantizable(rng.normal(size=(256, 160)) * rng.uniform(0.5, 2, 160), 0)
+    x = formulas.quantizable(rng.normal(size=(96, 256)) * rng.uniform(0.5, 2, (96, 1)), 1)
+    w = formulas.quantizable(rng.normal(size=(256, 160)) * rng.uniform(0.5, 2, 160), 0)
     actual = jax.jit(matrices.rounded_matmul, static_argnums=2)(x, w, frozenset(["forward"]))
     return difference(actual, formulas.in_8_bits(x, 1) @ formulas.in_8_bits(w, 0))
 
@@ -272,7 +264,9 @@ def int8_matmul() -> float:
 def int8_cache() -> float:
     """Compare attention to keys and values in 8 bits."""
     q, k, v, _ = attention_inputs(64, 3)
-    k, v = (quantizable(x * np.linspace(0.5, 2, x.shape[1])[:, None, None], -1) for x in (k, v))
+    k, v = (
+        formulas.quantizable(x * np.linspace(0.5, 2, x.shape[1])[:, None, None], -1) for x in (k, v)
+    )
 
     @jax.jit
     def attend(q: Array, k: Array, v: Array) -> Array:
@@ -349,9 +343,8 @@ def attention_program(c: Config, differentiate: bool) -> Callable[..., tuple[Arr
         result, pull = jax.vjp(attended, *inputs[:3])
         return pull(inputs[3]) if differentiate else (result,)
 
-    layout = steps.StateLayout(c, make_mesh(c, one_device()))
     outputs = (P(),) * (3 if differentiate else 1)
-    return jax.jit(layout.partitioned(run, (P(),) * 4, outputs, attention=c.attention))
+    return jax.jit(layout_of(c).partitioned(run, (P(),) * 4, outputs, attention=c.attention))
 
 
 def golden_network(folder: str, dtype: str) -> tuple[CausalTransformer, Any]:
@@ -363,7 +356,7 @@ def golden_network(folder: str, dtype: str) -> tuple[CausalTransformer, Any]:
     keys = {"cores_per_replica": 1, "per_replica_batch": 2, "original_bias_copies": 4}
     values = json.loads((variant.parent / "config.json").read_text()) | keys | {"dtype": dtype}
     c = Config.from_dict({key: value for key, value in values.items() if key[0] != "_"})
-    network = CausalTransformer(c, devices=one_device(), init=False)
+    network = CausalTransformer(c, devices=jax.devices()[:1], init=False)
     network.load(str(variant), fresh_opt=True)
     return network, np.load(variant.parent / "golden.npz")
 
@@ -408,7 +401,7 @@ def loss_curve() -> float:
     """Compare with JAX's CPU device or, on a CPU, `jit` on a 2 x 2 mesh with one device."""
     c = GPTJ.replace(seq=32, z_loss=1e-4, lr=3e-3, end_lr=3e-4, warmup_steps=10, anneal_steps=CURVE)
     c = c.replace(per_replica_batch=8)
-    other, devices = c, one_device()
+    other, devices = c, jax.devices()[:1]
     if jax.default_backend() == "cpu":
         if len(devices := jax.devices()[:4]) < 4:
             raise SkippedError("needs 4 devices, or an accelerator")
@@ -426,8 +419,7 @@ def compiled(layout: steps.StateLayout, program: Any, *inputs: Any) -> Any:
 def same_calls() -> float:
     """Return how many of 50 calls of a training step's gradients give other bits than the first."""
     c = GPTJ.replace(d_model=512, head_size=128, ff_size=2048, layers=1, seq=256, n_vocab=1024)
-    layout = steps.StateLayout(c, make_mesh(c, one_device()))
-    tokens = random_tokens(c, 1, 2, c.seq + 1)
+    layout, tokens = layout_of(c), random_tokens(c, 1, 2, c.seq + 1)
     inputs = jax.device_put((random_params(c), batch_of(tokens)), jax.devices()[0])
     run = compiled(layout, gradients_function(layout), *inputs)
     first = run(*inputs)
@@ -439,19 +431,19 @@ def same_calls() -> float:
     return float(sum(not same() for _ in range(CALLS)))
 
 
+def meshes() -> list[tuple[int, int]]:
+    """Return (dp, mp) of the meshes that there are devices for, the largest first."""
+    return [(dp, mp) for dp, mp in ((2, 4), (2, 2), (1, 2)) if dp * mp <= len(jax.devices())]
+
+
 def same_bits() -> float:
     """Return how many arrays of two steps of a virtual mesh differ between the meshes."""
     c = GPTJ.replace(virtual_mesh=[2, 4], seq=32, warmup_steps=0)
-    params, devices = random_params(c), jax.devices()
-    meshes = [(dp, mp) for dp, mp in ((2, 4), (2, 2), (1, 2), (1, 1)) if dp * mp <= len(devices)]
-    if len(meshes) < 2:
-        raise SkippedError("needs 2 devices")
 
     def trained(dp: int, mp: int) -> list[bytes]:
         own = c.replace(cores_per_replica=mp, tpu_size=dp * mp)
-        layout = steps.StateLayout(own, make_mesh(own, devices[: dp * mp]))
+        layout, state = layout_of(own), network_of(own, random_params(c)).state
         rows, train, metrics = Rows(layout.mesh), None, []
-        state = network_of(own, params, list(layout.mesh.devices.flat)).state
         assert state is not None
         state["opt_state"] = steps.compile_opt_state(layout)(state["params"])
         for seed in range(2):
@@ -462,7 +454,7 @@ def same_bits() -> float:
             metrics.append(measured)
         return [np.asarray(x).tobytes() for x in jax.tree.leaves((state, metrics))]
 
-    first, *others = (trained(*mesh) for mesh in meshes)
+    first, *others = (trained(*mesh) for mesh in (*meshes(), (1, 1)))
     return float(max(sum(map(bytes.__ne__, first, other)) for other in others))
 
 
@@ -519,8 +511,14 @@ def checks() -> Iterator[Check]:
     yield Check("losses of 200 steps", loss_curve, 1e-3)
     # The same program and inputs: no rounding differs.
     yield Check(f"{CALLS} equal calls, number that differ", same_calls, 0)
-    # Sums have the same order on each mesh.
-    yield Check("same bits on each mesh, arrays that differ", same_bits, 0)
+    for dp, mp in meshes()[:1]:
+        for partitioning in ("shard_map", "jit"):
+            own = LLAMA.replace(partitioning=partitioning, cores_per_replica=mp, tpu_size=dp * mp)
+            where = f"Llama on {dp} x {mp}, {partitioning}"
+            yield Check(f"gradients of {where}", partial(gradients, own), exact)
+            yield Check(f"decode of {where}", partial(decode, own), exact)
+        # Sums have the same order on each mesh.
+        yield Check("same bits on each mesh, arrays that differ", same_bits, 0)
 
 
 def outcome(check: Check) -> dict[str, Any]:
