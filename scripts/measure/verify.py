@@ -257,16 +257,15 @@ def int8_matmul() -> float:
     rng = np.random.default_rng(6)
     x = formulas.quantizable(rng.normal(size=(96, 256)) * rng.uniform(0.5, 2, (96, 1)), 1)
     w = formulas.quantizable(rng.normal(size=(256, 160)) * rng.uniform(0.5, 2, 160), 0)
-    actual = jax.jit(matrices.rounded_matmul, static_argnums=2)(x, w, frozenset(["forward"]))
-    return difference(actual, formulas.in_8_bits(x, 1) @ formulas.in_8_bits(w, 0))
+    product = jax.jit(lambda x, w: matrices.rounded_matmul(x, w, frozenset(["forward"])))
+    return difference(product(x, w), formulas.in_8_bits(x, 1) @ formulas.in_8_bits(w, 0))
 
 
 def int8_cache() -> float:
     """Compare attention to keys and values in 8 bits."""
     q, k, v, _ = attention_inputs(64, 3)
-    k, v = (
-        formulas.quantizable(x * np.linspace(0.5, 2, x.shape[1])[:, None, None], -1) for x in (k, v)
-    )
+    sizes = np.linspace(0.5, 2, k.shape[1])[:, None, None]
+    k, v = (formulas.quantizable(x * sizes, -1) for x in (k, v))
 
     @jax.jit
     def attend(q: Array, k: Array, v: Array) -> Array:
