@@ -533,8 +533,8 @@ def outcome(check: Check) -> dict[str, Any]:
     except Exception as error:  # whatever the compiler or device raises, the next check may run
         note = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     seconds = round(time.perf_counter() - began, 1)
-    found = {"status": status, "difference": value, "tolerance": check.tolerance}
-    return {"name": check.name} | found | {"seconds": seconds, "note": note}
+    values = {"status": status, "difference": value, "tolerance": check.tolerance}
+    return {"name": check.name} | values | {"seconds": seconds, "note": note}
 
 
 def line(result: dict[str, Any]) -> str:
