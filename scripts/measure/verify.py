@@ -461,8 +461,8 @@ def checks() -> Iterator[Check]:
     """Yield all checks for the present devices, the most valuable first."""
     on_cpu = jax.default_backend() == "cpu"
     models = {"GPT-J": GPTJ, "Llama": LLAMA}
-    # Some 30 roundings by 2^-24, on accelerators up to 2^-21, that the matrices enlarge; products
-    # with fewer bits than float32, such as TF32, are off by 1e-3 or more.
+    # Some 30 roundings by 2^-24, on accelerators up to 2^-21, that the matrices enlarge; with
+    # operands that are rounded as in TF32, the differences are 5e-4 or more.
     exact = 1e-4
     for name, c in models.items():
         yield Check(f"logits of {name}, float32", partial(logits, c), exact)
@@ -502,8 +502,8 @@ def checks() -> Iterator[Check]:
     yield Check("gradients of GPT-J with dropout, float32", partial(gradients, dropped), exact)
     # The largest of 12 normal deviations is beyond 5 in fewer than one of 100,000 cases.
     yield Check("share that dropout keeps, in deviations", kept_share, 5)
-    # Ten steps of Adam enlarge the rounding of float32 tenfold.
-    yield Check("training and answers of the original", golden_training, 1e-4)
+    # Ten steps of Adam enlarge the rounding of float32, on accelerators by 2^-21, tenfold.
+    yield Check("training and answers of the original", golden_training, 2e-5)
     # The original rounded activations to 8 bits, at other places.
     yield Check("losses of the original, bfloat16", golden_losses_in_bf16, 5e-3)
     # 200 steps of Adam enlarge the rounding of float32 ten thousand times.
