@@ -106,6 +106,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         "--loader", action="store_true", help="measure reading of records on one core"
     )
     modes.add_argument(
+        "--verify", action="store_true", help="compare what the devices compute with the formulas"
+    )
+    modes.add_argument(
         "--ablate",
         action="store_true",
         help="measure the train step with one optimisation off at a time",
@@ -115,9 +118,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="measure all that fits this machine, each case in a process of its own",
     )
-    suite = parser.add_argument_group("with --suite")
+    suite = parser.add_argument_group("with --suite or --verify")
     suite.add_argument(
-        "--minutes", type=float, default=30.0, help="time for all cases together (default 30)"
+        "--minutes", type=float, default=30.0, help="time for all cases or checks (default 30)"
     )
     suite.add_argument(
         "--resume", action="store_true", help="go on where a suite with this --folder has ended"
@@ -377,6 +380,8 @@ def main() -> None:
     os.environ.setdefault(
         "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"
     )  # for GPUs; JAX's default is 0.75
+    if args.verify:
+        sys.exit(script("verify", "verify").run(args))
     result = measure(args)
     if args.json:
         print(json.dumps(result))

@@ -172,8 +172,9 @@ def scores_of(q_BTHK: Array, cache: LayerCache, cap: float | None = None) -> Arr
             "BHK,BHSK->BHS", q_BTHK[:, 0], k_BHSK, preferred_element_type=jnp.float32
         )
         scores_BHTS = scores_BHS[:, :, None]
-    elif q_BTHK.shape[1] < k_BHSK.shape[2]:  # a chunk of a prompt, or a step with guesses
-        # The keys come first, because XLA on CPUs transposes the second operand.
+    elif q_BTHK.shape[1] < k_BHSK.shape[2] and q_BTHK.dtype == jnp.float32:
+        # A chunk of a prompt, or a step with guesses.  The keys come first, because XLA on CPUs
+        # transposes the second operand.  It cannot compute this product in bfloat16 (jaxlib 0.10).
         scores_BHST = jnp.einsum(
             "BHSK,BTHK->BHST", k_BHSK, q_BTHK, preferred_element_type=jnp.float32
         )

@@ -94,7 +94,7 @@ _LORA = "--set lora_rank=16"
 # Decoding takes the weights in bf16, and one of the matrices of all layers in f32 when they are
 # made.  Training in full takes 16 bytes per parameter: f32 weights, gradients and moments.
 ACCELERATOR = (
-    Case("verify", "--verify", 1, whole=False),
+    Case("verify", "--verify --minutes 3", 1, 300, whole=False),
     Case("6B, decode, 1 row", f"{_6B} {_DECODE} --batch 1 --seq 2048", 24),
     Case("6B, LoRA", f"{_6B} {_LORA} {_TRAIN} --batch 1 --seq 2048", 24),
     Case("6B, decode, 64 rows", f"{_6B} {_DECODE} --batch 64 --seq 1024", 56),
@@ -113,7 +113,7 @@ ACCELERATOR = (
     Case("loader", "--loader --rounds 3", 1, 120, whole=False),
 )
 CPU = (
-    Case("verify", "--verify", 1, whole=False),
+    Case("verify", "--verify --minutes 3", 1, 300, whole=False),
     Case("105M, decode, 1 row", f"--model 105M {_DECODE} --batch 1", 2, 120, whole=False),
     Case("105M, train", f"--model 105M {_TRAIN}", 5, 240, whole=False),
     Case("13M, train", f"--model 13M {_TRAIN}", 2, 120, whole=False),
@@ -180,9 +180,9 @@ def _measured(case: Case, arguments: list[str], seconds: float) -> dict[str, Any
             process.communicate()
     record: dict[str, Any] = {"case": case.name, "command": shlex.join(["bench", *arguments])}
     lines = output.strip().splitlines()
-    if status == "done" and lines and lines[-1].startswith("{"):
+    if lines and lines[-1].startswith("{"):
         record["result"] = json.loads(lines[-1])
-    elif status == "done":
+    if status == "done" and (process.returncode or "result" not in record):
         status, record["error"] = "failed", (errors.strip() or "no output").splitlines()[-1]
     return record | {"status": status, "seconds": round(time.monotonic() - began, 1)}
 
@@ -249,6 +249,14 @@ def _tables(done: list[dict[str, Any]]) -> Iterable[str]:
             rows = [f"| {each['case']} {report.row(each['result'], own)}" for each in found]
             title, rule = report.header(found[0]["result"], own).splitlines()
             yield "\n".join([f"## {mode}", "", f"| case {title}", f"| --- {rule}", *rows])
+    for record in done:
+        if checks := record.get("result", {}).get("checks"):
+            head = ["| check | difference | tolerance | |", "| --- | --- | --- | --- |"]
+            rows = [
+                f"| {c['name']} | {c['difference'] or 0:.2g} | {c['tolerance']:.2g} | {c['status']} |"
+                for c in checks
+            ]
+            yield "\n".join([f"## {record['case']}", "", *head, *rows])
     others = [r for r in done if r.get("result", {}).get("mode") not in columns]
     if others:
         lines = [f"- {r['case']}: {r['status']}, {r['seconds']} s {_detail(r)}" for r in others]

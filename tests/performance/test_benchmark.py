@@ -122,14 +122,17 @@ def test_every_operation_of_a_trace_is_counted_once():
         operations.operations(str(ROOT / "configs"))
 
 
-@pytest.mark.parametrize("words", ["--ablate", "--checkpoint", "--loader", "--profile trace"])
+@pytest.mark.parametrize(
+    "words", ["--ablate", "--checkpoint", "--loader", "--profile trace", "--verify"]
+)
 def test_without_its_script_a_flag_is_refused_before_it_measures(monkeypatch, words, tmp_path):
     """As in a package that was installed without its sources."""
     script.script.cache_clear()
     monkeypatch.setattr(script, "__file__", str(tmp_path / "mesh_transformer" / "cli" / "a.py"))
     monkeypatch.setattr(sys, "argv", ["benchmark.py", *words.split()])
-    flag, name = words.split()[0], r"scripts/measure/(ablation|checkpoints|loader|operations)\.py"
-    with pytest.raises(InputError, match=rf"{flag} runs {name}.* install a checkout"):
+    flag, names = words.split()[0], "ablation|checkpoints|loader|operations|verify"
+    line = rf"{flag} runs scripts/measure/({names})\.py.* install a checkout"
+    with pytest.raises(InputError, match=line):
         script.main()
 
 

@@ -55,6 +55,9 @@ def test_cases_are_commands_whose_sequences_fit_their_models(case, count):
         assert args.prompt + 1 + 3 * args.tokens <= config.window + args.tokens
 
 
+CHECK = {"name": "logits", "difference": 0.25, "tolerance": 1e-4, "status": "failed"}
+
+
 def killed_after(count: int, found: list[str]) -> Any:
     """Return a function like `suite.measured` that is interrupted after some results."""
 
@@ -62,7 +65,7 @@ def killed_after(count: int, found: list[str]) -> Any:
         if len(found) == count:
             raise KeyboardInterrupt
         found.append(case.name)
-        result = DECODING if case.name != "b" else DECODING | {"mode": "loader"}
+        result = DECODING if case.name != "b" else {"mode": "verify", "checks": [CHECK]}
         return {"case": case.name, "command": "c", "status": "done", "seconds": 1, "result": result}
 
     return measured
@@ -92,6 +95,7 @@ def test_a_suite_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
     text = (tmp_path / suite.REPORT).read_text()
     assert "| a | 2026-01-01 |" in text
     assert "- b: done, 1 s" in text
+    assert "| logits | 0.25 | 0.0001 | failed |" in text
     assert "| 90.0% | 500.00 | 3 | `dot.1` |" in text
     assert "| MaxText |" in text
     assert (tmp_path / suite.PICTURE).stat().st_size > 10_000
