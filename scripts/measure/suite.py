@@ -252,10 +252,11 @@ def _tables(done: list[dict[str, Any]]) -> Iterable[str]:
     for record in done:
         if checks := record.get("result", {}).get("checks"):
             head = ["| check | difference | tolerance | |", "| --- | --- | --- | --- |"]
-            rows = [
-                f"| {c['name']} | {c['difference'] or 0:.2g} | {c['tolerance']:.2g} | {c['status']} |"
+            cells = (
+                (c["name"], f"{c['difference'] or 0:.2g}", f"{c['tolerance']:.2g}", c["status"])
                 for c in checks
-            ]
+            )
+            rows = [f"| {' | '.join(each)} |" for each in cells]
             yield "\n".join([f"## {record['case']}", "", *head, *rows])
     others = [r for r in done if r.get("result", {}).get("mode") not in columns]
     if others:
