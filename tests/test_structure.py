@@ -87,6 +87,7 @@ MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"
 
 # The files that may import each of the heavy packages.
 HOMES = {
+    "jax._src": {"mesh_transformer/mesh/jax_versions.py"},  # it loads these modules by name
     "tensorflow": {"mesh_transformer/storage/access.py"},
     "orbax": {
         "mesh_transformer/checkpoint/native.py",

@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Model
+from mesh_transformer.mesh.jax_versions import erfc
 from mesh_transformer.mesh.parallel import Parallel, param
 from mesh_transformer.model import attention, lora, paged
 from mesh_transformer.model.cache import LayerCache, rows_of, write, write_rows
@@ -34,15 +35,6 @@ from mesh_transformer.model.norms import Norm, ProjectionNorm
 MIDDLE = "middle"
 T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128
-
-
-@jax.custom_jvp
-def erfc(x: Array) -> Array:
-    """Return 1 - erf(x); JAX 0.12 cannot differentiate `lax.erfc` inside a `shard_map`."""
-    return lax.erfc(x)
-
-
-erfc.defjvps(lambda dx, _, x: -2 / np.pi**0.5 * (dx * jnp.exp(-jnp.square(x))))
 
 
 class Context(NamedTuple):
