@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +20,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Model
+from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.jax_versions import erfc
 from mesh_transformer.mesh.parallel import Parallel, param
 from mesh_transformer.model import attention, lora, paged

@@ -3,11 +3,11 @@
 import math
 from typing import Any, NamedTuple
 
-import haiku as hk
 import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Model
+from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.declaration import count_input_axes
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 

@@ -3,12 +3,12 @@
 Array names end in their shape: B batch, T query, D model, N columns of a projection.
 """
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mesh_transformer.config import Model
+from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 from mesh_transformer.util import InputError
 
