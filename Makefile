@@ -1,6 +1,6 @@
 PYTHON ?= python3
 # To test with another Python, and with the JAX that the lock has for it, beside the first:
-#   make PYTHON=python3.13 VENV=.venv-3.13 test
+#   make test PYTHON=python3.13 VENV=.venv-3.13
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -q -n 3 --dist worksteal
