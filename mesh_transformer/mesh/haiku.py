@@ -1,27 +1,29 @@
 """All that the library uses of Haiku, which is in maintenance mode.
 
-If a JAX version breaks Haiku, these names are what must be replaced.  Of the initializers, the
-library uses `Constant`, `RandomNormal`, `TruncatedNormal` and their base class `Initializer`.
+If a JAX version breaks Haiku, these names are what must be replaced.
 """
 
 from haiku import (
     Module,
     Transformed,
     get_parameter,
-    initializers,
     running_init,
     transform,
     transparent,
     without_apply_rng,
 )
 from haiku.experimental import current_name
+from haiku.initializers import Constant, Initializer, RandomNormal, TruncatedNormal
 
 __all__ = [
+    "Constant",
+    "Initializer",
     "Module",
+    "RandomNormal",
     "Transformed",
+    "TruncatedNormal",
     "current_name",
     "get_parameter",
-    "initializers",
     "running_init",
     "transform",
     "transparent",

@@ -494,7 +494,7 @@ def param(
     name: str,
     shape: tuple[int, ...],
     axes: Axes,
-    init: hk.initializers.Initializer,
+    init: hk.Initializer,
     *,
     decay: bool = False,
     summed: bool = False,

@@ -56,10 +56,10 @@ class Context(NamedTuple):
 
 def initialiser(
     c: Model, role: Literal["embedding", "positions", "inputs", "outputs"]
-) -> hk.initializers.Initializer:
+) -> hk.Initializer:
     """Return the initialiser of a matrix with a role in `families.InitialValues`."""
     values = c.layer_kind.initial_values
-    normal = hk.initializers.TruncatedNormal if values.truncated else hk.initializers.RandomNormal
+    normal = hk.TruncatedNormal if values.truncated else hk.RandomNormal
     return normal(getattr(values, role)(c))
 
 
@@ -112,7 +112,7 @@ class Linear(hk.Module):
             scale = lora.scale_of(self.config, lora_scale)
             y_BTN += lora.adapted_columns(x_BTD, adapter, scale)
         if self.with_bias:
-            zeros = hk.initializers.Constant(0.0)
+            zeros = hk.Constant(0.0)
             b_N = param(self.par, "b", (self.columns,), (axis,), zeros, **kind)
             y_BTN = add_bias(y_BTN, b_N)
         return y_BTN
@@ -145,7 +145,7 @@ class RelativePosition(hk.Module):
         self.heads = config.n_heads
 
     def __call__(self, positions_BT: Array, key_positions_BS: Array) -> Array:
-        init = hk.initializers.TruncatedNormal(stddev=0.02)
+        init = hk.TruncatedNormal(stddev=0.02)
         shape = (self.heads, T5_BUCKETS)
         table = param(self.par, "rel_embedding", shape, ("mp", None), init, decay=True)
         distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
@@ -200,7 +200,7 @@ class Embedding(hk.Module):
         rows_BTD = lookup(w_VD, jnp.clip(row_BT, 0, rows - 1))
         x_BTD = par.join(jnp.where(local_BT[..., None], rows_BTD, 0))
         if c.layer_kind.biased_ends:
-            bias = hk.initializers.Constant(0.0)
+            bias = hk.Constant(0.0)
             x_BTD += param(par, "b", (c.d_model,), (None,), bias, summed=True)
         if c.embed_scale != 1:  # Original: Gemma's is rounded to the dtype, too
             x_BTD *= jnp.asarray(c.embed_scale, x_BTD.dtype)
@@ -351,7 +351,7 @@ class TransformerLayer(hk.Module):
 
     def _bias(self, name: str, place: int, context: Context, *, summed: bool = False) -> Array:
         """Return a bias that is added after the sum over mp, [D] or, with dropout, [B, T, D]."""
-        width, init = self.config.d_model, hk.initializers.Constant(0.0)
+        width, init = self.config.d_model, hk.Constant(0.0)
         b_D = param(self.par, name, (width,), (None,), init, summed=summed)
         if context.dropout is None or not self.config.dropout_residual:
             return b_D
@@ -379,7 +379,7 @@ class TransformerLayer(hk.Module):
         w_DHC = param(par, "fused_in", shape, axes, initialiser(c, "inputs"), decay=True)
         y_BTHC = project_in(x_BTD, w_DHC, None, c.int8_matmuls)
         if c.has_bias("fused_in"):
-            zeros = hk.initializers.Constant(0.0)
+            zeros = hk.Constant(0.0)
             y_BTHC += param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), zeros)
         adapter = lora.factors(c, par, "fused_in", "fused_in", shape, axes)
         if adapter is not None:

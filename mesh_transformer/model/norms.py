@@ -82,7 +82,7 @@ class Norm(hk.Module):
         return x if self.fanned_out or self.after else self.par.fan_out(x)
 
     def _param(self, name: str, shape: tuple[int, ...], axes: Axes, initial: float) -> Array:
-        init = hk.initializers.Constant(initial)
+        init = hk.Constant(initial)
         value = param(self.par, name, shape, axes, init, fanned_out=self.fanned_out)
         return (value[0] if self.kind.per_shard else value).astype(jnp.float32)
 
@@ -112,7 +112,7 @@ class ProjectionNorm(hk.Module):
         normed *= lax.rsqrt(sum_BT1 / self.columns + c.norm_eps)
         if kind.scaled:
             axes: Axes = ("mp" if self.is_split else None,)
-            init = hk.initializers.Constant(0.0 if kind.plus_one else 1.0)
+            init = hk.Constant(0.0 if kind.plus_one else 1.0)
             scale_N = param(
                 par,
                 "scale",
