@@ -1,10 +1,11 @@
-"""Differences between the supported JAX versions, and JAX's private functions that are used.
+"""Differences between the supported JAX versions, and JAX's private names that the library uses.
 
-No other module tests JAX's version or imports its private modules.  Each function names the version
-that changed, or the public function that JAX would need, with which it can be deleted.  The
-oldest, the newest and a version in between are tested; see docs/versions.md.
+No other module depends on JAX's version or imports its private modules.  Each function says which
+version requires it, or which public function of JAX's would replace it.  docs/versions.md lists the
+supported versions.
 
-In a version that lacks a private function, what uses it does nothing, except where it raises.
+If JAX lacks one of the private names, `coordination_client` and `detect_cluster` raise
+AttributeError, and the other functions that use one do nothing.
 """
 
 import functools
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-# The private functions and objects that are used, by module of `jax._src`.
+# By module of `jax._src`.
 PRIVATE = {
     "clusters": ("ClusterEnv",),
     "compiler": ("_cache_write", "compile_or_get_cached"),
@@ -150,5 +151,4 @@ def prng_name(dtype: Any) -> str:
 def _wrap(module: str, name: str, wrap: Callable[..., Callable[..., Any]]) -> None:
     function = private(module, name)
     if function is not None:
-        wrapper = functools.wraps(function)(wrap(function))
-        setattr(importlib.import_module(f"jax._src.{module}"), name, wrapper)
+        setattr(importlib.import_module(f"jax._src.{module}"), name, wrap(function))
