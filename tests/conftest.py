@@ -1,6 +1,5 @@
 """Settings and fixtures for all tests: eight virtual CPU devices, small models and batches."""
 
-import functools
 import gc
 import hashlib
 import json
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.mesh.jax_versions import wrap_compilation
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Most of a test's time is compilation.  Using XLA's older code generation for fusions and disabling
@@ -54,38 +54,33 @@ def share_programs() -> None:
 
     Each network traces its own functions, so a test that creates several equal networks, or saves
     and loads them, would compile the same programs several times.  JAX's compilation cache would
-    write every program to a file.  In a JAX version that lacks the private function, nothing
-    changes.
+    write every program to a file.
     """
-    try:
-        from jax._src import compiler
 
-        compile_program = compiler.compile_or_get_cached
-    except (ImportError, AttributeError):
-        return
+    def wrap(compile_program: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_once(
+            backend: Any,
+            module: Any,
+            devices: Any,
+            options: Any,
+            callbacks: Any,
+            *rest: Any,
+            **more: Any,
+        ) -> Any:
+            if callbacks:  # functions of this program alone
+                return compile_program(backend, module, devices, options, callbacks, *rest, **more)
+            text = hashlib.sha256(module.operation.get_asm().encode()).digest()
+            places = tuple(device.id for device in devices.flat)
+            key = (backend.platform, text, options.SerializeAsString(), places)
+            if key not in _programs:
+                _programs[key] = compile_program(
+                    backend, module, devices, options, callbacks, *rest, **more
+                )
+            return _programs[key]
 
-    @functools.wraps(compile_program)
-    def compile_once(
-        backend: Any,
-        module: Any,
-        devices: Any,
-        options: Any,
-        callbacks: Any,
-        *rest: Any,
-        **more: Any,
-    ) -> Any:
-        if callbacks:  # functions of this program alone
-            return compile_program(backend, module, devices, options, callbacks, *rest, **more)
-        text = hashlib.sha256(module.operation.get_asm().encode()).digest()
-        places = tuple(device.id for device in devices.flat)
-        key = (backend.platform, text, options.SerializeAsString(), places)
-        if key not in _programs:
-            _programs[key] = compile_program(
-                backend, module, devices, options, callbacks, *rest, **more
-            )
-        return _programs[key]
+        return compile_once
 
-    compiler.compile_or_get_cached = compile_once
+    wrap_compilation(wrap)
 
 
 share_programs()

@@ -37,7 +37,7 @@ ROOMS = {
         "extras util storage config | datasets ftfy google google_crc32c jinja2 numpy pyarrow "
         "tokenizers tqdm transformers zstandard"
     ),
-    "model": "util config mesh | haiku jax numpy",
+    "model": "util config mesh | jax numpy",
     "generation": "util config mesh calls model | jax numpy",
     "network": "util storage config calls data generation | numpy",
     "evaluation": "extras util storage config data generation network | lm_eval numpy tqdm",
@@ -85,8 +85,10 @@ LAYOUTS = (
 )
 MESH_NAMES = {"Mesh", "NamedSharding", "PartitionSpec", "shard_map", "make_mesh"}
 
-# The files that may import each of the heavy packages.
+# The files that may import each of the heavy packages, Haiku, and JAX's private modules.
 HOMES = {
+    "haiku": {"mesh_transformer/mesh/haiku.py"},
+    "jax._src": {"mesh_transformer/mesh/jax_versions.py"},  # it loads these modules by name
     "tensorflow": {"mesh_transformer/storage/access.py"},
     "orbax": {
         "mesh_transformer/checkpoint/native.py",
@@ -281,12 +283,12 @@ def root_name(node: ast.expr) -> str | None:
 
 
 def jax_names(source: str) -> set[str]:
-    """Return the names under which a source imports JAX, parts of it, and Haiku."""
+    """Return the names under which a source imports JAX and parts of it."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] in ("jax", "haiku"):
+                if alias.name.split(".")[0] == "jax":
                     names.add((alias.asname or alias.name).split(".")[0])
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax":
             names |= {alias.asname or alias.name for alias in node.names}

@@ -216,8 +216,10 @@ def _in_docstring_of(parent: griffe.Object | None, name: str) -> bool:
 
 
 def _needs_no_page(path: str) -> bool:
-    """Return whether a name is a type variable or a module, which no page explains."""
+    """Return whether a name is a type variable, a module or another package's name."""
     named = package()[path.removeprefix(f"{PACKAGE}.")]
+    if isinstance(named, griffe.Alias) and not named.target_path.startswith(PACKAGE):
+        return True
     is_variable = str(getattr(named, "value", "")).startswith(("TypeVar(", "ParamSpec("))
     return is_variable or named.is_module
 

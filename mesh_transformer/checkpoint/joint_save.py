@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 import jax
-from jax._src import distributed  # has no public name; Orbax imports it too
 
+from mesh_transformer.mesh.jax_versions import coordination_client
 from mesh_transformer.storage.access import reason
 
 POLL_SECONDS = (0.005, 0.5)  # the first and the longest pause between two polls
@@ -38,7 +38,7 @@ class JointSave:
 
     @property
     def _client(self) -> Any:
-        return distributed.global_state.client
+        return coordination_client()
 
     def begin(self) -> None:
         """Start a new save.  Failures of earlier saves do not affect the new one."""

@@ -16,6 +16,8 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
+from mesh_transformer.mesh.jax_versions import carry_of
+
 AXES = ("dp", "mp")
 Index = dict[str, Array]  # the index of the device that runs the equations, along each mesh axis
 
@@ -61,14 +63,6 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
         return [opened(branch)[0] for branch in params["branches"]]
     function = called(eqn)
     return [] if function is None else [function[0]]
-
-
-def carry_of(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many constants a scan has, and how many arrays its carry."""
-    if "ft_in" in params:  # JAX 0.12
-        constants, carry, _ = map(len, params["ft_in"].unpack())
-        return constants, carry
-    return params["num_consts"], params["num_carry"]
 
 
 def axis_names(value: Any) -> tuple[str, ...]:

@@ -17,15 +17,14 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
-from haiku.experimental import current_name
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.declaration import (
     Declaration,
     declare,
@@ -495,7 +494,7 @@ def param(
     name: str,
     shape: tuple[int, ...],
     axes: Axes,
-    init: hk.initializers.Initializer,
+    init: hk.Initializer,
     *,
     decay: bool = False,
     summed: bool = False,
@@ -517,7 +516,7 @@ def param(
       unit: see `Declaration`.
     """
     declaration = Declaration(shape, P(*axes), decay, summed, adapter, fanned_out, unit=unit)
-    declare(current_name(), name, declaration)
+    declare(hk.current_name(), name, declaration)
     local = tuple(
         par.local_size(size, unit) if axis == "mp" else size
         for size, axis in zip(shape, axes, strict=True)

@@ -14,6 +14,12 @@ from jax.sharding import Mesh
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.devices import named
+from mesh_transformer.mesh.jax_versions import (
+    coordination_client,
+    is_tracing,
+    wrap_compilation,
+    write_in_every_process,
+)
 from mesh_transformer.mesh.parallel import Auto, Manual, Parallel
 from mesh_transformer.mesh.virtual import virtual, virtual_mesh
 from mesh_transformer.util import InputError, cache_folder
@@ -37,35 +43,7 @@ def use_compilation_cache() -> None:
     # script compiles hundreds of these.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     if "://" not in folder:
-        _write_in_every_process()
-
-
-def _write_in_every_process() -> None:
-    """Make every process write to JAX's compilation cache, instead of process 0 only.
-
-    By default only process 0 writes, which suits storage that all processes share.  A local cache
-    folder is on each host's own disk, so all hosts but the first would recompile their programs at
-    every start.  On CPUs, moreover, each process compiles different programs.
-
-    JAX has no setting for this, so this function wraps a private JAX function.  In a JAX version
-    that lacks the private function, nothing changes.
-    """
-    try:
-        from jax._src import compiler, distributed
-
-        write, state = compiler._cache_write, distributed.global_state
-    except (ImportError, AttributeError):
-        return
-
-    @functools.wraps(write)
-    def write_as_process_0(*args: Any, **kwargs: Any) -> None:
-        rank, state.process_id = state.process_id, 0
-        try:
-            write(*args, **kwargs)
-        finally:
-            state.process_id = rank
-
-    compiler._cache_write = write_as_process_0
+        write_in_every_process()
 
 
 def compile_together() -> None:
@@ -74,64 +52,29 @@ def compile_together() -> None:
     This is for programs that run on the CPUs of several processes.  There, a process fails if its
     first collective waits more than 30 s for another process, and JAX has no setting for this
     timeout.  On a busy machine, the processes' compilation times can differ by more than 30 s.
-
-    JAX has no public hook that runs after a compilation, so this function wraps a private JAX
-    function.  In a JAX version that lacks the private function, nothing changes.
     """
-    try:
-        from jax._src import compiler, distributed
-
-        compile_program = compiler.compile_or_get_cached
-    except (ImportError, AttributeError):
-        return
     numbers = itertools.count()  # equal in all processes, as they compile in the same order
 
-    @functools.wraps(compile_program)
-    def compile_and_wait(backend: Any, module: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
-        program = compile_program(backend, module, devices, *args, **kwargs)
-        if len({device.process_index for device in devices.flat}) > 1:
-            client: Any = distributed.global_state.client
-            name = f"mesh_transformer/compiled/{next(numbers)}"
-            client.wait_at_barrier(name, COMPILE_SECONDS * 1000)
-        return program
+    def wrap(compile_program: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_and_wait(backend: Any, module: Any, devices: Any, *args: Any, **kw: Any) -> Any:
+            program = compile_program(backend, module, devices, *args, **kw)
+            if len({device.process_index for device in devices.flat}) > 1:
+                name = f"mesh_transformer/compiled/{next(numbers)}"
+                coordination_client().wait_at_barrier(name, COMPILE_SECONDS * 1000)
+            return program
 
-    compiler.compile_or_get_cached = compile_and_wait
+        return compile_and_wait
 
-
-def bind_collectives(address: str) -> None:
-    """Let this process's CPUs communicate with those of other processes at `address`.
-
-    By default, Gloo looks up the machine's host name, which fails where that has no address, and
-    on many machines is a loopback address that other machines cannot reach.
-
-    JAX has no setting for this, so this function wraps a private JAX function.  In a JAX version
-    that lacks the private function, nothing changes.
-
-    Args:
-      address: an IP address of this machine, at which the other processes reach this one.
-    """
-    try:
-        from jax._src import xla_bridge
-
-        module: Any = vars(xla_bridge)["_jax"]
-        make = module.make_gloo_tcp_collectives
-    except (ImportError, KeyError, AttributeError):
-        return
-    module.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+    wrap_compilation(wrap)
 
 
 def check_not_traced() -> None:
     """Raise InputError inside `jax.grad`, `jax.jit` or another transformation of a function.
 
     The programs of a network would run there as usual, but without gradients for its parameters,
-    which are no arguments of the function.  JAX has no public function that tells; in a version
-    without the private one, nothing is checked.
+    which are no arguments of the function.
     """
-    try:
-        from jax._src.core import trace_state_clean
-    except ImportError:
-        return
-    if not trace_state_clean():
+    if is_tracing():
         raise InputError(
             "jax.grad, jax.jit and other transformations take the weights of a network for "
             "constants; use mesh_transformer.model.transformer.logits(params, tokens, config, par) "

@@ -35,7 +35,6 @@ from mesh_transformer.mesh.equations import (
     Index,
     axis_names,
     called,
-    carry_of,
     evaluate,
     indices,
     inner,
@@ -43,6 +42,7 @@ from mesh_transformer.mesh.equations import (
     opened,
     read,
 )
+from mesh_transformer.mesh.jax_versions import carry_of, prng_name
 
 
 def virtual_mesh(shape: Sequence[int]) -> AbstractMesh:
@@ -513,7 +513,7 @@ def _stored(x: Any, dtype: Any) -> Array:
 
 
 def _restored(x: Array, dtype: Any) -> Array:
-    return jax.random.wrap_key_data(x, impl=dtype._impl.name) if _is_key(dtype) else x
+    return jax.random.wrap_key_data(x, impl=prng_name(dtype)) if _is_key(dtype) else x
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:

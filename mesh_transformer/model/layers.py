@@ -12,7 +12,6 @@ geglu block, N columns of a projection, V vocabulary, L layers.
 import functools
 from typing import Any, Literal, NamedTuple
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +19,8 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config import Model
+from mesh_transformer.mesh import haiku as hk
+from mesh_transformer.mesh.jax_versions import erfc
 from mesh_transformer.mesh.parallel import Parallel, param
 from mesh_transformer.model import attention, lora, paged, ring
 from mesh_transformer.model.cache import LayerCache, rows_of, write, write_chunk
@@ -33,15 +34,6 @@ from mesh_transformer.model.norms import Norm, ProjectionNorm
 MIDDLE = "middle"
 T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128
-
-
-@jax.custom_jvp
-def erfc(x: Array) -> Array:
-    """Return 1 - erf(x); JAX 0.12 cannot differentiate `lax.erfc` inside a `shard_map`."""
-    return lax.erfc(x)
-
-
-erfc.defjvps(lambda dx, _, x: -2 / np.pi**0.5 * (dx * jnp.exp(-jnp.square(x))))
 
 
 class Context(NamedTuple):
@@ -64,10 +56,10 @@ class Context(NamedTuple):
 
 def initialiser(
     c: Model, role: Literal["embedding", "positions", "inputs", "outputs"]
-) -> hk.initializers.Initializer:
+) -> hk.Initializer:
     """Return the initialiser of a matrix with a role in `families.InitialValues`."""
     values = c.layer_kind.initial_values
-    normal = hk.initializers.TruncatedNormal if values.truncated else hk.initializers.RandomNormal
+    normal = hk.TruncatedNormal if values.truncated else hk.RandomNormal
     return normal(getattr(values, role)(c))
 
 
@@ -125,7 +117,7 @@ class Linear(hk.Module):
             scale, (a_DR, b_RN) = lora.scale_of(self.config, lora_scale), adapter
             y_BTN += lora.adapted_columns(x_BTD, (a_DR, own(b_RN)), scale)
         if self.with_bias:
-            zeros = hk.initializers.Constant(0.0)
+            zeros = hk.Constant(0.0)
             b_N = param(self.par, "b", (self.columns,), (axis,), zeros, **kind)
             y_BTN = add_bias(y_BTN, own(b_N))
         return y_BTN
@@ -158,7 +150,7 @@ class RelativePosition(hk.Module):
         self.heads = config.n_heads
 
     def __call__(self, positions_BT: Array, key_positions_BS: Array) -> Array:
-        init = hk.initializers.TruncatedNormal(stddev=0.02)
+        init = hk.TruncatedNormal(stddev=0.02)
         shape = (self.heads, T5_BUCKETS)
         table = param(self.par, "rel_embedding", shape, ("mp", None), init, decay=True)
         distance_BTS = positions_BT[:, :, None] - key_positions_BS[:, None, :]
@@ -213,7 +205,7 @@ class Embedding(hk.Module):
         rows_BTD = lookup(w_VD, jnp.clip(row_BT, 0, rows - 1))
         x_BTD = par.join(jnp.where(local_BT[..., None], rows_BTD, 0))
         if c.layer_kind.biased_ends:
-            bias = hk.initializers.Constant(0.0)
+            bias = hk.Constant(0.0)
             x_BTD += param(par, "b", (c.d_model,), (None,), bias, summed=True)
         if c.embed_scale != 1:  # Original: Gemma's is rounded to the dtype, too
             x_BTD *= jnp.asarray(c.embed_scale, x_BTD.dtype)
@@ -363,7 +355,7 @@ class TransformerLayer(hk.Module):
 
     def _bias(self, name: str, place: int, context: Context, *, summed: bool = False) -> Array:
         """Return a bias that is added after the sum over mp, [D] or, with dropout, [B, T, D]."""
-        width, init = self.config.d_model, hk.initializers.Constant(0.0)
+        width, init = self.config.d_model, hk.Constant(0.0)
         b_D = param(self.par, name, (width,), (None,), init, summed=summed)
         if context.dropout is None or not self.config.dropout_residual:
             return b_D
@@ -391,7 +383,7 @@ class TransformerLayer(hk.Module):
         w_DHC = param(par, "fused_in", shape, axes, initialiser(c, "inputs"), decay=True)
         y_BTHC = project_in(x_BTD, w_DHC, None, c.int8_matmuls)
         if c.has_bias("fused_in"):
-            zeros = hk.initializers.Constant(0.0)
+            zeros = hk.Constant(0.0)
             y_BTHC += param(par, "fused_in_b", (c.n_heads, columns), ("mp", None), zeros)
         adapter = lora.factors(c, par, "fused_in", "fused_in", shape, axes)
         if adapter is not None:

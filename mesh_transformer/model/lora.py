@@ -3,11 +3,11 @@
 import math
 from typing import Any, NamedTuple
 
-import haiku as hk
 import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Model
+from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.declaration import count_input_axes
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 
@@ -53,8 +53,8 @@ def factors(
     name_a, name_b = adapter_names(weight)
     shape_a, axes_a = (*shape[:inputs], config.lora_rank), (*axes[:inputs], None)
     shape_b, axes_b = (config.lora_rank, *shape[inputs:]), (None, *axes[inputs:])
-    init = hk.initializers.TruncatedNormal(stddev=math.prod(shape[:inputs]) ** -0.5)
-    zeros = hk.initializers.Constant(0.0)
+    init = hk.TruncatedNormal(stddev=math.prod(shape[:inputs]) ** -0.5)
+    zeros = hk.Constant(0.0)
     return (
         param(par, name_a, shape_a, axes_a, init, decay=True, adapter=True, unit=unit),
         param(par, name_b, shape_b, axes_b, zeros, decay=True, adapter=True, unit=unit),

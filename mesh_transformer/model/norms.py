@@ -3,12 +3,12 @@
 Array names end in their shape: B batch, T query, D model, N columns of a projection.
 """
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mesh_transformer.config import Model
+from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 from mesh_transformer.model.heads import Heads
 from mesh_transformer.util import InputError
@@ -83,7 +83,7 @@ class Norm(hk.Module):
         return x if self.fanned_out or self.after else self.par.fan_out(x)
 
     def _param(self, name: str, shape: tuple[int, ...], axes: Axes, initial: float) -> Array:
-        init = hk.initializers.Constant(initial)
+        init = hk.Constant(initial)
         value = param(self.par, name, shape, axes, init, fanned_out=self.fanned_out)
         return (value[0] if self.kind.per_shard else value).astype(jnp.float32)
 
@@ -114,7 +114,7 @@ class ProjectionNorm(hk.Module):
         normed *= lax.rsqrt(sum_BT1 / self.columns + c.norm_eps)
         if kind.scaled:
             axes: Axes = ("mp" if copied is None else None,)
-            init = hk.initializers.Constant(0.0 if kind.plus_one else 1.0)
+            init = hk.Constant(0.0 if kind.plus_one else 1.0)
             scale_N = param(
                 par,
                 "scale",

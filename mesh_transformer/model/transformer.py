@@ -81,12 +81,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Model
+from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.declaration import (
     Declaration,
     map_declared,

@@ -42,6 +42,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 from mesh_transformer.config import Config
+from mesh_transformer.mesh.jax_versions import detect_cluster
 from mesh_transformer.pod.faults import LostError
 from mesh_transformer.pod.fleet import Fleet
 from mesh_transformer.pod.meeting import (
@@ -289,17 +290,9 @@ def find_place(
 def _detected(
     coordinator: str | None, ids: list[int] | None, seconds: float
 ) -> tuple[str | None, int | None, int | None, list[int] | None]:
-    """Return (address of process 0, process count, process index, local device ids) from JAX.
-
-    JAX detects them in `jax.distributed.initialize` too, but there a process that cannot connect is
-    aborted.  It has no public function for this, so a private one is called.
-    """
+    """Return (address of process 0, process count, process index, local device ids) from JAX."""
     try:
-        from jax._src.clusters import ClusterEnv
-
-        return ClusterEnv.auto_detect_unset_distributed_params(
-            coordinator, None, None, ids, None, int(seconds)
-        )  # type: ignore[return-value]
+        return detect_cluster(coordinator, ids, int(seconds))
     except Exception as error:  # each kind of cluster raises its own exceptions
         text = " ".join(str(error).split())[:300]
         raise InputError(

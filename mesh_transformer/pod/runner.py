@@ -23,12 +23,9 @@ from mesh_transformer.calls import Call, Result
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import BatchCall, NewBatch, Run
 from mesh_transformer.mesh.devices import use_virtual_devices
+from mesh_transformer.mesh.jax_versions import bind_collectives
 from mesh_transformer.mesh.placement import process_rows
-from mesh_transformer.mesh.program import (
-    bind_collectives,
-    compile_together,
-    use_compilation_cache,
-)
+from mesh_transformer.mesh.program import compile_together, use_compilation_cache
 from mesh_transformer.network import Train
 from mesh_transformer.pod import meeting
 from mesh_transformer.pod.faults import host_error
@@ -257,8 +254,7 @@ class NetworkRunner:
         jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
         bypass_proxy(host.strip("[]"))
         bind_collectives(place.address)
-        with contextlib.suppress(AttributeError):  # a JAX version without this setting
-            jax.config.update("jax_check_proxy_envs", False)  # it would warn of `no_proxy`
+        jax.config.update("jax_check_proxy_envs", False)  # it would warn of `no_proxy`
         jax.distributed.initialize(
             place.coordinator,
             num_processes=place.processes,

@@ -245,7 +245,7 @@ def main() -> None:
         trees: Queue[Path] = Queue()
         for number in range(args.jobs):
             tree = Path(name) / f"{number}"
-            ignored = shutil.ignore_patterns(".venv", ".git", "runs", "build", "__pycache__")
+            ignored = shutil.ignore_patterns(".venv*", ".git", "runs", "build", "__pycache__")
             shutil.copytree(ROOT, tree, ignore=ignored)
             (tree / ".venv").symlink_to(ROOT / ".venv")
             trees.put(tree)

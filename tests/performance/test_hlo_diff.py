@@ -26,6 +26,7 @@ def test_names_and_source_lines_are_no_difference():
 
     assert hlo_diff.differences(summary_of(one), summary_of(same)) == []
     text = jax.jit(one).lower(jnp.ones((8, 8))).compile().as_text()
+    assert text is not None
     renamed = text.replace("%fusion", "%other_fusion").replace("%x", "%z")
     assert hlo_diff.normalised(renamed) == hlo_diff.normalised(text)
 

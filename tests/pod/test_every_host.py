@@ -330,7 +330,7 @@ def test_slurm_is_detected(tmp_path):
 def test_flags_that_contradict_each_other_are_refused(monkeypatch):
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     monkeypatch.setattr(
-        "jax._src.clusters.ClusterEnv.auto_detect_unset_distributed_params",
+        "mesh_transformer.pod.every_host.detect_cluster",
         lambda *arguments: (arguments[0], None, None, None),
     )
     place = functools.partial(find_place, seconds=1)

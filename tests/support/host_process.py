@@ -7,11 +7,12 @@ Its argument is a JSON file with `rank`, the arguments of `NetworkRunner.start`,
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jax._src import compiler
 
+from mesh_transformer.mesh.jax_versions import wrap_compilation
 from mesh_transformer.network import Train
 from mesh_transformer.pod.runner import MeshPlace, NetworkRunner
 from mesh_transformer.training.loop import IN_FLIGHT
@@ -35,15 +36,17 @@ def timed_block(steps: int, samples: list[Any], runner: NetworkRunner) -> float:
 
 def delay_next_compilation(seconds: float) -> None:
     """Let this process start `seconds` later to compile the next program over all processes."""
-    compile_program = compiler.compile_or_get_cached
 
-    def delayed(backend: Any, module: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
-        if len({device.process_index for device in devices.flat}) > 1:
-            time.sleep(seconds)
-            compiler.compile_or_get_cached = compile_program
-        return compile_program(backend, module, devices, *args, **kwargs)
+    def wrap(compile_program: Callable[..., Any]) -> Callable[..., Any]:
+        def delayed(backend: Any, module: Any, devices: Any, *args: Any, **kwargs: Any) -> Any:
+            if len({device.process_index for device in devices.flat}) > 1:
+                time.sleep(seconds)
+                wrap_compilation(lambda _: compile_program)
+            return compile_program(backend, module, devices, *args, **kwargs)
 
-    compiler.compile_or_get_cached = delayed
+        return delayed
+
+    wrap_compilation(wrap)
 
 
 def call(
