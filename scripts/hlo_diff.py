@@ -64,16 +64,14 @@ def summary(memory: Any) -> dict[str, Any]:
             collectives[f"{one.kind} {one.dtype}[{shape}] over {size}"] += times
     program = Program(memory.text)
     cycles = program.cycles()
-    total, largest = sum(cycles.values()), Counter[str]()
-    for operation, own in cycles.items():
-        largest[f"{operation.kind} {re.sub(r'{[^}]*}', '', operation.type)}"] += own
+    total = sum(cycles.values())
     return {
         "text": hashlib.sha256(normalised(memory.text).encode()).hexdigest(),
         "peak": memory.peak,
         "moved": program.moved(),
         "cycles": total,
         "collectives": dict(sorted(collectives.items())),
-        "operations": {key: own for key, own in largest.items() if own >= LEAST_SHARE * total},
+        "operations": {key: own for key, own in cycles.items() if own >= LEAST_SHARE * total},
     }
 
 

@@ -22,8 +22,8 @@ class Pool(NamedTuple):
       pages: number of pages per data-parallel replica.
       page: number of positions per page.
       kept: number of pages per replica for beginnings of prompts in layers with rings.
-      has_rings: whether layers with a sliding window store in rings (see `model.ring`) what their
-        window needs, and not in pages.
+      has_rings: whether layers with a sliding window store no pages, but what their window needs,
+        in a ring of slots for each row.
     """
 
     pages: int
@@ -158,7 +158,9 @@ class Chunks(NamedTuple):
       page_PJ: the numbers of the row's pages in the pool, in order; -1 after the last one.
       prompt_PJ: the pages that hold the prompt.  Where these are not the row's, the prompt is
         copied to the row's pages.
-      restored_PG, kept_PG: see `ring.Part`; None if no layer has a sliding window.
+      restored_PG: the pages that fill the rings of each row, if it shares the positions before
+        `begin_P`; -1 elsewhere.  None if no layer has a sliding window.
+      kept_PG: the pages that what rings need of a prompt is copied to, for later rows; or -1.
     """
 
     begin_P: np.ndarray

@@ -105,8 +105,8 @@ def attention_waste(config: Model, attention: str) -> float:
     """Return the share, 0 to 1, of the FLOPs of attention that a division of heads over mp wastes.
 
     mp pads query heads that it does not divide.  If it does not divide grouped key heads, several
-    shards compute the same keys and values (see `heads`).  Attention is the matrices of queries,
-    keys, values and outputs, and the matmuls between queries, keys and values.
+    shards compute the same keys and values.  Attention is the matrices of queries, keys, values and
+    outputs, and the matmuls between queries, keys and values.
     """
     shards, pairs = config.shards, attended_pairs(config, attention) / (config.layers * config.seq)
 

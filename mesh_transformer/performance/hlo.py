@@ -439,12 +439,16 @@ class Program:
         bodies = [self._moved_in(loop.body, unknown_trips) for loop in operations if loop.body]
         return max(bodies, default=0) + self._by_split_collectives
 
-    def cycles(self) -> dict[Operation, int]:
-        """Return the cycles of all runs of each operation in device code, where the text has them.
+    def cycles(self) -> dict[str, int]:
+        """Return the cycles of all operations of each kind and type of result, in all runs.
 
         Only the compilers for TPUs estimate cycles; those of collectives are unknown to them.
         """
-        return dict(self._cycles_in("ENTRY", 1))
+        total: dict[str, int] = {}
+        for operation, own in self._cycles_in("ENTRY", 1):
+            name = f"{operation.kind} {re.sub(r'{[^}]*}', '', operation.type)}"
+            total[name] = total.get(name, 0) + own
+        return total
 
     def _cycles_in(self, name: str, times: int) -> Iterator[tuple[Operation, int]]:
         for operation in self._computations[name].values():

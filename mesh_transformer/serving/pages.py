@@ -101,7 +101,7 @@ class Pages:
       pool: the size of the pool.
       slots: number of slots of a row (see `Pool.slots`).
       keep: whether pages are shared and kept.
-      behind: see `KeptPages`; 0 if no layer has rings.
+      behind: number of pages that the window of a layer with rings may reach into; 0 without any.
     """
 
     def __init__(self, pool: Pool, slots: int, *, keep: bool = True, behind: int = 0):
