@@ -121,7 +121,7 @@ class Architecture:
 
     @property
     def copies_key_heads(self) -> bool:
-        """Whether all mp shards compute all keys and values: mp does not divide their heads."""
+        """Whether all mp shards store the matrices of all key heads: mp does not divide them."""
         assert self.key_heads is not None
         return self.group > 1 and self.key_heads % self.shards > 0
 

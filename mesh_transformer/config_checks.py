@@ -206,6 +206,11 @@ def _check_layer_numbers(c: Any) -> None:
             raise InputError(f"{key} is {value}, but sliding_window is null; set it")
 
 
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
+
+
 def _check_rotary_scaling(c: Any) -> None:
     values = c.rotary_scaling
     if values is None:
@@ -222,17 +227,16 @@ def _check_rotary_scaling(c: Any) -> None:
     for key in values.keys() - allowed:
         raise InputError(f"rotary_scaling of type {kind} has {key!r}, which is unknown; remove it")
     for key, value in values.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if key == "truncate" and not isinstance(value, bool):
             raise InputError(f"rotary_scaling: truncate is {value!r}, expected true or false")
         if key in ROTARY_LISTS:
             numbers = value if isinstance(value, list) else []
-            if len(numbers) != c.d_rotary // 2 or not all(number > 0 for number in numbers):
+            if len(numbers) != c.d_rotary // 2 or not all(map(_is_positive, numbers)):
                 raise InputError(
                     f"rotary_scaling: {key} is {str(value)[:80]}, expected {c.d_rotary // 2} "
                     "numbers above 0, one for each rotated pair"
                 )
-        elif key not in ("rope_type", "truncate") and not (is_number and value > 0):
+        elif key not in ("rope_type", "truncate") and not _is_positive(value):
             raise InputError(f"rotary_scaling: {key} is {value!r}, expected a number above 0")
     if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
         raise InputError(

@@ -135,16 +135,16 @@ def compare(paths: list[Path]) -> int:
     if before["jax"] != after["jax"]:
         print(f"JAX {before['jax']} -> {after['jax']}")
     old, new = before["programs"], after["programs"]
-    found = False
+    differs = False
     for name in sorted({*old, *new}):
         if name not in old or name not in new:
             lines = [f"only in {paths[name in new]}"]
         else:
             lines = differences(old[name], new[name])
-        found = found or bool(lines)
+        differs = differs or bool(lines)
         print(f"{name}: {'nothing' if not lines else ''}".rstrip())
         print("".join(f"  {line}\n" for line in lines), end="")
-    return int(found)
+    return int(differs)
 
 
 def main() -> None:

@@ -19,43 +19,55 @@ from tqdm import tqdm
 from mesh_transformer.util import InputError, run_script
 
 REPOSITORY = Path(__file__).parents[1]
-# What a machine with JAX for its accelerator and optax has; these must match its drivers.
-PRESENT = {"jax", "jaxlib", "numpy", "scipy", "ml-dtypes", "opt-einsum", "optax", "chex"}
+# What JAX brings along on a machine with an accelerator, in versions that match its drivers.
+PRESENT = {"jax", "jaxlib", "numpy", "scipy", "ml-dtypes", "opt-einsum"}
 MOST_MIB = 60
 # Newer names of platforms first; pip takes what a package has.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 31, 28, 27, 24, 17)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
 
 
-def closure(names: list[str]) -> dict[str, str]:
-    """Return {name: version} of installed packages and what they require, except `PRESENT`."""
-    found: dict[str, str] = {}
+def closure(names: list[str], python: str) -> dict[str, str]:
+    """Return {name: version} of installed packages and what they require, except `PRESENT`.
+
+    Args:
+      python: the version of Python for which they are required, on Linux.
+    """
+    target = {"python_version": python, "python_full_version": f"{python}.0"}
+    target |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
+    versions: dict[str, str] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
     left = [Requirement(name) for name in names]
     while left:
         requirement = left.pop()
         name = canonicalize_name(requirement.name)
-        if name in PRESENT or name in found:
+        if name in PRESENT or (name, frozenset(requirement.extras)) in seen:
             continue
+        seen.add((name, frozenset(requirement.extras)))
         package = metadata.distribution(name)
-        found[name] = package.version
-        environments = [{"extra": extra} for extra in ("", *requirement.extras)]
+        versions[name] = package.version
+        environments = [target | {"extra": extra} for extra in ("", *requirement.extras)]
         for line in package.requires or ():
             own = Requirement(line)
             if own.marker is None or any(own.marker.evaluate(e) for e in environments):
                 left.append(own)
-    return found
+    return versions
 
 
 def requirements() -> list[str]:
-    """Return the requirements of the library itself, without its extras."""
+    """Return the requirements of the library itself, and of its extra for GGUF files."""
     lines = metadata.requires("mesh-transformer") or []
-    return [line for line in lines if "extra ==" not in line]
+    return [line.partition(";")[0] for line in lines if "extra ==" not in line or "gguf" in line]
 
 
 def pip(*words: str) -> Any:
     """Run pip, and return its exit status and messages."""
     command = [sys.executable, "-m", "pip", *words, "--quiet", "--disable-pip-version-check"]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+def _last_line(process: Any) -> str:
+    return f"({(process.stderr.strip() or 'no message').splitlines()[-1]})"
 
 
 def write(folder: Path, python: str) -> None:
@@ -66,15 +78,16 @@ def write(folder: Path, python: str) -> None:
     target = ["--python-version", python, "--implementation", "cp", "--only-binary=:all:"]
     target += [f"--platform={platform}" for platform in PLATFORMS]
     where = ["--no-deps", "--dest", str(folder)]
-    for name, version in tqdm(sorted(closure(requirements()).items()), unit="wheel"):
+    for name, version in tqdm(sorted(closure(requirements(), python).items()), unit="wheel"):
         pin = f"{name}=={version}"
         if pip("download", *where, *target, pin).returncode:  # no wheel: most are plain Python
             built = pip("wheel", "--no-deps", "--wheel-dir", str(folder), pin)
-            if built.returncode:
-                raise InputError(f"{pin} has no wheel for Python {python}: {built.stderr[-300:]}")
+            file = next(folder.glob(f"{name.replace('-', '_')}-*"), None)
+            if built.returncode or file is None or not file.name.endswith("-none-any.whl"):
+                raise InputError(f"{pin} has no wheel for Python {python} {_last_line(built)}")
     own = pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(REPOSITORY))
     if own.returncode:
-        raise InputError(f"this library cannot be built: {own.stderr[-300:]}")
+        raise InputError(f"this library cannot be built {_last_line(own)}")
     size = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
     print(f"{folder}: {len(list(folder.iterdir()))} wheels, {size:.1f} MiB")
     if size > MOST_MIB:

@@ -209,11 +209,11 @@ def _scaling(path: str, rope: dict[str, Any], ours: dict[str, Any]) -> dict[str,
 
     def number(name: str, value: Any) -> Any:
         if isinstance(value, list) and name in ROTARY_LISTS:
-            return [number(name, each) for each in value]
+            return [number(name, entry) for entry in value]
         return value if name == "truncate" else float(positive(path, f"{name} of {kind}", value))
 
-    given = {name: rope[name] for name in names if rope.get(name) is not None}
-    return {"rope_type": kind} | {name: number(name, value) for name, value in given.items()}
+    numbers = {name: number(name, rope[name]) for name in names if rope.get(name) is not None}
+    return {"rope_type": kind} | numbers
 
 
 def keys(config: Config, family: Family) -> dict[str, Any]:

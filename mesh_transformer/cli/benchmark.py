@@ -122,9 +122,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     suite.add_argument(
         "--minutes", type=float, default=30.0, help="time for all cases or checks (default 30)"
     )
-    suite.add_argument(
-        "--resume", action="store_true", help="go on where a suite with this --folder has ended"
-    )
+    suite.add_argument("--resume", action="store_true", help="resume the suite with this --folder")
     keys = add_key_arguments(parser)
     keys.add_argument("--seq", type=positive, help="sequence length in tokens")
     keys.add_argument(
@@ -374,12 +372,15 @@ def table(args: argparse.Namespace, result: dict[str, Any]) -> str:
 
 def main() -> None:
     args = parse_args()
-    if args.suite:
-        own = script("suite", "suite")
-        sys.exit(own.run(args.folder or Path("suite"), args.minutes, resume=args.resume))
     os.environ.setdefault(
         "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95"
     )  # for GPUs; JAX's default is 0.75
+    if args.suite:
+        others = ("config", "model", "profile", "every_host", "json", "markdown")
+        if unused := [name.replace("_", "-") for name in others if getattr(args, name)]:
+            raise InputError(f"--suite has cases of its own; remove --{unused[0]}")
+        own = script("suite", "suite")
+        sys.exit(own.run(args.folder or Path("suite"), args.minutes, resume=args.resume))
     if args.verify:
         sys.exit(script("verify", "verify").run(args))
     result = measure(args)

@@ -337,7 +337,7 @@ def measure_decoding(
         lambda key: steps.all_params(steps.init_state(config, key, layout.par.shards))
     )
     batch = generator.batch(None, count)
-    batch.reserve(prompt + new)
+    batch.reserve(prompt + new + (length if profile is not None else 0))
     rng = np.random.default_rng(0)
     prompts = list(rng.integers(0, config.n_vocab, (count, prompt)).astype(np.uint32))
     settings = sampler_settings({"temp": 0.0}, count)

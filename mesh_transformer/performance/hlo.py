@@ -457,8 +457,8 @@ class Program:
                 yield from self._cycles_in(operation.body, trips * times)
             elif operation.kind == "call" and operation.called:
                 yield from self._cycles_in(operation.called, times)
-            elif (found := _CYCLES.search(operation.rest)) and int(found[1]) < UNKNOWN:
-                yield operation, int(found[1]) * times
+            elif (match := _CYCLES.search(operation.rest)) and int(match[1]) < UNKNOWN:
+                yield operation, int(match[1]) * times
 
     def _moved_in(self, name: str, unknown_trips: int = 1) -> int:
         """Return the bytes that the computation `name` reads and writes, including its loops.

@@ -7,6 +7,7 @@ the hardware.
 """
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shlex
@@ -29,6 +30,7 @@ from mesh_transformer.util import InputError
 REPOSITORY = Path(__file__).parents[2]
 RESULTS, REPORT, PICTURE = "results.jsonl", "report.md", "roofline.png"
 REPORT_SECONDS = 10.0  # reserved for the report
+FIND_SECONDS = 120
 LEAST_SECONDS = 15.0  # no case is begun with less time
 # Prints what `Machine` describes.  The devices are free again when this process has ended.
 FIND = """
@@ -130,10 +132,15 @@ CPU = (
 
 def machine() -> Machine:
     """Find out, in another process, what devices there are."""
-    found = subprocess.run([sys.executable, "-c", FIND], capture_output=True, text=True)
-    if found.returncode:
-        raise InputError(f"--suite: JAX finds no devices: {found.stderr.strip().splitlines()[-1]}")
-    platform, device, count, memory = json.loads(found.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", FIND]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=FIND_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise InputError(f"--suite: JAX finds no devices in {FIND_SECONDS} s") from None
+    if process.returncode:
+        reason = process.stderr.strip() or f"exit status {process.returncode}"
+        raise InputError(f"--suite: JAX finds no devices: {reason.splitlines()[-1]}")
+    platform, device, count, memory = json.loads(process.stdout.splitlines()[-1])
     if platform == "cpu":
         return Machine(platform, processor(), 1, memory)
     return Machine(platform, device, count, memory)
@@ -194,18 +201,19 @@ def run(folder: Path, minutes: float, *, resume: bool) -> int:
     Args:
       folder: for the results.
       minutes: time after which no case runs any more; those that are left are named.
-      resume: whether to go on where an earlier suite has ended; its results stay.
+      resume: whether to measure only what an earlier suite has not, or where it failed.
 
     Raises:
       InputError: if the folder has results, and `resume` is false.
     """
     end = time.monotonic() + 60 * minutes - REPORT_SECONDS
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the present case ends, too
     path = folder / RESULTS
     if path.exists() and not resume:
         raise InputError(f"{path} has the results of a suite; add --resume or change --folder")
     folder.mkdir(parents=True, exist_ok=True)
     own = machine()
-    known = {record["case"] for record in results(path)}
+    known = {record["case"] for record in results(path) if record["status"] != "failed"}
     table = CPU if own.platform == "cpu" else ACCELERATOR
     fitting = [case for case in table if case.gib * GIB <= own.memory]
     left = [case for case in fitting if case.name not in known]
@@ -220,13 +228,14 @@ def run(folder: Path, minutes: float, *, resume: bool) -> int:
             if record["status"] == "out of time" and seconds < case.seconds:
                 break  # --resume measures it
             append(path, record)
-    done = results(path)
-    write_report(folder, own, done)
+    done = list({record["case"]: record for record in results(path)}.values())
     names = {record["case"] for record in done}
-    late = [case.name for case in fitting if case.name not in names]
+    if late := [case.name for case in fitting if case.name not in names]:
+        print(f"not measured for lack of time; continue with --resume: {'; '.join(late)}")
+    if large := [case.name for case in table if case not in fitting]:
+        print(f"not measured for lack of memory: {'; '.join(large)}")
+    write_report(folder, own, done)
     print(f"{len(done)} results in {folder / REPORT}")
-    if late:
-        print(f"not measured for lack of time, go on with --resume: {'; '.join(late)}")
     return int(any(record["status"] != "done" for record in done))
 
 
@@ -237,7 +246,10 @@ def write_report(folder: Path, own: Machine, done: list[dict[str, Any]]) -> None
     temporary = folder / f"{REPORT}.tmp"
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(folder / REPORT)
-    if points := [point for record in done if (point := _point(record))]:
+    points = [point for record in done if (point := _point(record))]
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no picture, as matplotlib is not installed")
+    elif points:
         picture(folder / PICTURE, points)
 
 
@@ -245,24 +257,26 @@ def _tables(done: list[dict[str, Any]]) -> Iterable[str]:
     """Return Markdown of the results: a table per kind of case, and the cases without a result."""
     columns = {"train": report.TRAINING, "decode": report.DECODING}
     for mode, own in columns.items():
-        found = [record for record in done if record.get("result", {}).get("mode") == mode]
-        if found:
-            rows = [f"| {each['case']} {report.row(each['result'], own)}" for each in found]
-            title, rule = report.header(found[0]["result"], own).splitlines()
+        records = [record for record in done if record.get("result", {}).get("mode") == mode]
+        if records:
+            rows = [f"| {r['case']} {report.row(r['result'], own)}" for r in records]
+            title, rule = report.header(records[0]["result"], own).splitlines()
             yield "\n".join([f"## {mode}", "", f"| case {title}", f"| --- {rule}", *rows])
     for record in done:
         if checks := record.get("result", {}).get("checks"):
-            head = ["| check | difference | tolerance | |", "| --- | --- | --- | --- |"]
-            cells = (
-                (c["name"], f"{c['difference'] or 0:.2g}", f"{c['tolerance']:.2g}", c["status"])
-                for c in checks
-            )
-            rows = [f"| {' | '.join(each)} |" for each in cells]
+            head = ["| check | difference | tolerance | | |", "| --- | --- | --- | --- | --- |"]
+            rows = [f"| {' | '.join(_check(check))} |" for check in checks]
             yield "\n".join([f"## {record['case']}", "", *head, *rows])
     others = [r for r in done if r.get("result", {}).get("mode") not in columns]
     if others:
         lines = [f"- {r['case']}: {r['status']}, {r['seconds']} s {_detail(r)}" for r in others]
         yield "\n".join(["## other cases", "", *lines])
+
+
+def _check(check: dict[str, Any]) -> list[str]:
+    """Return the cells of a check of `bench --verify`; a difference that is not finite is None."""
+    value = "" if check["difference"] is None else f"{check['difference']:.2g}"
+    return [check["name"], value, f"{check['tolerance']:.2g}", check["status"], check["note"] or ""]
 
 
 def _detail(record: dict[str, Any]) -> str:
@@ -276,9 +290,9 @@ def _longest(done: list[dict[str, Any]]) -> Iterable[str]:
     for record in done:
         if profile := record.get("result", {}).get("profile"):
             lines = [
-                f"| {each['share']:.1%} | {each['seconds'] * 1e3:.2f} | {each['runs']} "
-                f"| `{each['name'][:80]}` |"
-                for each in profile
+                f"| {one['share']:.1%} | {one['seconds'] * 1e3:.2f} | {one['runs']} "
+                f"| `{one['name'][:80]}` |"
+                for one in profile
             ]
             head = ["| share of time | ms | runs | operation |", "| --- | --- | --- | --- |"]
             yield "\n".join([f"## {record['case']}: longest operations", "", *head, *lines])
@@ -292,7 +306,7 @@ def anchors() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A result in the roofline picture: FLOPs per byte and FLOP/s, of all devices together."""
+    """A result in the roofline picture: FLOPs per byte, and FLOP/s per device."""
 
     name: str
     intensity: float
@@ -306,17 +320,19 @@ def _point(record: dict[str, Any]) -> Point | None:
     limits, per_token = result.get("limits"), result.get("flops_per_token")
     if not limits:
         return None
+    devices = result["dp"] * result["mp"]
     if result["mode"] == "train":
-        moved = result["bytes_moved"] * result["dp"] * result["mp"]
+        moved = result["bytes_moved"] * devices
         work, rate = per_token * result["tokens_per_step"], result["speed"]["tokens_per_second"]
     elif result["mode"] == "decode":  # a forward pass has a third of the FLOPs
         per_token /= 3
-        moved = (result["weight_bytes"] + result["cache_bytes"]) * result["dp"] * result["mp"]
+        moved = (result["weight_bytes"] + result["cache_bytes"]) * devices
         work, rate = per_token * result["rows"], result["tokens_per_second"]
     else:
         return None
     peak = result.get("peak_flops") or limits["flops"]
-    return Point(record["case"], work / moved, per_token * rate, peak, limits["bandwidth"])
+    per_device = (per_token * rate, peak, limits["bandwidth"])
+    return Point(record["case"], work / moved, *(value / devices for value in per_device))
 
 
 def picture(path: Path, points: list[Point]) -> None:
@@ -331,7 +347,7 @@ def picture(path: Path, points: list[Point]) -> None:
         axes.loglog(point.intensity, point.flops / 1e12, "o")
         axes.annotate(point.name, (point.intensity, point.flops / 1e12), fontsize=7)
     axes.set_xlabel("FLOPs per byte of memory traffic")
-    axes.set_ylabel("TFLOP/s")
+    axes.set_ylabel("TFLOP/s per device")
     axes.legend()
     figure.tight_layout()
     pictures.save(figure, str(path))
