@@ -198,11 +198,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _verify_with_torch(folder: str) -> None:
-    from mesh_transformer.checkpoint import conversion
+    from mesh_transformer.checkpoint import conversion, torch_model
 
     result = conversion.compare_with_torch(folder)
+    if result is None and not torch_model.is_installed():
+        print(f"{folder}: not compared with transformers' logits, which need torch")
+        return
     if result is None:
-        print(f"{folder}: not compared with transformers, which needs torch and reads fewer files")
+        print(f"{folder}: not compared with transformers' logits, as transformers cannot read it")
         return
     difference, bound = result
     print(
