@@ -224,6 +224,7 @@ def test_wrong_adapters_are_one_line(checkpoints, tmp_path):
     )
     wide.load(base)
     wide.save(tmp_path / "wide")
+    wide.wait()
     with pytest.raises(InputError, match=f"sum to .*, expected at most d_model .{most}"):
         network.add_adapters([paths[0], tmp_path / "wide"])  # of ranks 2 and d_model - 1
     with pytest.raises(InputError, match=r"adapter is 1, expected 0 for none$"):
