@@ -1,6 +1,4 @@
-# A command, or a version such as 3.12.
 PYTHON ?= python3
-INTERPRETER := $(patsubst 3.%,python3.%,$(PYTHON))
 # To test with another Python, and with the JAX that the lock has for it, beside the first:
 #   make test PYTHON=python3.13 VENV=.venv-3.13
 VENV := .venv
@@ -62,12 +60,12 @@ docs: .venv-docs/done
 	@echo "the documentation is in build/site/index.html"
 
 .venv-docs/done: requirements-docs.txt
-	$(INTERPRETER) -m venv .venv-docs
+	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@
 
 $(VENV)/run: requirements.txt setup.py
-	$(INTERPRETER) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
@@ -84,7 +82,8 @@ $(VENV)/test: requirements-dev.txt requirements-torch.txt requirements-smollm2.t
 # Wheels for machines without internet that have JAX, for the version of Python there: `make wheels
 # PYTHON=3.12`.  See docs/offline.md.
 WHEELS_FOR := $(or $(filter 3.%,$(PYTHON:python%=%)),3.12)
-wheels: $(VENV)/run
+wheels:
+	@test -x $(BIN)/python || { echo "make wheels reads versions from $(VENV): run make venv first" >&2; exit 2; }
 	$(BIN)/python scripts/wheels.py build/wheels-$(WHEELS_FOR) --python $(WHEELS_FOR)
 
 # Pins anew, from setup.py; needs uv.  Each Python has another JAX, so that the oldest and newest

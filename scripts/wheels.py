@@ -55,9 +55,9 @@ def closure(names: list[str], python: str) -> dict[str, str]:
 
 
 def requirements() -> list[str]:
-    """Return the requirements of the library itself, and of its extra for GGUF files."""
+    """Return the requirements of the library itself, without its extras."""
     lines = metadata.requires("mesh-transformer") or []
-    return [line.partition(";")[0] for line in lines if "extra ==" not in line or "gguf" in line]
+    return [line for line in lines if "extra ==" not in line]
 
 
 def pip(*words: str) -> Any:
