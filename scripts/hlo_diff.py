@@ -21,6 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mesh_transformer.config import Config
+from mesh_transformer.storage import files
 from mesh_transformer.util import InputError, run_script
 
 SEQ = {"seq": 2048}
@@ -109,7 +110,7 @@ def write(path: Path, only: str | None) -> None:
                 )
             ),
         }
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    files.write_text(str(path), json.dumps(result, indent=1) + "\n")
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -2,10 +2,9 @@
 
 A row's keys and values are stored in S slots: position p is stored in slot p mod S.  When the slots
 are full, each new position overwrites the oldest one.  Layers with a sliding window may have fewer
-slots of their own (see `model.ring`).  `prefill` inserts prompts
-or pieces of prompts while the other rows wait, and `decode` generates tokens in all rows.  The
-layers are unrolled, and each has its own arrays, because a loop over stacked arrays would copy each
-layer's slice.
+slots of their own (see `model.ring`).  `prefill` inserts prompts or pieces of prompts while the
+other rows wait, and `decode` generates tokens in all rows.  The layers are unrolled, and each has
+its own arrays, because a loop over stacked arrays would copy each layer's slice.
 
 The slots of a row are either an array of its own, or in pages of C slots from a pool that all rows
 share (see `model.paged`).  `serving.pages.Pages` decides which pages a row gets.

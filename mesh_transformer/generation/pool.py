@@ -124,10 +124,10 @@ def server_pool(
         own = rows * most_slots(usual, guesses, any_page) + kept
         tokens = max(own, most_slots(config.window, guesses, any_page))
     pool = pool_of(tokens, config.window + guesses, page)
-    in_rings = min(kept // page + pages_behind(config, page), pool.pages) if kept else 0
-    size = rows * _ring_slots(config, guesses) + in_rings * page
-    if 0 < size < pool.pages * page and _ring_slots(config, guesses):
-        return pool._replace(kept=in_rings)
+    slots = _ring_slots(config, guesses)
+    for_rings = min(kept // page + pages_behind(config, page), pool.pages) if kept else 0
+    if slots and rows * slots + for_rings * page < pool.pages * page:
+        return pool._replace(kept=for_rings)
     return pool._replace(has_rings=False)
 
 

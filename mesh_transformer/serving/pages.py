@@ -284,7 +284,7 @@ class Pages:
                 self._idle.move_to_end(page)
 
     def _restore(self, row: Row, prompt: np.ndarray, count: int) -> None:
-        """Let the next call fill a row's rings for a prompt of which `count` pages are computed."""
+        """Let the next call fill a row's rings from the first `count` pages of its prompt."""
         self._end_restoring(row)
         ends = range(max(count - self._for_rings.behind, 0) + 1, count + 1)
         row.restored = self._for_rings.read([_key(prompt[: end * self.pool.page]) for end in ends])

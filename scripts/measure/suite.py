@@ -25,6 +25,7 @@ from tqdm import tqdm
 from mesh_transformer.cli.benchmark import processor
 from mesh_transformer.mesh.accelerators import GIB
 from mesh_transformer.performance import pictures, report
+from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -156,13 +157,8 @@ def results(path: Path) -> list[dict[str, Any]]:
 
 def append(path: Path, record: dict[str, Any]) -> None:
     """Append a result, after the last line that is complete."""
-    with path.open("ab+") as file:
-        file.seek(0)
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    records = [*results(path), record]
+    files.write_text(str(path), "".join(json.dumps(own) + "\n" for own in records))
 
 
 def measured(case: Case, own: Machine, seconds: float) -> dict[str, Any]:
@@ -242,10 +238,7 @@ def run(folder: Path, minutes: float, *, resume: bool) -> int:
 def write_report(folder: Path, own: Machine, done: list[dict[str, Any]]) -> None:
     """Write the tables and the picture of some results."""
     parts = [f"# {own.count} x {own.device}", *_tables(done), *_longest(done), anchors()]
-    text = "\n\n".join(parts) + "\n"
-    temporary = folder / f"{REPORT}.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(folder / REPORT)
+    files.write_text(str(folder / REPORT), "\n\n".join(parts) + "\n")
     points = [point for record in done if (point := _point(record))]
     if importlib.util.find_spec("matplotlib") is None:
         print("no picture, as matplotlib is not installed")

@@ -67,6 +67,15 @@ def check_close(actual, single, double):
     assert bound < 1e-4 * np.abs(double).max()  # so that the check means something
 
 
+def check_export(folder, state, config, network, tokens, logits):
+    """Write a folder, and check that transformers computes the logits of `network` from it."""
+    hf.write(str(folder), state, config)
+    loaded = type(network).from_pretrained(folder).eval()
+    loaded.set_attn_implementation("eager")
+    with torch.no_grad():
+        assert torch.equal(loaded(torch.tensor(tokens)).logits, torch.tensor(logits))
+
+
 @pytest.mark.quick(len(CASES))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("sizes", [{}, ONE_KEY_HEAD, EVEN])
@@ -81,11 +90,7 @@ def test_logits_match_torchs_and_exports_keep_every_bit(tmp_path, sizes, case):
     config = config.replace(dtype="float32")
     run = jax.jit(lambda params: transformer.logits(params, TOKENS, config, Auto()))
     check_close(np.asarray(run(state["params"])), single, double)
-    hf.write(str(tmp_path / "ours"), state, config)
-    loaded = type(network).from_pretrained(tmp_path / "ours").eval()
-    loaded.set_attn_implementation("eager")
-    with torch.no_grad():
-        assert torch.equal(loaded(torch.tensor(TOKENS)).logits, torch.tensor(single))
+    check_export(tmp_path / "ours", state, config, network, TOKENS, single)
     read, state = hf.read(str(tmp_path / "ours"))
     assert (
         dataclasses.replace(read, tokenizer=config.tokenizer).model
@@ -213,11 +218,7 @@ def test_longrope_has_the_factors_of_the_longest_sequence(tmp_path, length, seq)
     own = config.replace(dtype="float32", seq=seq)
     run = jax.jit(lambda params: transformer.logits(params, tokens, own, Auto()))
     check_close(np.asarray(run(state["params"])), single, double)
-    hf.write(str(tmp_path / "ours"), state, config)
-    loaded = type(network).from_pretrained(tmp_path / "ours").eval()
-    loaded.set_attn_implementation("eager")
-    with torch.no_grad():
-        assert torch.equal(loaded(torch.tensor(tokens)).logits, torch.tensor(single))
+    check_export(tmp_path / "ours", state, config, network, tokens, single)
     with pytest.raises(InputError, match=r"short_factor is \[1.0\], expected 2 numbers above 0"):
         config.replace(rotary_scaling=config.rotary_scaling | {"short_factor": [1.0]})
 

@@ -124,8 +124,8 @@ def test_rings_in_8_bits_generate_like_pages():
             if is_whole:
                 chosen = prefiller.insert([row], [prompt], [9], [GREEDY], [None])
             else:
-                chosen, found = in_chunks(prefiller, row, prompt, 9)
-                assert found >= 16
+                chosen, reused = in_chunks(prefiller, row, prompt, 9)
+                assert reused >= 16
             later = prefiller.batch.decode(8, 20, allowed={})
             results.append(np.concatenate((chosen.top_logprob, later.top_logprob[row])))
             prefiller.release([row])
@@ -209,12 +209,12 @@ def prefiller_of(config, has_rings=True, **options):
 
 
 def in_chunks(prefiller, row, prompt, length):
-    """Insert a prompt in chunks; return its first token, and how many tokens were found."""
-    filled, found, chosen = 0, 0, None
+    """Insert a prompt in chunks; return its first token, and how many tokens were kept before."""
+    filled, reused, chosen = 0, 0, None
     while chosen is None:
         filled, more, chosen = prefiller.insert_chunk(row, prompt, filled, length, GREEDY, None, 16)
-        found += more
-    return chosen, found
+        reused += more
+    return chosen, reused
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -227,8 +227,8 @@ def test_the_server_shares_beginnings_of_prompts_in_rings(fixed):
     for _ in range(3):
         prompt = np.concatenate((beginning, rng.integers(0, config.n_vocab, 10)))
         [row] = prefiller.place([prompt], [20], [0, 1], chunks=True)
-        chosen, found = in_chunks(prefiller, row, prompt, 20)
-        cached.append(found)
+        chosen, reused = in_chunks(prefiller, row, prompt, 20)
+        cached.append(reused)
         later = prefiller.batch.decode(19, 20, allowed={})
         tokens = np.concatenate((chosen.token, later.token[row]))
         text = np.concatenate((prompt, tokens))

@@ -58,13 +58,13 @@ def test_cases_are_commands_whose_sequences_fit_their_models(case, count):
 CHECK = {"name": "logits", "difference": None, "tolerance": 1e-4, "status": "failed", "note": "NaN"}
 
 
-def killed_after(count: int, found: list[str]) -> Any:
+def killed_after(count: int, measured_names: list[str]) -> Any:
     """Return a function like `suite.measured` that is interrupted after some results."""
 
     def measured(case: suite.Case, own: suite.Machine, seconds: float) -> dict[str, Any]:
-        if len(found) == count:
+        if len(measured_names) == count:
             raise KeyboardInterrupt
-        found.append(case.name)
+        measured_names.append(case.name)
         result = DECODING if case.name != "b" else {"mode": "verify", "checks": [CHECK]}
         return {"case": case.name, "command": "c", "status": "done", "seconds": 1, "result": result}
 
@@ -75,8 +75,8 @@ def test_a_suite_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
     cases = tuple(suite.Case(name, "--decode", 1) for name in "abcd")
     monkeypatch.setattr(suite, "CPU", (*cases, suite.Case("large", "", 64)))
     monkeypatch.setattr(suite, "machine", lambda: MACHINE)
-    found: list[str] = []
-    monkeypatch.setattr(suite, "measured", killed_after(2, found))
+    measured_names: list[str] = []
+    monkeypatch.setattr(suite, "measured", killed_after(2, measured_names))
     with pytest.raises(KeyboardInterrupt):
         suite.run(tmp_path, 5, resume=False)
     path = tmp_path / suite.RESULTS
@@ -84,13 +84,13 @@ def test_a_suite_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
     with path.open("ab") as file:
         file.write(b'{"case": "c", "stat')  # killed while it wrote
     assert len(suite.results(path)) == 2
-    monkeypatch.setattr(suite, "measured", killed_after(9, found))
+    monkeypatch.setattr(suite, "measured", killed_after(9, measured_names))
     with pytest.raises(InputError, match="has the results of a suite; add --resume"):
         suite.run(tmp_path, 5, resume=False)
     assert suite.run(tmp_path, 0, resume=True) == 0
     assert "continue with --resume: c; d" in capsys.readouterr().out
     assert suite.run(tmp_path, 5, resume=True) == 0
-    assert found == ["a", "b", "c", "d"]
+    assert measured_names == ["a", "b", "c", "d"]
     assert len(path.read_bytes().splitlines()) == 4
     text = (tmp_path / suite.REPORT).read_text()
     assert "| a | 2026-01-01 |" in text
