@@ -26,7 +26,13 @@ from jax import Array
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.finite import tokens_or_none
-from mesh_transformer.generation.forward import context_of, forward, full_logits, in_ring
+from mesh_transformer.generation.forward import (
+    context_of,
+    forward,
+    full_logits,
+    in_ring,
+    own_logits,
+)
 from mesh_transformer.generation.sampling import choose, top_tokens
 from mesh_transformer.generation.sampling_settings import SamplerSettings, sampler_settings
 from mesh_transformer.generation.speculation import guess
@@ -36,6 +42,7 @@ from mesh_transformer.model import paged, ring
 from mesh_transformer.model.cache import LayerCache, write_rows
 from mesh_transformer.model.heads import key_heads
 from mesh_transformer.model.layer_values import layer_values
+from mesh_transformer.model.loss import cross_entropy
 from mesh_transformer.model.ring import Cache, Part, RingCache
 
 # The settings of idle rows: greedy decoding, which is the fastest, and no penalty or bias.
@@ -176,20 +183,23 @@ def grow(state: DecodeState, slots: int, ring_slots: int) -> DecodeState:
     )
 
 
-def _chosen(logits_BV: Array, token_B: Array, alternatives: int | None) -> Chosen:
-    """Return `token_B` as a `Chosen`, with logprobs if `alternatives` is not None.
+def _chosen(
+    own_BTV: Array, logits_BTV: Array, token_BT: Array, alternatives: int | None, par: Parallel
+) -> Chosen:
+    """Return `token_BT` as a `Chosen`, with logprobs if `alternatives` is not None.
 
     Args:
+      own_BTV: the logits of this device's shard of the vocabulary.
+      logits_BTV: those of the full vocabulary.
       alternatives: number of most likely tokens to include with their logprobs.  With None, the
-        logprob of `token_B` is left out too.
+        logprob of `token_BT` is left out too.
     """
     if alternatives is None:
-        return Chosen(token_B)
-    log_sum_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
-    top_BN, top_token_BN = top_tokens(logits_BV, min(alternatives, logits_BV.shape[-1]))
-    own_B1 = jnp.take_along_axis(logits_BV, token_B[:, None].astype(jnp.int32), axis=1)
-    logprob_B1, top_logprob_BN = own_B1 - log_sum_B1, top_BN - log_sum_B1
-    return Chosen(token_B, logprob_B1[:, 0], top_token_BN.astype(jnp.uint32), top_logprob_BN)
+        return Chosen(token_BT)
+    loss_BT, log_sum_BT, _ = cross_entropy(own_BTV, token_BT, par)
+    top_BTN, top_token_BTN = top_tokens(logits_BTV, min(alternatives, logits_BTV.shape[-1]))
+    top_logprob_BTN = top_BTN - top_BTN[..., :1] - log_sum_BT[..., None]
+    return Chosen(token_BT, -loss_BT, top_token_BTN.astype(jnp.uint32), top_logprob_BTN)
 
 
 def prefill(
@@ -228,7 +238,8 @@ def prefill(
     def put(rows: Array, values: Array, *index: Any) -> Array:
         return rows.at[(row_P, *index)].set(values, mode="drop")
 
-    logits_PV = full_logits(weights, last_P1D, config, par)
+    own_P1V = own_logits(weights, last_P1D, config, par)
+    logits_PV = full_logits(own_P1V, config, par)
     prompt_rows = jnp.arange(count)[:, None]
     in_prompt_PS = jnp.arange(slots)[None] < length_P[:, None]
     seen_PV = jnp.zeros((count, config.n_vocab), bool)
@@ -252,7 +263,8 @@ def prefill(
         jax.tree.map(put, state.settings, settings),
         draft_caches,
     )
-    return state, _chosen(logits_PV, token_P, alternatives)
+    chosen = _chosen(own_P1V, logits_PV[:, None], token_P[:, None], alternatives, par)
+    return state, jax.tree.map(lambda x: x[:, 0], chosen)
 
 
 def _insert(
@@ -350,8 +362,8 @@ def _step(
         IDLE,
     )
     x_BTD, caches = _append(weights, state, tokens_BT, active_B, config, par)
-    logits_NV = full_logits(weights, x_BTD, config, par)  # N: all positions of all rows
-    own_NV = logits_NV
+    own_BTV = own_logits(weights, x_BTD, config, par)
+    logits_NV = own_NV = full_logits(own_BTV, config, par)  # N: all positions of all rows
     if config.n_vocab != state.seen_BV.shape[1]:  # a draft's, which has other padding
         more = state.seen_BV.shape[1] - config.n_vocab
         logits_NV = jax.lax.pad(logits_NV, -jnp.inf, ((0, 0, 0), (0, more, 0)))
@@ -366,8 +378,8 @@ def _step(
     chosen_BT = jnp.where(active_B[:, None], chosen_BT, tokens_BT[:, :1])
     added_B = _accepted(chosen_BT, guess_BG, left_B)
     state = _add(state, chosen_BT, added_B)._replace(caches=caches, draft_caches=draft_caches)
-    chosen = _chosen(logits_NV, chosen_BT.reshape(-1), alternatives)
-    return state, jax.tree.map(lambda x: x.reshape(*chosen_BT.shape, *x.shape[1:]), chosen), added_B
+    logits_BTV = own_NV.reshape(*chosen_BT.shape, -1)
+    return state, _chosen(own_BTV, logits_BTV, chosen_BT, alternatives, par), added_B
 
 
 def _occurrences(state: DecodeState, guess_BG: Array) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -64,7 +65,7 @@ def forward(
             own = ring_context
         own = own._replace(values=values)
         y_BTD, cache = run(layer, x_BTD, own, cache, is_sliding=bool(values.is_sliding))
-        x_BTD += y_BTD
+        x_BTD = par.by_rows(jnp.add)(x_BTD, y_BTD)
         filled.append(cache)
     return x_BTD, tuple(filled)
 
@@ -130,10 +131,10 @@ def own_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) ->
     return transformer.transforms(config, par)["proj"].apply(projection, x_BTD)
 
 
-def full_logits(weights: Weights, x_BTD: Array, config: Config, par: Parallel) -> Array:
-    """Return the logits of `x_BTD` as [B T, V]: those of all positions of a row, then the next row.
+def full_logits(logits_BTV: Array, config: Config, par: Parallel) -> Array:
+    """Return the result of `own_logits` as [B T, V]: all positions of a row, then the next row.
 
     Every device gets the logits of the full vocabulary.
     """
-    logits_BTV = par.gather(own_logits(weights, x_BTD, config, par))[..., : config.n_vocab]
+    logits_BTV = par.gather(logits_BTV)[..., : config.n_vocab]
     return par.shard(logits_BTV.reshape(-1, config.n_vocab), "dp", None)

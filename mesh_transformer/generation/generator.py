@@ -194,13 +194,19 @@ class Generator:
             )
         check_number("score: alternatives", alternatives, 0, self.config.n_vocab)
         check_adapters(call.adapter, len(self.adapters))
+        beginning, first = call.beginning, 0
+        if beginning is not None and self.config.exact:  # keys in the slots of their positions
+            first, repeated = len(beginning), np.tile(beginning, (len(tokens), 1))
+            tokens, beginning = np.concatenate((repeated, tokens), axis=1), None
         placed = self.rows.place(self.rows.pad(tokens), P("dp"))
         number = np.array([call.adapter], np.int32)
-        text = None if call.beginning is None else self._text(weights, call.beginning, number)
+        text = None if beginning is None else self._text(weights, beginning, number)
         # The program needs the most likely token itself.
         compute = self._scorer(max(alternatives, 1), text is not None)
         scored = compute(weights, placed[:, :-1], placed[:, 1:], text, number)
-        scored = jax.tree.map(lambda x: np.asarray(self.rows.fetch(x, len(tokens))), scored)
+        scored = jax.tree.map(
+            lambda x: np.asarray(self.rows.fetch(x, len(tokens)))[:, first:], scored
+        )
         with blaming(lambda: self.cause(weights)):
             check_finite((scored.logprob, scored.top_logprob), "logits")
         return scored._replace(

@@ -81,7 +81,7 @@ def storage(config: Model, guesses: int, pool: Pool | None) -> Storage:
 
 def _ring_slots(config: Model, guesses: int) -> int:
     """Return the number of slots of a ring; 0 if rings would be no smaller than other rows."""
-    if config.sliding_window is None:
+    if config.sliding_window is None or config.exact:  # then a position has the same slot always
         return 0
     slots = Pool(0, PAGE).slots(min(config.sliding_window, config.window) + guesses)
     return slots if slots < most_slots(config.window, guesses, None) else 0

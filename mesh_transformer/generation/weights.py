@@ -181,7 +181,7 @@ class WeightLayout(Layout):
 def weight_layout(layout: Layout, adapters: Sequence[Model] = ()) -> WeightLayout:
     """Return the layout of the weights with which a model generates.
 
-    CPUs compute in f32, in which their matmuls are faster.
+    CPUs compute in f32, in which their matmuls are faster, unless the config sets `exact`.
 
     Args:
       layout: the layout of the model's parameters.
@@ -190,7 +190,7 @@ def weight_layout(layout: Layout, adapters: Sequence[Model] = ()) -> WeightLayou
     on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
     config = layout.config.merged().replace(
         int8_matmuls=[],
-        dtype="float32" if on_cpu else layout.config.dtype,
+        dtype="float32" if on_cpu and not layout.config.exact else layout.config.dtype,
         zero=0,
         virtual_mesh=None,
         cores_per_replica=layout.config.shards,

@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.mesh import haiku as hk
+from mesh_transformer.mesh.apart import Exact, by_rows
 from mesh_transformer.mesh.declaration import (
     Declaration,
     declare,
@@ -93,6 +94,7 @@ class Parallel(abc.ABC):
       attention: the backend for attention over a whole sequence (`attention_backend`).
       zero_stage: 0 (no ZeRO), 1 or 3.
       split_stream: whether the residual stream is split by position over mp.
+      exact: how results are made independent of other rows (see `by_rows`); None if they are not.
     """
 
     mp = 1
@@ -105,8 +107,10 @@ class Parallel(abc.ABC):
         *,
         attention: str = "xla",
         split_stream: bool = False,
+        exact: Exact | None = None,
     ):
         self.split_stream = split_stream
+        self.exact = exact
         self.dp = 1 if mesh is None else mesh.shape["dp"]
         self.shards = 1 if mesh is None else mesh.shape["mp"]
         self.attention = attention
@@ -184,6 +188,10 @@ class Parallel(abc.ABC):
           function: maps an array to an array with the same sharding over mp.
           spec: the PartitionSpec of the array.
         """
+
+    def by_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` or, if the config sets `exact`, `apart.by_rows` of it."""
+        return function if self.exact is None else by_rows(function, self.exact)
 
     def on_blocks(
         self, function: Callable[..., Any], in_axes: Any, out_axes: Any

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from mesh_transformer.config import Config
+from mesh_transformer.mesh.apart import Exact
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.jax_versions import (
     coordination_client,
@@ -137,6 +138,8 @@ class Layout:
         collectives.
         """
         config = self.config
+        if config.exact:
+            choices |= {"exact": Exact(self.mesh.devices.flat[0].platform)}
         if config.virtual_mesh is not None:
             return Manual(virtual_mesh(config.virtual_mesh), config.zero or 0, **choices)
         if self.mesh.size == 1:  # even a sum over a single device takes time

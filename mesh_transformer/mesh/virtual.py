@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from mesh_transformer.mesh import apart
 from mesh_transformer.mesh.blocks import Axes, Blocks, Value, ordered
 from mesh_transformer.mesh.equations import (
     AXES,
@@ -97,40 +97,8 @@ def on_every_device(function: Callable[[Array], Any], mesh: Mesh) -> Callable[[A
     """Return `function` with the same bits on every mesh: each device computes whole arrays."""
 
     # Kept apart, so that the compiler does not compute only the part that a device keeps.
-    return jax.shard_map(
-        _kept_apart(function, mesh), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-    )
-
-
-def _kept_apart(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """Return `function` such that the compiler does not merge it with what calls it.
-
-    XLA compiles it as a function of its own, in the same way wherever it is called.
-    """
-    if _calls_stay(mesh):
-
-        def segment(*args: Any) -> Any:
-            with set_xla_metadata(inlineable=None):  # not for the functions that it calls
-                return function(*args)
-
-        return set_xla_metadata(inlineable="false")(jax.jit(segment))
-
-    # The compiler for TPUs inlines all calls, but not a branch that it cannot predict.
-    def branch(*args: Any) -> Any:
-        runs = lax.optimization_barrier(jnp.bool(True))
-        shapes = jax.eval_shape(function, *args)
-
-        def zeros(*_: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-        return lax.cond(runs, function, zeros, *args)
-
-    return branch
-
-
-def _calls_stay(mesh: Mesh) -> bool:
-    """Return whether the compiler for a mesh can be told not to inline a call."""
-    return mesh.devices.flat[0].platform == "cpu"
+    own = apart.kept_apart(function, mesh.devices.flat[0].platform)
+    return jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
 
 class _Program(Blocks):
@@ -157,7 +125,7 @@ class _Program(Blocks):
 
     def __init__(self, blocks: dict[str, int], mesh: Mesh):
         super().__init__(blocks, dict(mesh.shape))
-        self._mesh = mesh
+        self._platform = mesh.devices.flat[0].platform
 
     # Along which axes the virtual devices differ.
 
@@ -246,7 +214,7 @@ class _Program(Blocks):
             segment, waiting = self._segment(waiting, known, axes)
             # A branch, unlike a call, cannot write a result over its argument.
             sums: list[JaxprEqn] = []
-            if not _calls_stay(self._mesh):
+            if not apart.calls_stay(self._platform):
                 segment, sums = _split_sums(segment, known)
             later = results.union(*map(_variables, (*sums, *waiting)))
             outputs = [var for eqn in segment for var in eqn.outvars if var in later]
@@ -294,12 +262,12 @@ class _Program(Blocks):
                 _stored(values[var], aval.dtype) for var, aval in zip(outputs, shapes, strict=True)
             ]
 
-        kept_apart = _kept_apart(function, self._mesh)
+        on_its_own = apart.kept_apart(function, self._platform)
 
         def on_one(own: dict[str, Array]) -> list[Array]:
             taken = [_taken(value, own) for value in inputs.values()]
             index = {axis: lax.axis_index(axis) * self.blocks[axis] + own[axis] for axis in axes}
-            return [jnp.expand_dims(x, range(len(axes))) for x in kept_apart(taken, index)]
+            return [jnp.expand_dims(x, range(len(axes))) for x in on_its_own(taken, index)]
 
         def body(number: Array, buffers: list[Array]) -> list[Array]:
             own = dict(zip(axes, jnp.unravel_index(number, sizes), strict=True))

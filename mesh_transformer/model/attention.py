@@ -248,7 +248,7 @@ def attention_backend(config: Model, device: Device) -> str:
     Raises:
       InputError: if `config.attention` names a backend that this config or device does not support.
     """
-    name = config.attention
+    name = "xla" if config.exact else config.attention
     if name == "auto":
         names = ("splash", "cudnn", *(("blocks",) if config.seq > LONG else ()))
         return next((name for name in names if _obstacle(name, config, device) is None), "xla")

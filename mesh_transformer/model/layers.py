@@ -10,6 +10,7 @@ geglu block, N columns of a projection, V vocabulary, L layers.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -204,6 +205,22 @@ class Embedding(hk.Module):
         local_BT = (row_BT >= 0) & (row_BT < rows)
         rows_BTD = lookup(w_VD, jnp.clip(row_BT, 0, rows - 1))
         x_BTD = par.join(jnp.where(local_BT[..., None], rows_BTD, 0))
+        positions_BTD = None
+        if c.pe == "fixed":
+            init = initialiser(c, "positions")
+            table = param(par, "pos_embs", (c.seq, c.d_model), (None, "mp"), init, decay=True)
+            table = jnp.asarray(par.gather(table))[:, : c.d_model]  # without padding
+            positions_BTD = par.own_positions(table[jnp.clip(positions_BT, 0, c.seq - 1)])
+        x_BTD = par.by_rows(self._entered)(x_BTD, positions_BTD)
+        if dropout is not None and c.dropout_embedding:
+            kept_BTD = dropout.kept(0, c.dropout_embedding, tokens_BT.shape[1], c.d_model)
+            x_BTD = drop_entries(x_BTD, par.own_positions(kept_BTD), c.dropout_embedding)
+        return x_BTD
+
+    @hk.transparent
+    def _entered(self, x_BTD: Array, positions_BTD: Array | None) -> Array:
+        """Return what enters the first layer, from the rows of tokens and positions."""
+        c, par = self.config, self.par
         if c.layer_kind.biased_ends:
             bias = hk.Constant(0.0)
             x_BTD += param(par, "b", (c.d_model,), (None,), bias, summed=True)
@@ -211,14 +228,8 @@ class Embedding(hk.Module):
             x_BTD *= jnp.asarray(c.embed_scale, x_BTD.dtype)
         if c.embed_norm:
             x_BTD = Norm(c, par, after=True)(x_BTD)
-        if c.pe == "fixed":
-            init = initialiser(c, "positions")
-            table = param(par, "pos_embs", (c.seq, c.d_model), (None, "mp"), init, decay=True)
-            table = jnp.asarray(par.gather(table))[:, : c.d_model]  # without padding
-            x_BTD += par.own_positions(table[jnp.clip(positions_BT, 0, c.seq - 1)])
-        if dropout is not None and c.dropout_embedding:
-            kept_BTD = dropout.kept(0, c.dropout_embedding, tokens_BT.shape[1], c.d_model)
-            x_BTD = drop_entries(x_BTD, par.own_positions(kept_BTD), c.dropout_embedding)
+        if positions_BTD is not None:
+            x_BTD += positions_BTD
         return x_BTD
 
 
@@ -249,48 +260,101 @@ class TransformerLayer(hk.Module):
     def __call__(
         self, x_BTD: Array, context: Context, cache: ring.Cache | None
     ) -> tuple[Array, ring.Cache]:
-        c, par, block = self.config, self.par, self.block
+        par, block = self.par, self.block
         parallel = block.arrangement == "parallel"
+
+        def rows(function: Callable[..., Any], *args: Any) -> Any:
+            """Call a method whose result for a row depends on this row alone."""
+
+            def own(positions_BT: Array, scale: lora.Scale | None, *args: Any) -> Any:
+                with_own = context._replace(positions_BT=positions_BT, lora_scale=scale)
+                return function(with_own, *args)
+
+            return par.by_rows(own)(context.positions_BT, context.lora_scale, *args)
+
         # Two norms of one stream share a fan-out, so that the backward pass sums over mp only once.
-        shared = parallel and block.ff_norm
-        if shared:
+        if parallel and block.ff_norm:
             x_BTD = par.fan_out(x_BTD)
-
-        def normed(name: str, stream_BTD: Array) -> Array:
-            if c.norm_place == "after":
-                return par.fan_out(stream_BTD)
-            return Norm(c, par, name, fanned_out=shared)(stream_BTD)
-
-        normed_BTD = normed("norm", x_BTD)
-
-        def hidden(stream_BTD: Array) -> Array:
-            ready = normed("ff_norm", stream_BTD) if block.ff_norm else normed_BTD
-            return self._hidden(ready, context)
-
+        normed_BTD, gates, qkv = rows(self._inputs, x_BTD)
+        attended_BTHK, cache = self._attention(*qkv, context, cache)
         if block.fused:
-            y_BTD, cache = self._fused(normed_BTD, context, cache)
+            y_BTD = rows(self._fused_output, attended_BTHK, gates)
         else:
-            attended_BTN, cache = self._attended(normed_BTD, context, cache)
-            hidden_BTF = hidden(x_BTD) if parallel else None
+            hidden_BTF = None
+            if parallel:
+                hidden_BTF = rows(self._hidden, x_BTD if block.ff_norm else normed_BTD)
+            y_BTD = rows(self._outputs, attended_BTHK, hidden_BTF)
+        y_BTD = par.join(y_BTD)
+        if parallel:
+            return rows(self._biased, y_BTD), cache
+        y_BTD, hidden_BTF = rows(self._between, x_BTD, y_BTD)
+        out_BTD = par.join(rows(self._outputs, None, hidden_BTF))
+        return rows(self._end, y_BTD, out_BTD), cache
+
+    @hk.transparent
+    def _normed(self, name: str, x_BTD: Array) -> Array:
+        c = self.config
+        if c.norm_place == "after":
+            return self.par.fan_out(x_BTD)
+        shared = self.block.arrangement == "parallel" and self.block.ff_norm
+        return Norm(c, self.par, name, fanned_out=shared)(x_BTD)
+
+    @hk.transparent
+    def _inputs(self, context: Context, x_BTD: Array) -> tuple[Array, Any, tuple[Array, ...]]:
+        """Return the normed x_BTD, the inputs of a fused feed-forward, and q, k and v."""
+        normed_BTD = self._normed("norm", x_BTD)
+        gates = None
+        if self.block.fused:
+            *qkv, gate_BTHF, value_BTHF = self._fused_inputs(context, normed_BTD)
+            gates = gate_BTHF, value_BTHF
+        else:
+            qkv = self._queries_keys_values(context, normed_BTD)
+        return normed_BTD, gates, self._ready(context, *qkv)
+
+    @hk.transparent
+    def _outputs(
+        self, context: Context, attended_BTHK: Array | None, hidden_BTF: Array | None
+    ) -> Array:
+        """Return the outputs of attention and feed-forward, or of one, without the sum over mp."""
+        c, y_BTD = self.config, None
+        if attended_BTHK is not None:
+            attended_BTN = attended_BTHK.reshape(*attended_BTHK.shape[:2], -1)
             heads = (c.n_heads * c.d_head,)
             y_BTD = self._output("o", attended_BTN, heads, ATTENTION, context, c.d_head)
-            if hidden_BTF is not None:
-                y_BTD += self._output("out", hidden_BTF, (c.d_ff,), FEED_FORWARD, context)
-        y_BTD = par.join(y_BTD)
-        if c.has_bias("o"):
+        if hidden_BTF is not None:
+            out_BTD = self._output("out", hidden_BTF, (c.d_ff,), FEED_FORWARD, context)
+            y_BTD = out_BTD if y_BTD is None else y_BTD + out_BTD
+        assert y_BTD is not None
+        return y_BTD
+
+    @hk.transparent
+    def _biased(self, context: Context, y_BTD: Array) -> Array:
+        """Add the biases of parallel attention and feed-forward to their sum over mp."""
+        if self.config.has_bias("o"):
             y_BTD += self._bias("o_b", ATTENTION, context)
-        if not parallel:
-            y_BTD = self._added("norm_after", y_BTD)
-            hidden_BTF = hidden(checkpoint_name(x_BTD + y_BTD, MIDDLE))
-            out_BTD = par.join(self._output("out", hidden_BTF, (c.d_ff,), FEED_FORWARD, context))
-            if c.has_bias("out"):
-                out_BTD += self._bias("out_b", FEED_FORWARD, context)
-            y_BTD += self._added("ff_norm_after", out_BTD)
-        elif c.has_bias("out"):
+        if self.config.has_bias("out"):
             y_BTD += self._bias("out_b", FEED_FORWARD, context)
-        if block.joint_bias:
+        if self.block.joint_bias:
             y_BTD += self._bias("b", FEED_FORWARD, context, summed=True)
-        return y_BTD, cache
+        return y_BTD
+
+    @hk.transparent
+    def _between(self, context: Context, x_BTD: Array, y_BTD: Array) -> tuple[Array, Array]:
+        """Return what attention adds to the stream, and the hidden activations after it."""
+        if self.config.has_bias("o"):
+            y_BTD += self._bias("o_b", ATTENTION, context)
+        y_BTD = self._added("norm_after", y_BTD)
+        return y_BTD, self._hidden(context, checkpoint_name(x_BTD + y_BTD, MIDDLE))
+
+    @hk.transparent
+    def _end(self, context: Context, y_BTD: Array, out_BTD: Array) -> Array:
+        """Return what attention and the feed-forward after it add to the stream."""
+        if self.config.has_bias("out"):
+            out_BTD += self._bias("out_b", FEED_FORWARD, context)
+        y_BTD += self._added("ff_norm_after", out_BTD)
+        if self.block.joint_bias:
+            y_BTD += self._bias("b", FEED_FORWARD, context, summed=True)
+        return y_BTD
 
     @hk.transparent
     def _added(self, norm: str, y_BTD: Array) -> Array:
@@ -302,10 +366,7 @@ class TransformerLayer(hk.Module):
         return _times(y_BTD, c.residual_scale)
 
     @hk.transparent
-    def _attended(
-        self, x_BTD: Array, context: Context, cache: ring.Cache | None
-    ) -> tuple[Array, ring.Cache]:
-        """Return the attention's result of each head, [B, T, H*K], before the output matrix."""
+    def _queries_keys_values(self, context: Context, x_BTD: Array) -> list[Array]:
         c = self.config
         assert c.key_heads is not None
 
@@ -319,18 +380,21 @@ class TransformerLayer(hk.Module):
 
         copied = self.heads if self.heads.copied else None
         q_BTHK = heads("q", c.n_heads, None)
-        k_BTHK, v_BTHK = (heads(name, c.key_heads, copied) for name in ("k", "v"))
-        attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
-        return attended_BTHK.reshape(*attended_BTHK.shape[:2], -1), cache
+        return [q_BTHK, *(heads(name, c.key_heads, copied) for name in ("k", "v"))]
 
     @hk.transparent
-    def _hidden(self, x_BTD: Array, context: Context) -> Array:
-        """Return the hidden activations of the feed-forward, [B, T, F]."""
+    def _hidden(self, context: Context, x_BTD: Array) -> Array:
+        """Return the hidden activations of the feed-forward, [B, T, F].
+
+        Args:
+          x_BTD: the residual stream or, if the feed-forward has no norm of its own, normed.
+        """
+        ready_BTD = self._normed("ff_norm", x_BTD) if self.block.ff_norm else x_BTD
 
         def columns(name: str) -> Array:
             biased = self.config.has_bias(name)
             linear = Linear(self.config, self.par, self.config.d_ff, name, biased)
-            return linear(x_BTD, context.lora_scale)
+            return linear(ready_BTD, context.lora_scale)
 
         if self.block.gated:
             return self._activated(columns("gate")) * columns("fc")
@@ -363,22 +427,17 @@ class TransformerLayer(hk.Module):
         return self.par.own_positions(self._drop(jnp.broadcast_to(b_D, shape), place, context))
 
     @hk.transparent
-    def _fused(
-        self, x_BTD: Array, context: Context, cache: ring.Cache | None
-    ) -> tuple[Array, ring.Cache]:
-        """Compute attention and a gated feed-forward with one matmul in and one out.
+    def _fused_inputs(self, context: Context, x_BTD: Array) -> list[Array]:
+        """Compute the inputs of attention and of a gated feed-forward with one matmul.
 
-        Both weights have an axis H (heads).  For each head, the input weight contains the columns
-        of q, k and v, and a share of 1/H of the columns of the feed-forward gate and value.  The
-        output weight contains the matching rows.  The order of the weights' entries therefore does
-        not depend on the mesh.
-
-        Returns:
-          The same as `__call__`, without the sum over mp and the joint bias.
+        This weight and that of `_fused_output` have an axis H (heads).  For each head, the input
+        weight contains the columns of q, k and v, and a share of 1/H of the columns of the
+        feed-forward gate and value.  The output weight contains the matching rows.  The order of
+        the weights' entries therefore does not depend on the mesh.
         """
         c, par = self.config, self.par
         hidden = c.d_ff // c.n_heads
-        columns, rows = 3 * c.d_head + 2 * hidden, c.d_head + hidden
+        columns = 3 * c.d_head + 2 * hidden
         shape, axes = (c.d_model, c.n_heads, columns), (None, "mp", None)
         w_DHC = param(par, "fused_in", shape, axes, initialiser(c, "inputs"), decay=True)
         y_BTHC = project_in(x_BTD, w_DHC, None, c.int8_matmuls)
@@ -390,12 +449,18 @@ class TransformerLayer(hk.Module):
             scale = lora.scale_of(c, context.lora_scale)
             y_BTHC += lora.adapted_columns(x_BTD, adapter, scale)
         edges = (c.d_head, 2 * c.d_head, 3 * c.d_head, 3 * c.d_head + hidden)
-        q_BTHK, k_BTHK, v_BTHK, gate_BTHF, value_BTHF = jnp.split(y_BTHC, edges, axis=-1)
-        attended_BTHK, cache = self._attention(q_BTHK, k_BTHK, v_BTHK, context, cache)
+        return jnp.split(y_BTHC, edges, axis=-1)
+
+    @hk.transparent
+    def _fused_output(
+        self, context: Context, attended_BTHK: Array, gates: tuple[Array, Array]
+    ) -> Array:
+        """Return the output of attention and feed-forward, without the sum over mp."""
+        c, (gate_BTHF, value_BTHF) = self.config, gates
         hidden_BTHF = self._activated(gate_BTHF) * value_BTHF
         joined_BTHC = jnp.concatenate((attended_BTHK, hidden_BTHF), axis=-1)
-        inputs = (c.n_heads, rows)
-        return self._output("fused_out", joined_BTHC, inputs, FEED_FORWARD, context), cache
+        inputs = (c.n_heads, c.d_head + c.d_ff // c.n_heads)
+        return self._output("fused_out", joined_BTHC, inputs, FEED_FORWARD, context)
 
     @hk.transparent
     def _output(
@@ -428,6 +493,21 @@ class TransformerLayer(hk.Module):
         return self._drop(y_BTD, place, context)
 
     @hk.transparent
+    def _ready(
+        self, context: Context, q_BTHK: Array, k_BTHK: Array, v_BTHK: Array
+    ) -> tuple[Array, ...]:
+        """Return queries, keys and values as attention uses them: with positions and scale."""
+        c, par = self.config, self.par
+        q_BTHK = par.shard(q_BTHK, "dp", None, "mp", None)
+        k_BTHK, v_BTHK = (par.shard(x, "dp", None, "mp", None) for x in (k_BTHK, v_BTHK))
+        values = context.values or layer_values(c)[0]
+        q_BTHK, k_BTHK = (
+            self._positioned(name, x, context, values) for name, x in (("q", q_BTHK), ("k", k_BTHK))
+        )
+        assert c.attention_scale is not None
+        return _times(q_BTHK, c.attention_scale / c.d_head**-0.5), k_BTHK, v_BTHK
+
+    @hk.transparent
     def _attention(
         self,
         q_BTHK: Array,
@@ -436,21 +516,22 @@ class TransformerLayer(hk.Module):
         context: Context,
         cache: ring.Cache | None,
     ) -> tuple[Array, ring.Cache]:
+        """Return the attention's result of each head, [B, T, H, K], and the cache."""
         c, par, split = self.config, self.par, self.heads
-        q_BTHK = par.shard(q_BTHK, "dp", None, "mp", None)
-        k_BTHK, v_BTHK = (par.shard(x, "dp", None, "mp", None) for x in (k_BTHK, v_BTHK))
         values = context.values or layer_values(c)[0]
-        q_BTHK, k_BTHK = (
-            self._positioned(name, x, context, values) for name, x in (("q", q_BTHK), ("k", k_BTHK))
-        )
-        assert c.attention_scale is not None
-        q_BTHK = _times(q_BTHK, c.attention_scale / c.d_head**-0.5)
 
         def cached(*keys_and_values: Array) -> LayerCache:
             own = (par.shard(x, "dp", None, "mp", None) for x in keys_and_values)
             return LayerCache(*(jnp.moveaxis(x, 1, 2) for x in own))
 
         new = cached(k_BTHK, v_BTHK)
+        if par.exact is not None:
+            if c.sliding_window is not None:
+                bias_BHTS = jnp.where(
+                    values.is_sliding, context.sliding_bias_BHTS, context.bias_BHTS
+                )
+                context = context._replace(bias_BHTS=bias_BHTS)
+            return self._cached_attention(q_BTHK, new, context, cache)
         if cache is not None:
             if values.is_sliding:
                 context = context._replace(bias_BHTS=context.sliding_bias_BHTS)
@@ -495,7 +576,7 @@ class TransformerLayer(hk.Module):
         return x_BTHK
 
     def _cached_attention(
-        self, q_BTHK: Array, new: LayerCache, context: Context, cache: ring.Cache
+        self, q_BTHK: Array, new: LayerCache, context: Context, cache: ring.Cache | None
     ) -> tuple[Array, ring.Cache]:
         """Attend to new and older keys and values, after writing the new ones to the cache.
 
@@ -514,20 +595,28 @@ class TransformerLayer(hk.Module):
         return self.heads.by_query(jnp.swapaxes(attended_BTGHK, 2, 3)), cache
 
     def _attended_to_cache(
-        self, q_BTHK: Array, new: LayerCache, context: Context, cache: ring.Cache
+        self, q_BTHK: Array, new: LayerCache, context: Context, cache: ring.Cache | None
     ) -> tuple[Array, ring.Cache]:
         bias_BHTS, table, cap = context.bias_BHTS, context.table, self.config.score_cap
+        exact = self.par.exact
         assert bias_BHTS is not None
+
+        def attended(rows: LayerCache) -> Array:
+            if exact is not None:
+                return paged.attend_exactly(q_BTHK, rows, bias_BHTS, cap, exact)
+            return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap)
+
+        if cache is None:
+            return attended(new), new
         if isinstance(cache, ring.RingCache):
             new = new.like(cache.rows)
             if context.part is not None:
                 rows = ring.joined(cache, new, context.part)
-                cache = ring.written(cache, rows, context.part, cache.slots)
-                return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap), cache
+                return attended(rows), ring.written(cache, rows, context.part, cache.slots)
             assert context.slots is not None
             cache = cache._replace(rows=write(cache.rows, new, context.slots))
             if table is None:
-                return attention.attend_to_cache(q_BTHK, cache.rows, bias_BHTS, cap), cache
+                return attended(cache.rows), cache
             assert table.used_B is not None
             return paged.attend_to_rows(q_BTHK, cache.rows, table.used_B, bias_BHTS, cap), cache
         if context.slots is None:
@@ -536,18 +625,18 @@ class TransformerLayer(hk.Module):
         if table is not None and table.written is not None:
             rows = paged.rows_in_pages(cache, table.page_BJ)
             rows = write_chunk(rows, new, jnp.arange(len(q_BTHK)), context.slots)
-            attended_BTHK = attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap)
-            return attended_BTHK, paged.write_pages(cache, rows, *table.written)
+            return attended(rows), paged.write_pages(cache, rows, *table.written)
         if table is not None:
             cache = paged.write(cache, new, table.page_BJ, context.slots)
+            if exact is not None:
+                return attended(paged.rows_in_pages(cache, table.page_BJ)), cache
             return paged.attend(q_BTHK, cache, table, bias_BHTS, cap), cache
         if context.rows is not None:
             cache = write_chunk(cache, new, context.rows, context.slots)
             # The rows are read after they were written, so that the cache need not be copied.
-            rows = rows_of(cache, context.rows)
-            return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap), cache
+            return attended(rows_of(cache, context.rows)), cache
         cache = write(cache, new, context.slots)
-        return attention.attend_to_cache(q_BTHK, cache, bias_BHTS, cap), cache
+        return attended(cache), cache
 
 
 def _times(x: Array, factor: float) -> Array:
@@ -570,15 +659,22 @@ class Projection(hk.Module):
     def __call__(self, x: Array, *, norm: bool = True, head: bool = True) -> Array:
         """Apply the norm if `norm` is true, then the output head if `head` is true."""
         if norm:
-            x = Norm(self.config, self.par)(x)
-        if head:
-            c, par = self.config, self.par
-            biased = c.layer_kind.biased_ends
-            x = Linear(c, par, c.n_vocab, "head", biased, dtype=jnp.float32)(x)
-            if c.logit_divisor != 1:
-                x /= c.logit_divisor
-            x = attention.capped(x, c.logit_cap)
-            if par.local_size(c.n_vocab) * par.mp > c.n_vocab:  # the vocabulary is padded
-                id_V = par.rank() * x.shape[-1] + jnp.arange(x.shape[-1])
-                x = jnp.where(id_V < c.n_vocab, x, attention.MASKED)
+            x = self.par.by_rows(self._normed)(x)
+        return self.par.by_rows(self._logits)(x) if head else x
+
+    @hk.transparent
+    def _normed(self, x_BTD: Array) -> Array:
+        return Norm(self.config, self.par)(x_BTD)
+
+    @hk.transparent
+    def _logits(self, x: Array) -> Array:
+        c, par = self.config, self.par
+        biased = c.layer_kind.biased_ends
+        x = Linear(c, par, c.n_vocab, "head", biased, dtype=jnp.float32)(x)
+        if c.logit_divisor != 1:
+            x /= c.logit_divisor
+        x = attention.capped(x, c.logit_cap)
+        if par.local_size(c.n_vocab) * par.mp > c.n_vocab:  # the vocabulary is padded
+            id_V = par.rank() * x.shape[-1] + jnp.arange(x.shape[-1])
+            x = jnp.where(id_V < c.n_vocab, x, attention.MASKED)
         return x

@@ -8,6 +8,7 @@ loss mask into the records, `data.record_set` and `data.in_memory` read it, `dat
 and `training.step` passes it here.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -71,8 +72,16 @@ def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
 def _joined(part: _Part, targets_BT: Array, par: Parallel) -> Losses:
     """Compute the losses from the intermediate values of all mp shards."""
     max_BT = par.max(part.max_BT)
-    log_sum_BT = jnp.log(par.sum(part.sum_BT * jnp.exp(part.max_BT - max_BT)))
-    loss_BT = log_sum_BT - (par.sum(part.target_BT) - max_BT)
+
+    def own_sum(part: _Part, max_BT: Array) -> Array:
+        return part.sum_BT * jnp.exp(part.max_BT - max_BT)
+
+    def ends(sum_BT: Array, target_BT: Array, max_BT: Array) -> tuple[Array, Array]:
+        log_sum_BT = jnp.log(sum_BT)
+        return log_sum_BT, log_sum_BT - (target_BT - max_BT)
+
+    sum_BT = par.sum(par.by_rows(own_sum)(part, max_BT))
+    log_sum_BT, loss_BT = par.by_rows(ends)(sum_BT, par.sum(part.target_BT), max_BT)
     # The smallest token id with the largest logit is found as the maximum of the negated ids.
     # Shards that do not contain the largest logit contribute the smallest integer.
     is_best_BT = part.max_BT == max_BT
@@ -88,7 +97,8 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> Losses
       targets_BT: the target token ids, numbered over the whole vocabulary.
     """
     first = par.rank() * logits_BTV.shape[-1]
-    return _joined(_part(logits_BTV, targets_BT, first), targets_BT, par)
+    part = par.by_rows(functools.partial(_part, first=first))(logits_BTV, targets_BT)
+    return _joined(part, targets_BT, par)
 
 
 def chunked_cross_entropy(
@@ -117,7 +127,8 @@ def chunked_cross_entropy(
     @jax.checkpoint
     def chunk_part(x_BCD: Array, targets_BC: Array) -> _Part:
         logits_BCV = head(x_BCD)
-        return _part(logits_BCV, targets_BC, par.rank() * logits_BCV.shape[-1])
+        of_shard = functools.partial(_part, first=par.rank() * logits_BCV.shape[-1])
+        return par.by_rows(of_shard)(logits_BCV, targets_BC)
 
     parts = jax.lax.map(lambda inputs: chunk_part(*inputs), (cut(x_BTD, 1), cut(targets_BT, 1)))
 

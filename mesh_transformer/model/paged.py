@@ -9,19 +9,23 @@ of a row's table, C slots of a page, G pages that are read together.  The arrays
 [L, H, C, K], or [L, H, C, 1] for scales, where L is the number of pages.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mesh_transformer.mesh.apart import Exact, kept_apart
 from mesh_transformer.model.attention import MASKED, masked, scores_of
+from mesh_transformer.model.attention import attend as plain_attend
 from mesh_transformer.model.cache import LayerCache, write_at, write_rows
 
 # Attention reads as many pages of each row together as hold this number of slots.  A smaller
 # number reads less beyond the end of the longest row, and makes more steps.
 SLOTS_TOGETHER = 256
+EXACT_SLOTS = 128  # slots that `attend_exactly` reads together
 # The same for all rows together: so much stays in a TPU's vector memory until it is used.
 SLOTS_OF_ALL_ROWS = 8192
 
@@ -182,21 +186,27 @@ def attend_to_rows(
     return _attend_in_turn(q_BTHK, read, -(-used // width), cap)
 
 
+_Running = tuple[Array, Array, Array]  # largest score, sum of exponentials, sum of values
+
+
 def _attend_in_turn(
     q_BTHK: Array,
     read: Callable[[Array], tuple[LayerCache, Array]],
     turns: Array,
     cap: float | None,
+    first: Array | int = 0,
+    exact: Exact | None = None,
 ) -> Array:
     """Compute softmax attention over slots that are read in turn; see `attend`.
 
     Args:
       read: a function from the number of a turn to the keys and values, and their bias.
+      turns: the number of turns, of which those before `first` are left out.
+      exact: if it is given, a turn is computed alike wherever it is.
     """
 
-    def body(at: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def step(carry: _Running, part: LayerCache, bias: Array, q_BTHK: Array) -> _Running:
         most_BHT1, sum_BHT1, y_BHTK = carry
-        part, bias = read(at)
         scores_BHTS = masked(scores_of(q_BTHK, part, cap), bias)
         new_BHT1 = jnp.maximum(most_BHT1, scores_BHTS.max(axis=-1, keepdims=True))
         probs_BHTS, shrink_BHT1 = jnp.exp(scores_BHTS - new_BHT1), jnp.exp(most_BHT1 - new_BHT1)
@@ -211,8 +221,76 @@ def _attend_in_turn(
         )
         return new_BHT1, sum_BHT1, y_BHTK * shrink_BHT1 + own_BHTK
 
+    def end(carry: _Running) -> Array:
+        _, sum_BHT1, y_BHTK = carry
+        return jnp.moveaxis(y_BHTK / sum_BHT1, 1, 2).astype(q_BTHK.dtype)
+
+    if exact is not None:
+        step, end = (kept_apart(function, exact.platform) for function in (step, end))
     # Begun with values of q, so that the loop carries arrays of one sharding.
     zero_BHTK = jnp.moveaxis(q_BTHK, 1, 2).astype(jnp.float32) * 0
-    first = (zero_BHTK[..., :1] - jnp.inf, zero_BHTK[..., :1], zero_BHTK)
-    _, sum_BHT1, y_BHTK = jax.lax.fori_loop(0, turns, body, first)
-    return jnp.moveaxis(y_BHTK / sum_BHT1, 1, 2).astype(q_BTHK.dtype)
+    begin = (zero_BHTK[..., :1] - jnp.inf, zero_BHTK[..., :1], zero_BHTK)
+    return end(
+        jax.lax.fori_loop(first, turns, lambda at, carry: step(carry, *read(at), q_BTHK), begin)
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def attend_exactly(
+    q_BTHK: Array, rows: LayerCache, bias_BHTS: Array, cap: float | None, exact: Exact
+) -> Array:
+    """Compute `attend` over rows with slots of their own, with the same bits for every shape.
+
+    A result depends on the query, and on the keys and values that it attends to and their slots:
+    not on the number of queries, rows or slots.  Queries are computed in blocks of `exact.rows`,
+    and slots in blocks of `EXACT_SLOTS`; a masked one adds exactly 0.  The gradient is that of
+    `attention.attend`.
+    """
+    (B, T, H, K), slots = q_BTHK.shape, rows.k_BHSK.shape[2]
+    queries, width = exact.rows, EXACT_SLOTS
+    more, places = -T % queries, -(-slots // width)
+    padding = ((0, 0), (0, 0), (0, more), (0, places * width - slots))
+    bias_BHTS = jnp.pad(bias_BHTS, padding, constant_values=MASKED)
+    bias_BHTS = jnp.broadcast_to(bias_BHTS, (B, *bias_BHTS.shape[1:]))
+    rows = jax.tree.map(lambda x: jnp.pad(x, (*padding[:2], padding[3], (0, 0))), rows)
+    q_BTHK = jnp.pad(q_BTHK, (*padding[:1], padding[2], *padding[:2]))
+
+    blocks = (T + more) // queries
+
+    def block(number: Array) -> Array:
+        row, begin = number // blocks, number % blocks * queries
+
+        def cut(x: Array, axis: int, begin: Array, size: int) -> Array:
+            x = jax.lax.dynamic_slice_in_dim(x, row, 1)
+            return jax.lax.dynamic_slice_in_dim(x, begin, size, axis)
+
+        bias_1HTS = cut(bias_BHTS, 2, begin, queries)
+        is_seen_S = (bias_1HTS > MASKED / 2).any((0, 1, 2))
+        is_seen_J = is_seen_S.reshape(places, width).any(1)
+        first = jnp.argmax(is_seen_J)
+        end = jnp.maximum(places - jnp.argmax(is_seen_J[::-1]), first + 1)
+
+        def read(at: Array) -> tuple[LayerCache, Array]:
+            part = jax.tree.map(lambda x: cut(x, 2, at * width, width), rows)
+            return part, jax.lax.dynamic_slice_in_dim(bias_1HTS, at * width, width, 3)
+
+        return _attend_in_turn(cut(q_BTHK, 1, begin, queries), read, end, cap, first, exact)[0]
+
+    y = jax.lax.map(block, jnp.arange(B * blocks))
+    return y.reshape(B, T + more, H, K)[:, :T]
+
+
+def _exact_forward(
+    q_BTHK: Array, rows: LayerCache, bias_BHTS: Array, cap: float | None, exact: Exact
+) -> tuple[Array, Any]:
+    return attend_exactly(q_BTHK, rows, bias_BHTS, cap, exact), (q_BTHK, rows, bias_BHTS)
+
+
+def _exact_backward(cap: float | None, exact: Exact, saved: Any, g_BTHK: Array) -> Any:
+    def run(q_BTHK: Array, rows: LayerCache, bias_BHTS: Array) -> Array:
+        return plain_attend(q_BTHK, rows, bias_BHTS, cap=cap)
+
+    return jax.vjp(run, *saved)[1](g_BTHK)
+
+
+attend_exactly.defvjp(_exact_forward, _exact_backward)

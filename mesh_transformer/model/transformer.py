@@ -319,7 +319,7 @@ def residual_stream(
         return parts["layers"].apply(whole, x_BTD, in_layer, None)[0]
 
     def body(x_BTD: Array, layer: LayerInputs) -> tuple[Array, None]:
-        return x_BTD + _remat(run, config.remat)(layer, x_BTD), None
+        return par.by_rows(jnp.add)(x_BTD, _remat(run, config.remat)(layer, x_BTD)), None
 
     if dropout is None:
         numbers, outside = None, None

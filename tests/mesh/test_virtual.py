@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh import blocks, virtual
+from mesh_transformer.mesh import apart, blocks, virtual
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.training import step as steps
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -98,7 +98,7 @@ def test_bits_do_not_depend_on_the_mesh():
 @pytest.mark.slow
 def test_bits_do_not_depend_on_the_mesh_where_calls_are_inlined(monkeypatch):
     """On TPUs, functions are branches, and gradient sums are not in them."""
-    monkeypatch.setattr(virtual, "_calls_stay", lambda mesh: False)
+    monkeypatch.setattr(apart, "calls_stay", lambda platform: False)
     here, there = (trained(*mesh, {}) for mesh in ((2, 2), (1, 1)))
     assert differing(here, there) == []
 
@@ -205,7 +205,7 @@ def test_a_batch_in_one_matmul_is_noticed():
 def test_a_step_without_functions_of_their_own_is_noticed(monkeypatch):
     """The compiler then merges the iterations' code with what is around it."""
     expected = on_one_device()
-    monkeypatch.setattr(virtual, "_kept_apart", lambda function, mesh: function)
+    monkeypatch.setattr(apart, "kept_apart", lambda function, platform: function)
     assert differing(trained(2, 4, {}), expected)
 
 
