@@ -63,7 +63,7 @@ def compile_weights(
       source: the layout of the parameters, from which `weight_layout` made `layout`.
       adapters: the configs of the adapters.
     """
-    config, mp = source.config.replace(dtype=layout.config.dtype), layout.mesh.shape["mp"]
+    config, mp = source.config.replace(dtype=layout.config.dtype), layout.par.shards
     declared = transformer.declarations(config)
 
     def one(d: Declaration, x: Array) -> Array:  # a virtual mesh may have other padding
@@ -96,7 +96,7 @@ def compile_empty(
         pages, page, kept = pool[:3] if pool else (0, 1, 0)
         pages, kept = mesh["dp"] * pages, mesh["dp"] * kept if storage.keeps else 0
         sizes = rows, slots, pages, page, kept, storage.ring_slots
-        return decode.empty(layout.config, *sizes, mp=mesh["mp"], draft=draft)
+        return decode.empty(layout.config, *sizes, mp=layout.par.shards, draft=draft)
 
     specs = decode_specs(layout.config, storage, draft)
     return jax.jit(empty, static_argnums=(0, 1, 2), out_shardings=named(layout.mesh, specs))

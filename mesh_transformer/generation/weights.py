@@ -162,7 +162,7 @@ class WeightLayout(Layout):
         for part, bits in quantized_parts(self.config).items():
             if bits == 4:
                 declared = weight_declarations(self.config.merged())[part]
-                matrices.check_groups(declared, self.mesh.shape["mp"])
+                matrices.check_groups(declared, self.par.shards)
 
     @functools.cached_property
     def specs(self) -> Weights:
@@ -187,13 +187,16 @@ def weight_layout(layout: Layout, adapters: Sequence[Model] = ()) -> WeightLayou
       layout: the layout of the model's parameters.
       adapters: the configs of the adapters that rows may choose from.
     """
-    on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
-    config = layout.config.merged().replace(
+    config, mesh = layout.config.merged(), layout.mesh
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    # Rows do not depend on each other, so that dp may be that of the mesh.
+    is_virtual = config.exact and config.virtual_mesh is not None
+    config = config.replace(
         int8_matmuls=[],
-        dtype="float32" if on_cpu and not layout.config.exact else layout.config.dtype,
+        dtype="float32" if on_cpu and not config.exact else config.dtype,
         zero=0,
-        virtual_mesh=None,
-        cores_per_replica=layout.config.shards,
+        virtual_mesh=[mesh.shape["dp"], config.shards] if is_virtual else None,
+        cores_per_replica=mesh.shape["mp"] if is_virtual else config.shards,
         tpu_size=None,
     )
-    return WeightLayout(joined_config(config, adapters), layout.mesh)
+    return WeightLayout(joined_config(config, adapters), mesh)

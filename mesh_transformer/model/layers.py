@@ -598,12 +598,15 @@ class TransformerLayer(hk.Module):
         self, q_BTHK: Array, new: LayerCache, context: Context, cache: ring.Cache | None
     ) -> tuple[Array, ring.Cache]:
         bias_BHTS, table, cap = context.bias_BHTS, context.table, self.config.score_cap
-        exact = self.par.exact
+        exact, first_BT = self.par.exact, jnp.zeros((1, 1), jnp.int32)
+        if cache is None:  # several texts may follow each other; see `transformer.logits`
+            index_T = jnp.arange(context.positions_BT.shape[1])
+            first_BT = jnp.repeat(index_T - context.positions_BT, self.config.group, axis=1)
         assert bias_BHTS is not None
 
         def attended(rows: LayerCache) -> Array:
             if exact is not None:
-                return paged.attend_exactly(q_BTHK, rows, bias_BHTS, cap, exact)
+                return paged.attend_exactly(q_BTHK, rows, bias_BHTS, first_BT, cap, exact)
             return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap)
 
         if cache is None:

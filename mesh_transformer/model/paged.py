@@ -235,26 +235,36 @@ def _attend_in_turn(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def attend_exactly(
-    q_BTHK: Array, rows: LayerCache, bias_BHTS: Array, cap: float | None, exact: Exact
+    q_BTHK: Array,
+    rows: LayerCache,
+    bias_BHTS: Array,
+    first_BT: Array,
+    cap: float | None,
+    exact: Exact,
 ) -> Array:
     """Compute `attend` over rows with slots of their own, with the same bits for every shape.
 
-    A result depends on the query, and on the keys and values that it attends to and their slots:
-    not on the number of queries, rows or slots.  Queries are computed in blocks of `exact.rows`,
-    and slots in blocks of `EXACT_SLOTS`; a masked one adds exactly 0.  The gradient is that of
-    `attention.attend`.
+    A result depends on the query, on the keys and values that it attends to and on their order: not
+    on the number of queries, rows or slots.  Queries are computed in blocks of `exact.rows`, and
+    the slots of a text in blocks of `EXACT_SLOTS` from its first one; a masked one adds exactly 0.
+    The gradient is that of `attention.attend`.
+
+    Args:
+      first_BT: the slot of the first token of each query's text.
     """
     (B, T, H, K), slots = q_BTHK.shape, rows.k_BHSK.shape[2]
     queries, width = exact.rows, EXACT_SLOTS
     more, places = -T % queries, -(-slots // width)
-    padding = ((0, 0), (0, 0), (0, more), (0, places * width - slots))
+    # A block may begin at any slot.
+    padding = ((0, 0), (0, 0), (0, more), (0, (places + 1) * width - slots))
     bias_BHTS = jnp.pad(bias_BHTS, padding, constant_values=MASKED)
     bias_BHTS = jnp.broadcast_to(bias_BHTS, (B, *bias_BHTS.shape[1:]))
     rows = jax.tree.map(lambda x: jnp.pad(x, (*padding[:2], padding[3], (0, 0))), rows)
-    q_BTHK = jnp.pad(q_BTHK, (*padding[:1], padding[2], *padding[:2]))
-
+    q_BTHK = jnp.pad(q_BTHK, (padding[0], padding[2], *padding[:2]))
+    first_BT = jnp.broadcast_to(first_BT, (B, T))
+    first_BT = jnp.pad(first_BT, (padding[0], padding[2]), mode="edge")
     blocks = (T + more) // queries
 
     def block(number: Array) -> Array:
@@ -264,33 +274,47 @@ def attend_exactly(
             x = jax.lax.dynamic_slice_in_dim(x, row, 1)
             return jax.lax.dynamic_slice_in_dim(x, begin, size, axis)
 
-        bias_1HTS = cut(bias_BHTS, 2, begin, queries)
-        is_seen_S = (bias_1HTS > MASKED / 2).any((0, 1, 2))
-        is_seen_J = is_seen_S.reshape(places, width).any(1)
-        first = jnp.argmax(is_seen_J)
-        end = jnp.maximum(places - jnp.argmax(is_seen_J[::-1]), first + 1)
+        q_1THK, bias_1HTS = cut(q_BTHK, 1, begin, queries), cut(bias_BHTS, 2, begin, queries)
+        first_T = cut(first_BT, 1, begin, queries)[0]
 
-        def read(at: Array) -> tuple[LayerCache, Array]:
-            part = jax.tree.map(lambda x: cut(x, 2, at * width, width), rows)
-            return part, jax.lax.dynamic_slice_in_dim(bias_1HTS, at * width, width, 3)
+        def of_text(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Compute the queries of the next text that has some in this block."""
+            before, y_1THK = carry
+            first = jnp.min(jnp.where(first_T > before, first_T, slots))
+            is_own_T = first_T == first
+            own_1HTS = jnp.where(is_own_T[:, None], bias_1HTS, MASKED)
+            is_seen_S = jnp.roll((own_1HTS > MASKED / 2).any((0, 1, 2)), -first)
+            is_seen_J = is_seen_S.reshape(-1, width).any(1)
+            begin = jnp.argmax(is_seen_J)
+            end = jnp.maximum(len(is_seen_J) - jnp.argmax(is_seen_J[::-1]), begin + 1)
 
-        return _attend_in_turn(cut(q_BTHK, 1, begin, queries), read, end, cap, first, exact)[0]
+            def read(at: Array) -> tuple[LayerCache, Array]:
+                slot = first + at * width
+                part = jax.tree.map(lambda x: cut(x, 2, slot, width), rows)
+                return part, jax.lax.dynamic_slice_in_dim(own_1HTS, slot, width, 3)
+
+            new_1THK = _attend_in_turn(q_1THK, read, end, cap, begin, exact)
+            return first, jnp.where(is_own_T[:, None, None], new_1THK, y_1THK)
+
+        last = jnp.max(first_T)
+        begun = (jnp.min(first_T) * 0 - 1, q_1THK * 0)
+        return jax.lax.while_loop(lambda carry: carry[0] < last, of_text, begun)[1][0]
 
     y = jax.lax.map(block, jnp.arange(B * blocks))
     return y.reshape(B, T + more, H, K)[:, :T]
 
 
 def _exact_forward(
-    q_BTHK: Array, rows: LayerCache, bias_BHTS: Array, cap: float | None, exact: Exact
+    q_BTHK: Array, rows: LayerCache, bias_BHTS: Array, first_BT: Array, *how: Any
 ) -> tuple[Array, Any]:
-    return attend_exactly(q_BTHK, rows, bias_BHTS, cap, exact), (q_BTHK, rows, bias_BHTS)
+    return attend_exactly(q_BTHK, rows, bias_BHTS, first_BT, *how), (q_BTHK, rows, bias_BHTS)
 
 
 def _exact_backward(cap: float | None, exact: Exact, saved: Any, g_BTHK: Array) -> Any:
     def run(q_BTHK: Array, rows: LayerCache, bias_BHTS: Array) -> Array:
         return plain_attend(q_BTHK, rows, bias_BHTS, cap=cap)
 
-    return jax.vjp(run, *saved)[1](g_BTHK)
+    return *jax.vjp(run, *saved)[1](g_BTHK), None
 
 
 attend_exactly.defvjp(_exact_forward, _exact_backward)
