@@ -81,6 +81,7 @@ def check(c: Any) -> None:
     _check_lora(c)
     _check_divisions(c)
     _check_virtual_mesh(c)
+    _check_exact(c)
     _check_int8_matmuls(c)
     _check_offload(c)
     if unknown := sorted(set(c.sampling) - set(SAMPLING)):
@@ -350,3 +351,16 @@ def _check_virtual_mesh(c: Any) -> None:
         raise InputError(
             f"{sizes}, but optimizer {c.optimizer} is not elementwise; set it to one of {allowed}"
         )
+
+
+def _check_exact(c: Any) -> None:
+    """Check that every matmul of a config with `exact` can be computed in blocks of rows."""
+    other = {
+        "partitioning": c.partitioning == "jit" and c.shards > 1,  # XLA would gather each block
+        "shard_activations": c.shard_activations and c.shards > 1,  # blocks would cross devices
+        "int8_matmuls": c.int8_matmuls,  # in training only
+        "int8_cache": c.int8_cache,  # in generation only
+        "dropout": c.drops,
+    }
+    if c.exact and (names := [name for name, is_set in other.items() if is_set]):
+        raise InputError(f"exact is true, but {names[0]} is set, too; change one of them")

@@ -81,27 +81,27 @@ NOW = {
         "use mesh_transformer.transformer_shard.CausalTransformer.save(folder)"
     ),
     "mesh_transformer.layers.EmbeddingShard": (
-        "use mesh_transformer.model.layers.Embedding(config, par)"
+        "use mesh_transformer.model.ends.Embedding(config, par)"
     ),
     "mesh_transformer.layers.EmbeddingShardV2": (
-        "use mesh_transformer.model.layers.Embedding(config, par)"
+        "use mesh_transformer.model.ends.Embedding(config, par)"
     ),
     "mesh_transformer.layers.Projection": (
-        "use mesh_transformer.model.layers.Projection(config, par), with the loss of "
+        "use mesh_transformer.model.ends.Projection(config, par), with the loss of "
         "mesh_transformer.model.loss.losses"
     ),
     "mesh_transformer.layers.ProjectionShard": (
-        "use mesh_transformer.model.layers.Projection(config, par), with the loss of "
+        "use mesh_transformer.model.ends.Projection(config, par), with the loss of "
         "mesh_transformer.model.loss.losses"
     ),
     "mesh_transformer.layers.RMSNorm": (
-        "use mesh_transformer.model.layers.Norm(config, par) with the key norm, such as rmsnorm"
+        "use mesh_transformer.model.norms.Norm(config, par) with the key norm, such as rmsnorm"
     ),
     "mesh_transformer.layers.RelativePositionEmbs": (
-        "use mesh_transformer.model.layers.RelativePosition(config, par)"
+        "use mesh_transformer.model.ends.RelativePosition(config, par)"
     ),
     "mesh_transformer.layers.ReplicatedLayerNorm": (
-        "use mesh_transformer.model.layers.Norm(config, par) with the key norm, such as layernorm"
+        "use mesh_transformer.model.norms.Norm(config, par) with the key norm, such as layernorm"
     ),
     "mesh_transformer.layers.TransformerLayerShard": (
         "use mesh_transformer.model.layers.TransformerLayer(config, par)"
@@ -119,7 +119,7 @@ NOW = {
         "use mesh_transformer.model.attention.rotate(x, positions, dims)"
     ),
     "mesh_transformer.layers.getnorm": (
-        "use mesh_transformer.model.layers.Norm(config, par), which reads the key norm"
+        "use mesh_transformer.model.norms.Norm(config, par), which reads the key norm"
     ),
     "mesh_transformer.layers.rotate_every_two": (
         "use mesh_transformer.model.attention.rotate(x, positions, dims)"

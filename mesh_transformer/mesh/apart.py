@@ -75,7 +75,6 @@ def by_rows(function: Callable[..., Any], exact: Exact) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         B, T = jnp.broadcast_shapes(*(x.shape[:2] for x in jax.tree.leaves(args)))
         args = jax.tree.map(lambda x: jnp.broadcast_to(x, (B, T, *x.shape[2:])), args)
-        leaves, structure = jax.tree.flatten(args)
         rows, blocks = exact.rows, -(-B * T // exact.rows)
 
         def cut(x: Array) -> Array:

@@ -102,15 +102,9 @@ from mesh_transformer.model.attention import (
     causal_bias,
 )
 from mesh_transformer.model.dropout import Dropout
+from mesh_transformer.model.ends import Embedding, Projection, RelativePosition
 from mesh_transformer.model.layer_values import LayerValues, stacked
-from mesh_transformer.model.layers import (
-    MIDDLE,
-    Context,
-    Embedding,
-    Projection,
-    RelativePosition,
-    TransformerLayer,
-)
+from mesh_transformer.model.layers import MIDDLE, Context, TransformerLayer
 from mesh_transformer.model.matrices import ROUNDED
 
 Params = dict[str, Any]  # parameters as nested dicts, in the structure of `declarations`

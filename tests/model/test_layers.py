@@ -16,14 +16,14 @@ from mesh_transformer.mesh.parallel import Auto, Manual
 from mesh_transformer.model import layers
 from mesh_transformer.model.attention import MASKED, attend, causal_bias, rotate
 from mesh_transformer.model.cache import LayerCache
-from mesh_transformer.model.layers import (
+from mesh_transformer.model.ends import (
     Embedding,
-    Norm,
     Projection,
     RelativePosition,
     lookup,
     t5_bucket,
 )
+from mesh_transformer.model.norms import Norm
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
