@@ -465,6 +465,16 @@ def test_collectives_over_replicas_on_tpus():
 
 @needs_libtpu
 @pytest.mark.slow
+@pytest.mark.parametrize("slice_", ["v4-16", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8"])
+def test_the_compiler_for_each_tpu_accepts_the_options_of_a_step(slice_):
+    """Each libtpu accepts other options for each TPU; see `program.compiler_options`."""
+    keys = SMALL | {"cores_per_replica": 4, "dtype": "bfloat16"}
+    process = run_python("-c", SMALL_ON_A_TPU, json.dumps(keys), json.dumps([{}]), slice_)
+    assert json.loads(process.stdout)[0]["fits"]
+
+
+@needs_libtpu
+@pytest.mark.slow
 @pytest.mark.parametrize("slices", [2, 4])
 def test_slices_exchange_one_gradient_per_step(slices):
     """Each device sends its part of what its slice has summed."""
