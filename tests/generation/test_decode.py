@@ -16,7 +16,7 @@ from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation import generator as generators
 from mesh_transformer.generation.batch import MOST_STEPS, Batch
 from mesh_transformer.generation.generator import DeviceBatch
-from mesh_transformer.generation.pool import IN_ROWS
+from mesh_transformer.generation.pool import IN_ROWS, Chunks, Pool
 from mesh_transformer.generation.sampling import choose, penalize, sampler_settings
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -191,11 +191,22 @@ def compiled_decode(
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [PLACES[1], PLACES[2]])
 @pytest.mark.parametrize(
-    "changes", [{}, {"weight_bits": 8, "int8_cache": True}, {"weight_bits": 4, "d_model": 256}]
+    ("changes", "in_pages"),
+    [
+        ({}, False),
+        ({"weight_bits": 8, "int8_cache": True}, False),
+        ({"weight_bits": 4, "d_model": 256}, False),
+        ({}, True),
+        ({"block": "llama", "key_heads": 2, "int8_cache": True}, True),
+    ],
 )
-def test_generation_is_lowered_for_gpus(place, changes):
-    network = network_of(small_config(**changes), place)
-    batch = network.batch(2, guesses=2)
+def test_generation_is_lowered_for_gpus(place, changes, in_pages):
+    """Lower a prompt and a decode step: with guesses or, in pages, as the server's usual step."""
+    network, pages = network_of(small_config(**changes), place), None
+    if in_pages:
+        page_PJ = np.arange(network.config.window // 4, dtype=np.int32)[None]
+        pages = Chunks(np.array([0], np.int32), page_PJ, page_PJ)
+    batch = network.batch(2, Pool(8, 4) if in_pages else None, guesses=0 if in_pages else 2)
     generator, texts = on_devices(batch)._generator, []
 
     def lowered(compile_program: Any) -> Any:
@@ -215,8 +226,9 @@ def test_generation_is_lowered_for_gpus(place, changes):
 
     generator.prefill, generator.decode = map(lowered, (generator.prefill, generator.decode))
     settings = sampler_settings({"seed": 1}, 1)
-    batch.insert([0], random_prompts(network.config, [9]), 5, settings, alternatives=2)
-    batch.decode(2, 2, speculate=True)
+    prompts = random_prompts(network.config, [9])
+    batch.insert([0], prompts, 5, settings, alternatives=2, chunks=pages)
+    batch.decode(2, 2, speculate=not in_pages)
     assert len(texts) == 2
     for text in texts:
         assert "custom_call" not in text  # which would be a function of the CPU's compiler
