@@ -29,7 +29,7 @@ from mesh_transformer.generation.batch import (
 )
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
-from mesh_transformer.generation.pool import most_slots, storage
+from mesh_transformer.generation.pool import check_kernel, most_slots, storage
 from mesh_transformer.generation.prompts import check_adapters
 from mesh_transformer.generation.speculation import check_guesses, within_window
 from mesh_transformer.generation.stream import MOST_STEPS
@@ -285,6 +285,9 @@ class DeviceBatch:
         window, pool = generator.config.window, call.pool
         self._storage = storage(generator.config, call.guesses, pool)
         self._most_slots = most_slots(window, call.guesses, pool)
+        if pool is not None:
+            device = generator.layout.mesh.devices.flat[0]
+            check_kernel(generator.config, self._most_slots, device)
         slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
         empty = generator.empty(self._storage, drafts=self._drafts)
         self._state: DecodeState = empty(self._size * generator.rows.dp, slots, pool)

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mesh_transformer.config import Model
+from mesh_transformer.config import Config, Model
+from mesh_transformer.model.attention import LANES, Device, tpu_obstacle
 from mesh_transformer.util import InputError
 
 PAGE = 16  # default number of positions per page
+KERNEL_PAGE = 64  # the same with paged_attention "pallas", which copies pages one by one
 # See `server_pool`.
 USUAL_TOKENS, KEPT_ROWS = 2048, 4
 
@@ -99,7 +101,7 @@ def server_pool(
     *,
     tokens: int | None = None,
     kept_tokens: int | None = None,
-    page: int = PAGE,
+    page: int | None = None,
 ) -> Pool:
     """Return the pool of a server's replica.
 
@@ -114,10 +116,12 @@ def server_pool(
         at least those of the window.
       kept_tokens: number of tokens of prompts to keep room for beside the rows; None for as many as
         4 rows (`KEPT_ROWS`) have.
+      page: number of tokens per page; None for the default.
 
     Raises:
       InputError: if the pool has no room for one row.
     """
+    page = page or (KERNEL_PAGE if config.paged_attention == "pallas" else PAGE)
     usual, any_page = min(config.window, USUAL_TOKENS), Pool(0, page)
     kept = KEPT_ROWS * usual if kept_tokens is None else kept_tokens
     if tokens is None:
@@ -147,6 +151,32 @@ def pool_of(tokens: int, positions: int, page: int = PAGE) -> Pool:
             "enough for one request; raise --cache-tokens"
         )
     return pool
+
+
+def check_kernel(config: Config, slots: int, device: Device) -> None:
+    """Check that attention over pages can use the backend that `paged_attention` names.
+
+    Args:
+      slots: number of slots of a row.
+
+    Raises:
+      InputError: if it cannot.
+    """
+    if config.paged_attention == "xla":
+        return
+    obstacles = {
+        "does not support pe 't5'": config.pe == "t5",
+        "does not support int8_cache": config.int8_cache,
+        "does not support sliding_window": config.sliding_window is not None,
+        f"requires a head size that is a multiple of {LANES}, but it is {config.d_head}": (
+            config.d_head % LANES
+        ),
+        "requires batches without guesses (--speculate), and an attention_window of whole pages of "
+        f"{KERNEL_PAGE} tokens, but it is {config.window}": slots > config.window,
+    }
+    own = next((reason for reason, applies in obstacles.items() if applies), None)
+    if obstacle := own or tpu_obstacle(config, device):
+        raise InputError(f"config: paged_attention is 'pallas', which {obstacle}; set it to 'xla'")
 
 
 class Chunks(NamedTuple):

@@ -275,8 +275,11 @@ def _obstacle(name: str, config: Model, device: Device) -> str | None:
         return _cudnn_obstacle(config, device)
     if name.startswith("splash") and config.seq % LANES:
         return f"requires seq to be a multiple of {LANES}, but seq is {config.seq}"
-    if name != "splash":
-        return None
+    return tpu_obstacle(config, device) if name == "splash" else None
+
+
+def tpu_obstacle(config: Model, device: Device) -> str | None:
+    """Return the reason why JAX's Pallas kernels for TPUs cannot be used, or None if they can."""
     if device.platform != "tpu":
         return f"requires a TPU, but the devices are {device.device_kind!r}"
     if device.device_kind in ("TPU v2", "TPU v3"):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from mesh_transformer.config import Architecture, Config
 from mesh_transformer.generation import decode, programs
@@ -234,6 +235,38 @@ def test_generation_is_lowered_for_gpus(place, changes, in_pages):
         assert "custom_call" not in text  # which would be a function of the CPU's compiler
         assert ("xi8>" in text) == bool(changes)  # the head of a model in 4 bits has 8
         assert ("xi4>" in text) == (changes.get("weight_bits") == 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES[:2])  # with jit, XLA cannot compile the interpreter
+def test_the_kernel_for_pages_chooses_the_same_tokens(place, monkeypatch):
+    monkeypatch.setattr(generators, "check_kernel", lambda *_: None)  # which refuses CPUs
+    like = LayerCache.like
+
+    def rounded(new: LayerCache, cache: LayerCache) -> LayerCache:
+        """Round what is cached, as the kernel does with the float32 that CPUs use."""
+        return jax.tree.map(lambda x: x.astype("bfloat16").astype(x.dtype), like(new, cache))
+
+    monkeypatch.setattr(LayerCache, "like", rounded)
+    keys = {"block": "llama", "n_heads": 8, "key_heads": 4, "head_size": 128, "seq": 64}
+    config, rows = small_config(**keys), 2 * place[1]
+    lengths = [5, 63] * place[1]  # the second row goes round
+    page_PJ = np.arange(rows * 4, dtype=np.int32).reshape(rows, 4)[::-1] % 8
+    pages = Chunks(np.zeros(rows, np.int32), page_PJ, page_PJ)
+
+    def answers(kind: str) -> decode.Chosen:
+        network = network_of(config.replace(paged_attention=kind), place)
+        batch = network.batch(rows, Pool(8, 16))
+        prompts = random_prompts(config, lengths)
+        batch.insert(range(rows), prompts, 9, sampler_settings(GREEDY, rows), chunks=pages)
+        return batch.decode(8, 1)
+
+    expected = answers("xla")
+    with pltpu.force_tpu_interpret_mode():
+        actual = answers("pallas")
+    np.testing.assert_array_equal(actual.token, expected.token)
+    # Sums of up to 64 terms in float32, in another order, that two layers enlarge.
+    np.testing.assert_allclose(actual.logprob, expected.logprob, atol=1e-4)
 
 
 @pytest.mark.slow
