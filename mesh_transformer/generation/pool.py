@@ -94,6 +94,11 @@ def pages_behind(config: Model, page: int) -> int:
     return -(-(min(config.sliding_window or 1, config.window) - 1) // page)
 
 
+def page_size(config: Model) -> int:
+    """Return the default number of positions per page."""
+    return KERNEL_PAGE if config.paged_attention == "pallas" else PAGE
+
+
 def server_pool(
     config: Model,
     rows: int,
@@ -121,7 +126,7 @@ def server_pool(
     Raises:
       InputError: if the pool has no room for one row.
     """
-    page = page or (KERNEL_PAGE if config.paged_attention == "pallas" else PAGE)
+    page = page or page_size(config)
     usual, any_page = min(config.window, USUAL_TOKENS), Pool(0, page)
     kept = KEPT_ROWS * usual if kept_tokens is None else kept_tokens
     if tokens is None:
