@@ -270,7 +270,7 @@ def test_positions_written_in_turn_or_at_once_are_the_same(rows):
     cache, new = random(5, 3, 6, 4), random(rows, 3, 1, 4)
     row_B, slot_B = rng.permutation(8)[:rows], rng.integers(0, 6, rows)
     at_once = cache_module._scatter_one(cache, new, row_B, slot_B)
-    in_turn = jax.jit(cache_module._write_in_turn)(cache, new, row_B, slot_B)
+    in_turn = jax.jit(cache_module.write_in_turn)(cache, new, row_B, slot_B)
     jax.tree.map(np.testing.assert_array_equal, at_once, in_turn)
     expected = np.array(cache.k_BHSK)
     for row, slot, k_HTK in zip(row_B, slot_B, new.k_BHSK, strict=True):
