@@ -127,8 +127,24 @@ def attend_to_cache(
     q_BTHK: Array, cache: LayerCache, bias_BHTS: Array, cap: float | None = None
 ) -> Array:
     """Compute `attend` over a cache, whose masked keys may be NaN (see `LayerCache.like`)."""
-    probs_BHTS = jax.nn.softmax(masked(scores_of(q_BTHK, cache, cap), bias_BHTS))
-    return _weighted_sum(probs_BHTS, cache, q_BTHK.dtype)
+
+    def run(q_BTHK: Array) -> Array:
+        probs_BHTS = jax.nn.softmax(masked(scores_of(q_BTHK, cache, cap), bias_BHTS))
+        return _weighted_sum(probs_BHTS, cache, q_BTHK.dtype)
+
+    return on_matrix_unit(run, q_BTHK)
+
+
+def on_matrix_unit(run: Callable[[Array], Array], q_BTHK: Array) -> Array:
+    """Return run(q_BTHK), an array like `q_BTHK`; on TPUs, compute a single query twice.
+
+    For a single one, their compiler uses no matrix unit, but converts the keys and values to f32.
+    """
+    if q_BTHK.shape[1] > 1:
+        return run(q_BTHK)
+    return jax.lax.platform_dependent(
+        q_BTHK, tpu=lambda q_BTHK: run(jnp.repeat(q_BTHK, 2, axis=1))[:, :1], default=run
+    )
 
 
 def capped(x: Array, cap: float | None) -> Array:

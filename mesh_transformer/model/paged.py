@@ -19,7 +19,7 @@ from jax import Array
 
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import cache as caches
-from mesh_transformer.model.attention import MASKED, masked, scores_of
+from mesh_transformer.model.attention import MASKED, masked, on_matrix_unit, scores_of
 from mesh_transformer.model.cache import LayerCache, write_at, write_rows
 
 # Attention reads as many pages of each row together as hold this number of slots.  A smaller
@@ -250,6 +250,15 @@ def _attend_in_turn(
     Args:
       read: a function from the number of a turn to the keys and values, and their bias.
     """
+    return on_matrix_unit(lambda q_BTHK: _turns(q_BTHK, read, turns, cap), q_BTHK)
+
+
+def _turns(
+    q_BTHK: Array,
+    read: Callable[[Array], tuple[LayerCache, Array]],
+    turns: Array,
+    cap: float | None,
+) -> Array:
 
     def body(at: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         most_BHT1, sum_BHT1, y_BHTK = carry

@@ -132,6 +132,27 @@ def test_the_kernel_writes_and_attends_as_plain_code_does(group, cap):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_tpus_compute_a_single_query_twice(in_pages, monkeypatch):
+    rows, cache, page_BJ = random_caches(6)
+    q_BTHK = jnp.asarray(np.random.default_rng(7).normal(size=(ROWS, 1, HEADS, WIDTH)), jnp.float32)
+    bias_BHTS = causal_bias(LENGTHS[:, None] - 1, jnp.arange(SLOTS)[None], SLOTS)
+
+    def run(q_BTHK):
+        if in_pages:
+            table = paged.Table(page_BJ, jnp.asarray(LENGTHS, jnp.int32))
+            return paged.attend(q_BTHK, cache, table, bias_BHTS)
+        return attention.attend_to_cache(q_BTHK, rows, bias_BHTS)
+
+    traced, doubled = jax.jit(run).trace(q_BTHK), f"tensor<{ROWS}x2x{HEADS}x{WIDTH}xf32>"
+    lowered = {p: traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda", "tpu")}
+    assert [p for p, text in lowered.items() if doubled in text] == ["tpu"]
+    expected = run(q_BTHK)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, **_: tpu(*args))
+    # Sums of up to 128 terms of order 1 in f32, in another order.
+    np.testing.assert_allclose(run(q_BTHK), expected, atol=5e-6)
+
+
 LLAMA = {"layers": 1, "d_model": 512, "n_heads": 4, "n_vocab": 16, "paged_attention": "pallas"}
 
 
