@@ -287,8 +287,7 @@ class DeviceBatch:
         self._storage = storage(generator.config, call.guesses, pool)
         self._most_slots = most_slots(window, call.guesses, pool)
         if pool is not None:
-            device = generator.layout.mesh.devices.flat[0]
-            check_kernel(generator.config, self._most_slots, device)
+            check_kernel(generator.config, generator.layout.mesh, call.rows, call.guesses, pool)
         slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
         empty = generator.empty(self._storage, drafts=self._drafts)
         self._state: DecodeState = empty(self._size * generator.rows.dp, slots, pool)

@@ -6,13 +6,17 @@ A batch with a pool stores keys and values in pages of consecutive positions (se
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
 from mesh_transformer.config import Config, Model
-from mesh_transformer.model.attention import LANES, Device, tpu_obstacle
+from mesh_transformer.model.attention import LANES, tpu_obstacle
+from mesh_transformer.model.heads import key_heads
 from mesh_transformer.util import InputError
 
 PAGE = 16  # default number of positions per page
 KERNEL_PAGE = 64  # the same with paged_attention "pallas", which copies pages one by one
+# The kernel keeps the tables in scalar memory, 1 MiB of 4 bytes each, and other numbers.
+MOST_ENTRIES = 250_000
 # See `server_pool`.
 USUAL_TOKENS, KEPT_ROWS = 2048, 4
 
@@ -158,17 +162,19 @@ def pool_of(tokens: int, positions: int, page: int = PAGE) -> Pool:
     return pool
 
 
-def check_kernel(config: Config, slots: int, device: Device) -> None:
+def check_kernel(config: Config, mesh: Mesh, rows: int, guesses: int, pool: Pool) -> None:
     """Check that attention over pages can use the backend that `paged_attention` names.
 
     Args:
-      slots: number of slots of a row.
+      rows: number of rows per replica.
+      guesses: number of tokens that a decode step may guess.
 
     Raises:
       InputError: if it cannot.
     """
     if config.paged_attention == "xla":
         return
+    slots, heads = most_slots(config.window, guesses, pool), key_heads(config, mesh.shape["mp"])
     obstacles = {
         "does not support pe 't5'": config.pe == "t5",
         "does not support int8_cache": config.int8_cache,
@@ -177,10 +183,12 @@ def check_kernel(config: Config, slots: int, device: Device) -> None:
             config.d_head % LANES
         ),
         "requires batches without guesses (--speculate), and an attention_window of whole pages of "
-        f"{KERNEL_PAGE} tokens, but it is {config.window}": slots > config.window,
+        f"{pool.page} tokens, but it is {config.window}": slots > config.window,
+        f"has room for {MOST_ENTRIES:,} pages in its tables, but {rows} rows of {slots} tokens and "
+        f"{heads} key heads have more": rows * heads * slots > MOST_ENTRIES * pool.page,
     }
     own = next((reason for reason, applies in obstacles.items() if applies), None)
-    if obstacle := own or tpu_obstacle(config, device):
+    if obstacle := own or tpu_obstacle(config, mesh.devices.flat[0]):
         raise InputError(f"config: paged_attention is 'pallas', which {obstacle}; set it to 'xla'")
 
 

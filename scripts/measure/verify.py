@@ -312,7 +312,7 @@ def accepted(name: str, dtype: str) -> bool:
 def accepts_kernel(c: Config) -> bool:
     """Return whether these devices have the kernel for attention over pages."""
     try:
-        check_kernel(c, c.seq, jax.devices()[0])
+        check_kernel(c, layout_of(c).mesh, len(LENGTHS), 0, Pool(0, PAGE))
     except InputError:
         return False
     return True

@@ -248,18 +248,18 @@ def test_the_kernel_for_pages_chooses_the_same_tokens(place, monkeypatch):
         return jax.tree.map(lambda x: x.astype("bfloat16").astype(x.dtype), like(new, cache))
 
     monkeypatch.setattr(LayerCache, "like", rounded)
-    keys = {"block": "llama", "n_heads": 8, "key_heads": 4, "head_size": 128, "seq": 64}
+    keys = {"block": "llama", "n_heads": 8, "key_heads": 4, "head_size": 128, "seq": 32}
     config, rows = small_config(**keys), 2 * place[1]
-    lengths = [5, 63] * place[1]  # the second row goes round
-    page_PJ = np.arange(rows * 4, dtype=np.int32).reshape(rows, 4)[::-1] % 8
+    lengths = [5, 31] * place[1]  # the second row goes round
+    page_PJ = np.arange(rows * 2, dtype=np.int32).reshape(rows, 2)[::-1] % 4
     pages = Chunks(np.zeros(rows, np.int32), page_PJ, page_PJ)
 
     def answers(kind: str) -> decode.Chosen:
         network = network_of(config.replace(paged_attention=kind), place)
-        batch = network.batch(rows, Pool(8, 16))
+        batch = network.batch(rows, Pool(4, 16))
         prompts = random_prompts(config, lengths)
-        batch.insert(range(rows), prompts, 9, sampler_settings(GREEDY, rows), chunks=pages)
-        return batch.decode(8, 1)
+        batch.insert(range(rows), prompts, 5, sampler_settings(GREEDY, rows), chunks=pages)
+        return batch.decode(4, 1)
 
     expected = answers("xla")
     with pltpu.force_tpu_interpret_mode():

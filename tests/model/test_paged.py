@@ -1,6 +1,8 @@
 """A cache in pages against one with a row per text, on random arrays."""
 
 import contextlib
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from mesh_transformer.config import Config
-from mesh_transformer.generation.pool import check_kernel, most_slots, server_pool
+from mesh_transformer.generation.pool import check_kernel, server_pool
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import attention, paged
 from mesh_transformer.model.attention import causal_bias
@@ -166,14 +168,17 @@ LLAMA = {"layers": 1, "d_model": 512, "n_heads": 4, "n_vocab": 16, "paged_attent
         (V5E, {"pe": "t5"}, "does not support pe 't5'"),
         (V5E, {"sliding_window": 64}, "does not support sliding_window"),
         (V5E, {"n_heads": 8}, "head size that is a multiple of 128, but it is 64"),
+        (V5E, {}, "requires batches without guesses"),
         (V5E, {"seq": 2040}, "whole pages of 64 tokens, but it is 2040"),
+        (V5E, {"seq": 8192}, "250,000 pages in its tables, but 1024 rows of 8192 tokens and 4 key"),
         (V5E, {}, None),
         (CPU, {"paged_attention": "xla", "int8_cache": True}, None),
     ],
 )
 def test_the_kernel_is_refused_with_the_reason(where, changes, words):
+    guesses = 2 if words and "guesses" in words else 0
     config = Config.from_dict(LLAMA | changes)
-    slots = most_slots(config.window, 0, server_pool(config, 1))
+    mesh: Any = SimpleNamespace(devices=np.array([where]), shape={"mp": 1})
     expected = pytest.raises(InputError, match=words) if words else contextlib.nullcontext()
     with expected:
-        check_kernel(config, slots, where)
+        check_kernel(config, mesh, 1024, guesses, server_pool(config, 1))
