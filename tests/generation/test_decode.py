@@ -265,8 +265,9 @@ def test_the_kernel_for_pages_chooses_the_same_tokens(place, monkeypatch):
     with pltpu.force_tpu_interpret_mode():
         actual = answers("pallas")
     np.testing.assert_array_equal(actual.token, expected.token)
-    # Sums of up to 64 terms in float32, in another order, that two layers enlarge.
-    np.testing.assert_allclose(actual.logprob, expected.logprob, atol=1e-4)
+    # Sums in float32 have another order, after which a few cached numbers round the other way, by
+    # 2^-9 of themselves.
+    np.testing.assert_allclose(actual.logprob, expected.logprob, atol=1e-3)
 
 
 @pytest.mark.slow
