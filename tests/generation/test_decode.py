@@ -237,6 +237,13 @@ def test_generation_is_lowered_for_gpus(place, changes, in_pages):
         assert ("xi4>" in text) == (changes.get("weight_bits") == 4)
 
 
+def test_only_batches_with_pages_need_their_kernel():
+    network = network_of(small_config(paged_attention="pallas", seq=16))
+    network.batch(2)
+    with pytest.raises(InputError, match="'pallas', which requires a head size"):
+        network.batch(2, Pool(8, 4))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES[:2])  # with jit, XLA cannot compile the interpreter
 def test_the_kernel_for_pages_chooses_the_same_tokens(place, monkeypatch):
