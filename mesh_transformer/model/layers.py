@@ -538,6 +538,8 @@ class TransformerLayer(hk.Module):
             rows = write_chunk(rows, new, jnp.arange(len(q_BTHK)), context.slots)
             attended_BTHK = attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap)
             return attended_BTHK, paged.write_pages(cache, rows, *table.written)
+        if table is not None and self.config.paged_attention == "pallas":
+            return paged.write_and_attend(q_BTHK, cache, new, context.slots, table, self.par, cap)
         if table is not None:
             cache = paged.write(cache, new, table.page_BJ, context.slots)
             return paged.attend(q_BTHK, cache, table, bias_BHTS, cap), cache

@@ -9,6 +9,7 @@ of a row's table, C slots of a page, G pages that are read together.  The arrays
 [L, H, C, K], or [L, H, C, 1] for scales, where L is the number of pages.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.model.attention import MASKED, masked, scores_of
+from mesh_transformer.mesh.parallel import Parallel
+from mesh_transformer.model import cache as caches
+from mesh_transformer.model.attention import MASKED, masked, on_matrix_unit, scores_of
 from mesh_transformer.model.cache import LayerCache, write_at, write_rows
 
 # Attention reads as many pages of each row together as hold this number of slots.  A smaller
@@ -157,6 +160,60 @@ def attend(
     return _attend_in_turn(q_BTHK, read, -(-jnp.max(table.used_B) // width), cap)
 
 
+def write_and_attend(
+    q_BTHK: Array,
+    cache: LayerCache,
+    new: LayerCache,
+    slot_B1: Array,
+    table: Table,
+    par: Parallel,
+    cap: float | None = None,
+) -> tuple[Array, LayerCache]:
+    """Compute `write` of one slot per row, then `attend`, with JAX's kernel for TPUs.
+
+    Every query attends to the `used_B` first slots of its row.
+
+    The kernel masks by addition, so that a NaN in a masked slot would spread.  Therefore the keys
+    of the written page that are masked become 0, and the first page stands for those after it.
+
+    Args:
+      q_BTHK: the queries of one position; T is the number of those that share a head of keys.
+      new: as for `write`; T is 1.
+    """
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    size, used_B = cache.k_BHSK.shape[2], table.used_B
+    assert used_B is not None
+    place_B1 = slot_B1 // size
+    page_B1 = jnp.take_along_axis(table.page_BJ, place_B1, axis=1)
+    page = caches.write(rows_in_pages(cache, page_B1), new, slot_B1 % size)
+    is_used_BS = place_B1 * size + jnp.arange(size) < used_B[:, None]
+    page = page._replace(k_BHSK=jnp.where(is_used_BS[:, None, :, None], page.k_BHSK, 0))
+    to_B = jnp.where(page_B1[:, 0] < 0, len(cache.k_BHSK), page_B1[:, 0])
+    cache = caches.write_in_turn(cache, page, to_B, jnp.zeros_like(to_B))
+    is_used_BJ = jnp.arange(table.page_BJ.shape[1]) * size < used_B[:, None]
+    page_BJ = jnp.maximum(jnp.where(is_used_BJ, table.page_BJ, table.page_BJ[:, :1]), 0)
+
+    def attend(q_BTHK: Array, k_LHCK: Array, v_LHCK: Array, page_BJ: Array, used_B: Array) -> Array:
+        B, T, H, K = q_BTHK.shape
+        # For the kernel each head of a row is a row, and that of a page a page, so that the cache
+        # need not be transposed.
+        page_BHJ = page_BJ[:, None] * H + jnp.arange(H)[:, None]
+        y_BHTK = paged_attention(
+            (jnp.moveaxis(q_BTHK, 1, 2).astype(jnp.float32) * K**-0.5).reshape(B * H, T, K),
+            *(x.reshape(1, -1, size, K) for x in (k_LHCK, v_LHCK)),
+            jnp.repeat(used_B, H),
+            page_BHJ.reshape(B * H, -1),
+            attn_logits_soft_cap=cap,
+            pages_per_compute_block=math.gcd(page_BJ.shape[1], max(SLOTS_TOGETHER // size, 1)),
+        ).reshape(B, H, T, K)
+        return jnp.moveaxis(y_BHTK, 1, 2).astype(q_BTHK.dtype)
+
+    heads, queries = (None, "mp"), (None, None, "mp")
+    run = par.on_blocks(attend, (queries, heads, heads, (), ()), queries)
+    return run(q_BTHK, cache.k_BHSK, cache.v_BHSK, page_BJ, used_B), cache
+
+
 def attend_to_rows(
     q_BTHK: Array, cache: LayerCache, used_B: Array, bias_BHTS: Array, cap: float | None = None
 ) -> Array:
@@ -193,6 +250,15 @@ def _attend_in_turn(
     Args:
       read: a function from the number of a turn to the keys and values, and their bias.
     """
+    return on_matrix_unit(lambda q_BTHK: _turns(q_BTHK, read, turns, cap), q_BTHK)
+
+
+def _turns(
+    q_BTHK: Array,
+    read: Callable[[Array], tuple[LayerCache, Array]],
+    turns: Array,
+    cap: float | None,
+) -> Array:
 
     def body(at: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         most_BHT1, sum_BHT1, y_BHTK = carry
