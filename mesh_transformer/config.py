@@ -150,6 +150,7 @@ class Model(Architecture):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
     attention: Attention = "auto"  # backend for training and scoring (docs/attention.md)
     exact: bool = False  # every token has the same probability everywhere (docs/same-bits.md)
+    paged_attention: Literal["xla", "pallas"] = "xla"  # backend of servers (docs/attention.md)
     remat: Literal["full", "dots", "none"] = "full"  # what the backward pass recomputes
     loss_chunk: int = 512  # positions per sequence whose logits are in memory at once
     # The matmuls of the layers that training computes with 8-bit integers: any of "forward",

@@ -361,6 +361,7 @@ def _check_exact(c: Any) -> None:
         "int8_matmuls": c.int8_matmuls,  # in training only
         "int8_cache": c.int8_cache,  # in generation only
         "dropout": c.drops,
+        "paged_attention": c.paged_attention != "xla",
     }
     if c.exact and (names := [name for name, is_set in other.items() if is_set]):
         raise InputError(f"exact is true, but {names[0]} is set, too; change one of them")

@@ -132,6 +132,11 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def compare(paths: list[Path]) -> int:
     """Print the differences between two files; return 1 if there are any, else 0."""
+    for path in paths:
+        if not path.is_file():
+            raise InputError(
+                f"{path} does not exist; write it with: scripts/hlo_diff.py write {path}"
+            )
     before, after = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
     if before["jax"] != after["jax"]:
         print(f"JAX {before['jax']} -> {after['jax']}")

@@ -151,6 +151,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         help="timed tokens per row with --decode (default 128, at most a quarter of the window)",
     )
     size.add_argument(
+        "--pages", action="store_true", help="store the cache of --decode in pages, as serve does"
+    )
+    size.add_argument(
         "--rounds",
         type=positive,
         default=5,
@@ -294,9 +297,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         default = min(128, max(config.window // 4, 1))
         prompt, tokens = args.prompt or default, args.tokens or default
         bandwidth = limits and limits.bandwidth
-        decoding = benchmark.measure_decoding(
-            layout, bandwidth, prompt=prompt, tokens=tokens, profile=args.profile
-        )
+        sizes = {"prompt": prompt, "tokens": tokens, "pages": args.pages}
+        decoding = benchmark.measure_decoding(layout, bandwidth, **sizes, profile=args.profile)
         result = dataclasses.asdict(decoding)
     else:
         training = benchmark.measure_training(

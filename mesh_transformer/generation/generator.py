@@ -29,7 +29,7 @@ from mesh_transformer.generation.batch import (
 )
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
-from mesh_transformer.generation.pool import most_slots, storage
+from mesh_transformer.generation.pool import Pool, check_kernel, most_slots, storage
 from mesh_transformer.generation.prompts import check_adapters
 from mesh_transformer.generation.speculation import check_guesses, within_window
 from mesh_transformer.generation.stream import MOST_STEPS
@@ -267,11 +267,12 @@ class Generator:
             weights = weights | {DRAFT: self.draft.weights(None)}
         return DeviceBatch(self, weights, call).run
 
-    def batch(self, params: Any, rows: int) -> Batch:
+    def batch(self, params: Any, rows: int, pool: Pool | None = None) -> Batch:
         """Return an idle `Batch` with `rows` rows in this process."""
         create = functools.partial(self.new_batch, params)
         replicas = len(self.rows.replicas)
-        return Batch(create, self.config, rows, replicas, adapters=len(self.adapters))
+        adapters = len(self.adapters)
+        return Batch(create, self.config, rows, replicas, adapters=adapters, pool=pool)
 
 
 def _identical(one: Sequence[Array | None] | None, other: list[Array]) -> bool:
@@ -291,6 +292,8 @@ class DeviceBatch:
         window, pool = generator.config.window, call.pool
         self._storage = storage(generator.config, call.guesses, pool)
         self._most_slots = most_slots(window, call.guesses, pool)
+        if pool is not None:
+            check_kernel(generator.config, generator.layout.mesh, call.rows, call.guesses, pool)
         slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
         empty = generator.empty(self._storage, drafts=self._drafts)
         self._state: DecodeState = empty(self._size * generator.rows.dp, slots, pool)

@@ -6,11 +6,17 @@ A batch with a pool stores keys and values in pages of consecutive positions (se
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
-from mesh_transformer.config import Model
+from mesh_transformer.config import Config, Model
+from mesh_transformer.model.attention import LANES, tpu_obstacle
+from mesh_transformer.model.heads import key_heads
 from mesh_transformer.util import InputError
 
 PAGE = 16  # default number of positions per page
+KERNEL_PAGE = 64  # the same with paged_attention "pallas", which copies pages one by one
+# The kernel keeps the tables in scalar memory, 1 MiB of 4 bytes each, and other numbers.
+MOST_ENTRIES = 250_000
 # See `server_pool`.
 USUAL_TOKENS, KEPT_ROWS = 2048, 4
 
@@ -92,6 +98,11 @@ def pages_behind(config: Model, page: int) -> int:
     return -(-(min(config.sliding_window or 1, config.window) - 1) // page)
 
 
+def page_size(config: Model) -> int:
+    """Return the default number of positions per page."""
+    return KERNEL_PAGE if config.paged_attention == "pallas" else PAGE
+
+
 def server_pool(
     config: Model,
     rows: int,
@@ -99,7 +110,7 @@ def server_pool(
     *,
     tokens: int | None = None,
     kept_tokens: int | None = None,
-    page: int = PAGE,
+    page: int | None = None,
 ) -> Pool:
     """Return the pool of a server's replica.
 
@@ -114,10 +125,12 @@ def server_pool(
         at least those of the window.
       kept_tokens: number of tokens of prompts to keep room for beside the rows; None for as many as
         4 rows (`KEPT_ROWS`) have.
+      page: number of tokens per page; None for the default.
 
     Raises:
       InputError: if the pool has no room for one row.
     """
+    page = page or page_size(config)
     usual, any_page = min(config.window, USUAL_TOKENS), Pool(0, page)
     kept = KEPT_ROWS * usual if kept_tokens is None else kept_tokens
     if tokens is None:
@@ -147,6 +160,36 @@ def pool_of(tokens: int, positions: int, page: int = PAGE) -> Pool:
             "enough for one request; raise --cache-tokens"
         )
     return pool
+
+
+def check_kernel(config: Config, mesh: Mesh, rows: int, guesses: int, pool: Pool) -> None:
+    """Check that attention over pages can use the backend that `paged_attention` names.
+
+    Args:
+      rows: number of rows per replica.
+      guesses: number of tokens that a decode step may guess.
+
+    Raises:
+      InputError: if it cannot.
+    """
+    if config.paged_attention == "xla":
+        return
+    slots, heads = most_slots(config.window, guesses, pool), key_heads(config, mesh.shape["mp"])
+    obstacles = {
+        "does not support pe 't5'": config.pe == "t5",
+        "does not support int8_cache": config.int8_cache,
+        "does not support sliding_window": config.sliding_window is not None,
+        f"requires a head size that is a multiple of {LANES}, but it is {config.d_head}": (
+            config.d_head % LANES
+        ),
+        "requires batches without guesses (--speculate), and an attention_window of whole pages of "
+        f"{pool.page} tokens, but it is {config.window}": slots > config.window,
+        f"has room for {MOST_ENTRIES:,} pages in its tables, but {rows} rows of {slots} tokens and "
+        f"{heads} key heads have more": rows * heads * slots > MOST_ENTRIES * pool.page,
+    }
+    own = next((reason for reason, applies in obstacles.items() if applies), None)
+    if obstacle := own or tpu_obstacle(config, mesh.devices.flat[0]):
+        raise InputError(f"config: paged_attention is 'pallas', which {obstacle}; set it to 'xla'")
 
 
 class Chunks(NamedTuple):

@@ -111,6 +111,7 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
         partitioning=model.partitioning,
         zero=0,
         attention=model.attention,
+        paged_attention="xla",
         shard_activations=False,
         offload="none",
     )

@@ -83,9 +83,9 @@ def check_not_traced() -> None:
         )
 
 
-# TPUs with a separate engine for collectives.  On older TPUs, the options for asynchronous
-# collectives (see `compiler_options`) have no effect.
-ASYNC_KINDS = ("TPU v5", "TPU v6")
+# The TPU on which an all-reduce can run beside matmuls.  On older ones the options for that have no
+# effect; for v5p and v6e, libtpu 0.0.48 and later refuse them, as results could be wrong.
+ASYNC_KIND = "TPU v5 lite"
 
 
 def compiler_options(layout: "Layout") -> dict[str, Any] | None:
@@ -104,7 +104,7 @@ def compiler_options(layout: "Layout") -> dict[str, Any] | None:
         passes.append("while-loop-all-reduce-code-motion")
     if passes:
         options["xla_disable_hlo_passes"] = ",".join(passes)
-    if any(kind in device.device_kind for kind in ASYNC_KINDS):
+    if device.device_kind == ASYNC_KIND:
         # These options are off by default.  They let the backward pass all-reduce the activations'
         # gradients while it computes the weights' gradients, which do not depend on the all-reduce.
         options["xla_enable_async_all_reduce"] = "true"

@@ -127,8 +127,24 @@ def attend_to_cache(
     q_BTHK: Array, cache: LayerCache, bias_BHTS: Array, cap: float | None = None
 ) -> Array:
     """Compute `attend` over a cache, whose masked keys may be NaN (see `LayerCache.like`)."""
-    probs_BHTS = jax.nn.softmax(masked(scores_of(q_BTHK, cache, cap), bias_BHTS))
-    return _weighted_sum(probs_BHTS, cache, q_BTHK.dtype)
+
+    def run(q_BTHK: Array) -> Array:
+        probs_BHTS = jax.nn.softmax(masked(scores_of(q_BTHK, cache, cap), bias_BHTS))
+        return _weighted_sum(probs_BHTS, cache, q_BTHK.dtype)
+
+    return on_matrix_unit(run, q_BTHK)
+
+
+def on_matrix_unit(run: Callable[[Array], Array], q_BTHK: Array) -> Array:
+    """Return run(q_BTHK), an array like `q_BTHK`; on TPUs, compute a single query twice.
+
+    For a single one, their compiler uses no matrix unit, but converts the keys and values to f32.
+    """
+    if q_BTHK.shape[1] > 1:
+        return run(q_BTHK)
+    return jax.lax.platform_dependent(
+        q_BTHK, tpu=lambda q_BTHK: run(jnp.repeat(q_BTHK, 2, axis=1))[:, :1], default=run
+    )
 
 
 def capped(x: Array, cap: float | None) -> Array:
@@ -275,8 +291,11 @@ def _obstacle(name: str, config: Model, device: Device) -> str | None:
         return _cudnn_obstacle(config, device)
     if name.startswith("splash") and config.seq % LANES:
         return f"requires seq to be a multiple of {LANES}, but seq is {config.seq}"
-    if name != "splash":
-        return None
+    return tpu_obstacle(config, device) if name == "splash" else None
+
+
+def tpu_obstacle(config: Model, device: Device) -> str | None:
+    """Return the reason why JAX's Pallas kernels for TPUs cannot be used, or None if they can."""
     if device.platform != "tpu":
         return f"requires a TPU, but the devices are {device.device_kind!r}"
     if device.device_kind in ("TPU v2", "TPU v3"):

@@ -98,7 +98,7 @@ def write_rows(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) 
         which must lie within the cache.
     """
     if cache.k_scale_BHS1 is not None:
-        return _write_in_turn(cache, new, row_P, slot_P)
+        return write_in_turn(cache, new, row_P, slot_P)
     index_PI = jnp.stack((row_P, slot_P), axis=-1)
 
     def scatter(cache_BHSK: Array, new_PHTK: Array) -> Array:
@@ -129,12 +129,12 @@ def write_chunk(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array)
 def _write_one(cache: LayerCache, new: LayerCache, row_B: Array, slot_B: Array) -> LayerCache:
     """Return the cache with some positions replaced, in the rows `row_B` and slots `slot_B`."""
     if cache.k_scale_BHS1 is not None:
-        return _write_in_turn(cache, new, row_B, slot_B)
+        return write_in_turn(cache, new, row_B, slot_B)
     if len(slot_B) > 1:
         # For the scatter, the compiler for TPU7x copies the whole cache for each row and head, and
         # that for v5e some caches once.  For the loop over a single row, that for v3 copies it.
         return jax.lax.platform_dependent(
-            cache, new, row_B, slot_B, tpu=_write_in_turn, default=_scatter_one
+            cache, new, row_B, slot_B, tpu=write_in_turn, default=_scatter_one
         )
     return _scatter_one(cache, new, row_B, slot_B)
 
@@ -158,7 +158,7 @@ def _scatter_one(cache: LayerCache, new: LayerCache, row_B: Array, slot_B: Array
     return jax.tree.map(scatter, cache, new)
 
 
-def _write_in_turn(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) -> LayerCache:
+def write_in_turn(cache: LayerCache, new: LayerCache, row_P: Array, slot_P: Array) -> LayerCache:
     """Do as `write_rows`, one row after the other.
 
     For a scatter of int8, or a loop that also reads the cache, the compilers for TPUs copy the

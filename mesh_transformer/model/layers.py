@@ -26,6 +26,7 @@ from mesh_transformer.mesh.parallel import Parallel, param
 from mesh_transformer.model import attention, lora, paged, ring
 from mesh_transformer.model.cache import LayerCache, rows_of, write, write_chunk
 from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at, drop_entries
+from mesh_transformer.model.exact import attend_exactly
 from mesh_transformer.model.heads import Heads
 from mesh_transformer.model.layer_values import LayerValues, layer_values
 from mesh_transformer.model.matrices import add_bias, project_in, project_out
@@ -495,7 +496,7 @@ class TransformerLayer(hk.Module):
 
         def attended(rows: LayerCache) -> Array:
             if exact is not None:
-                return paged.attend_exactly(q_BTHK, rows, bias_BHTS, first_BT, cap, exact)
+                return attend_exactly(q_BTHK, rows, bias_BHTS, first_BT, cap, exact)
             return attention.attend_to_cache(q_BTHK, rows, bias_BHTS, cap)
 
         if cache is None:
@@ -518,6 +519,8 @@ class TransformerLayer(hk.Module):
             rows = paged.rows_in_pages(cache, table.page_BJ)
             rows = write_chunk(rows, new, jnp.arange(len(q_BTHK)), context.slots)
             return attended(rows), paged.write_pages(cache, rows, *table.written)
+        if table is not None and self.config.paged_attention == "pallas":
+            return paged.write_and_attend(q_BTHK, cache, new, context.slots, table, self.par, cap)
         if table is not None:
             cache = paged.write(cache, new, table.page_BJ, context.slots)
             if exact is not None:

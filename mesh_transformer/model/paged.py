@@ -9,23 +9,23 @@ of a row's table, C slots of a page, G pages that are read together.  The arrays
 [L, H, C, K], or [L, H, C, 1] for scales, where L is the number of pages.
 """
 
-import functools
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.mesh.apart import Exact, kept_apart
-from mesh_transformer.model.attention import MASKED, masked, scores_of
-from mesh_transformer.model.attention import attend as plain_attend
+from mesh_transformer.mesh.parallel import Parallel
+from mesh_transformer.model import cache as caches
+from mesh_transformer.model.attention import MASKED, masked, on_matrix_unit, scores_of
 from mesh_transformer.model.cache import LayerCache, write_at, write_rows
 
 # Attention reads as many pages of each row together as hold this number of slots.  A smaller
 # number reads less beyond the end of the longest row, and makes more steps.
 SLOTS_TOGETHER = 256
-EXACT_SLOTS = 128  # slots that `attend_exactly` reads together
 # The same for all rows together: so much stays in a TPU's vector memory until it is used.
 SLOTS_OF_ALL_ROWS = 8192
 
@@ -158,7 +158,61 @@ def attend(
         return rows_in_pages(cache, page_BG), bias
 
     assert table.used_B is not None
-    return _attend_in_turn(q_BTHK, read, -(-jnp.max(table.used_B) // width), cap)
+    return in_turn(q_BTHK, read, -(-jnp.max(table.used_B) // width), cap)
+
+
+def write_and_attend(
+    q_BTHK: Array,
+    cache: LayerCache,
+    new: LayerCache,
+    slot_B1: Array,
+    table: Table,
+    par: Parallel,
+    cap: float | None = None,
+) -> tuple[Array, LayerCache]:
+    """Compute `write` of one slot per row, then `attend`, with JAX's kernel for TPUs.
+
+    Every query attends to the `used_B` first slots of its row.
+
+    The kernel masks by addition, so that a NaN in a masked slot would spread.  Therefore the keys
+    of the written page that are masked become 0, and the first page stands for those after it.
+
+    Args:
+      q_BTHK: the queries of one position; T is the number of those that share a head of keys.
+      new: as for `write`; T is 1.
+    """
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    size, used_B = cache.k_BHSK.shape[2], table.used_B
+    assert used_B is not None
+    place_B1 = slot_B1 // size
+    page_B1 = jnp.take_along_axis(table.page_BJ, place_B1, axis=1)
+    page = caches.write(rows_in_pages(cache, page_B1), new, slot_B1 % size)
+    is_used_BS = place_B1 * size + jnp.arange(size) < used_B[:, None]
+    page = page._replace(k_BHSK=jnp.where(is_used_BS[:, None, :, None], page.k_BHSK, 0))
+    to_B = jnp.where(page_B1[:, 0] < 0, len(cache.k_BHSK), page_B1[:, 0])
+    cache = caches.write_in_turn(cache, page, to_B, jnp.zeros_like(to_B))
+    is_used_BJ = jnp.arange(table.page_BJ.shape[1]) * size < used_B[:, None]
+    page_BJ = jnp.maximum(jnp.where(is_used_BJ, table.page_BJ, table.page_BJ[:, :1]), 0)
+
+    def attend(q_BTHK: Array, k_LHCK: Array, v_LHCK: Array, page_BJ: Array, used_B: Array) -> Array:
+        B, T, H, K = q_BTHK.shape
+        # For the kernel each head of a row is a row, and that of a page a page, so that the cache
+        # need not be transposed.
+        page_BHJ = page_BJ[:, None] * H + jnp.arange(H)[:, None]
+        y_BHTK = paged_attention(
+            (jnp.moveaxis(q_BTHK, 1, 2).astype(jnp.float32) * K**-0.5).reshape(B * H, T, K),
+            *(x.reshape(1, -1, size, K) for x in (k_LHCK, v_LHCK)),
+            jnp.repeat(used_B, H),
+            page_BHJ.reshape(B * H, -1),
+            attn_logits_soft_cap=cap,
+            pages_per_compute_block=math.gcd(page_BJ.shape[1], max(SLOTS_TOGETHER // size, 1)),
+        ).reshape(B, H, T, K)
+        return jnp.moveaxis(y_BHTK, 1, 2).astype(q_BTHK.dtype)
+
+    heads, queries = (None, "mp"), (None, None, "mp")
+    run = par.on_blocks(attend, (queries, heads, heads, (), ()), queries)
+    return run(q_BTHK, cache.k_BHSK, cache.v_BHSK, page_BJ, used_B), cache
 
 
 def attend_to_rows(
@@ -183,13 +237,13 @@ def attend_to_rows(
         return rows, jnp.where(is_new_S, bias, MASKED)
 
     used = jnp.minimum(jnp.max(used_B), slots)
-    return _attend_in_turn(q_BTHK, read, -(-used // width), cap)
+    return in_turn(q_BTHK, read, -(-used // width), cap)
 
 
 _Running = tuple[Array, Array, Array]  # largest score, sum of exponentials, sum of values
 
 
-def _attend_in_turn(
+def in_turn(
     q_BTHK: Array,
     read: Callable[[Array], tuple[LayerCache, Array]],
     turns: Array,
@@ -204,7 +258,17 @@ def _attend_in_turn(
       turns: the number of turns, of which those before `first` are left out.
       exact: if it is given, a turn is computed alike wherever it is.
     """
+    return on_matrix_unit(lambda q_BTHK: _turns(q_BTHK, read, turns, cap, first, exact), q_BTHK)
 
+
+def _turns(
+    q_BTHK: Array,
+    read: Callable[[Array], tuple[LayerCache, Array]],
+    turns: Array,
+    cap: float | None,
+    first: Array | int,
+    exact: Exact | None,
+) -> Array:
     def step(carry: _Running, part: LayerCache, bias: Array, q_BTHK: Array) -> _Running:
         most_BHT1, sum_BHT1, y_BHTK = carry
         scores_BHTS = masked(scores_of(q_BTHK, part, cap), bias)
@@ -233,88 +297,3 @@ def _attend_in_turn(
     return end(
         jax.lax.fori_loop(first, turns, lambda at, carry: step(carry, *read(at), q_BTHK), begin)
     )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def attend_exactly(
-    q_BTHK: Array,
-    rows: LayerCache,
-    bias_BHTS: Array,
-    first_BT: Array,
-    cap: float | None,
-    exact: Exact,
-) -> Array:
-    """Compute `attend` over rows with slots of their own, with the same bits for every shape.
-
-    A result depends on the query, on the keys and values that it attends to and on their order: not
-    on the number of queries, rows or slots.  Queries are computed in blocks of `exact.rows`, and
-    the slots of a text in blocks of `EXACT_SLOTS` from its first one; a masked one adds exactly 0.
-    The gradient is that of `attention.attend`.
-
-    Args:
-      first_BT: the slot of the first token of each query's text.
-    """
-    (B, T, H, K), slots = q_BTHK.shape, rows.k_BHSK.shape[2]
-    queries, width = exact.rows, EXACT_SLOTS
-    more, places = -T % queries, -(-slots // width)
-    # A block may begin at any slot.
-    padding = ((0, 0), (0, 0), (0, more), (0, (places + 1) * width - slots))
-    bias_BHTS = jnp.pad(bias_BHTS, padding, constant_values=MASKED)
-    bias_BHTS = jnp.broadcast_to(bias_BHTS, (B, *bias_BHTS.shape[1:]))
-    rows = jax.tree.map(lambda x: jnp.pad(x, (*padding[:2], padding[3], (0, 0))), rows)
-    q_BTHK = jnp.pad(q_BTHK, (padding[0], padding[2], *padding[:2]))
-    first_BT = jnp.broadcast_to(first_BT, (B, T))
-    first_BT = jnp.pad(first_BT, (padding[0], padding[2]), mode="edge")
-    blocks = (T + more) // queries
-
-    def block(number: Array) -> Array:
-        row, begin = number // blocks, number % blocks * queries
-
-        def cut(x: Array, axis: int, begin: Array, size: int) -> Array:
-            x = jax.lax.dynamic_slice_in_dim(x, row, 1)
-            return jax.lax.dynamic_slice_in_dim(x, begin, size, axis)
-
-        q_1THK, bias_1HTS = cut(q_BTHK, 1, begin, queries), cut(bias_BHTS, 2, begin, queries)
-        first_T = cut(first_BT, 1, begin, queries)[0]
-
-        def of_text(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Compute the queries of the next text that has some in this block."""
-            before, y_1THK = carry
-            first = jnp.min(jnp.where(first_T > before, first_T, slots))
-            is_own_T = first_T == first
-            own_1HTS = jnp.where(is_own_T[:, None], bias_1HTS, MASKED)
-            is_seen_S = jnp.roll((own_1HTS > MASKED / 2).any((0, 1, 2)), -first)
-            is_seen_J = is_seen_S.reshape(-1, width).any(1)
-            begin = jnp.argmax(is_seen_J)
-            end = jnp.maximum(len(is_seen_J) - jnp.argmax(is_seen_J[::-1]), begin + 1)
-
-            def read(at: Array) -> tuple[LayerCache, Array]:
-                slot = first + at * width
-                part = jax.tree.map(lambda x: cut(x, 2, slot, width), rows)
-                return part, jax.lax.dynamic_slice_in_dim(own_1HTS, slot, width, 3)
-
-            new_1THK = _attend_in_turn(q_1THK, read, end, cap, begin, exact)
-            return first, jnp.where(is_own_T[:, None, None], new_1THK, y_1THK)
-
-        last = jnp.max(first_T)
-        begun = (jnp.min(first_T) * 0 - 1, q_1THK * 0)
-        return jax.lax.while_loop(lambda carry: carry[0] < last, of_text, begun)[1][0]
-
-    y = jax.lax.map(block, jnp.arange(B * blocks))
-    return y.reshape(B, T + more, H, K)[:, :T]
-
-
-def _exact_forward(
-    q_BTHK: Array, rows: LayerCache, bias_BHTS: Array, first_BT: Array, *how: Any
-) -> tuple[Array, Any]:
-    return attend_exactly(q_BTHK, rows, bias_BHTS, first_BT, *how), (q_BTHK, rows, bias_BHTS)
-
-
-def _exact_backward(cap: float | None, exact: Exact, saved: Any, g_BTHK: Array) -> Any:
-    def run(q_BTHK: Array, rows: LayerCache, bias_BHTS: Array) -> Array:
-        return plain_attend(q_BTHK, rows, bias_BHTS, cap=cap)
-
-    return *jax.vjp(run, *saved)[1](g_BTHK), None
-
-
-attend_exactly.defvjp(_exact_forward, _exact_backward)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.generator import Generator
+from mesh_transformer.generation.pool import Chunks, Pool, most_slots, page_size
 from mesh_transformer.generation.sampling_settings import sampler_settings
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.placement import Rows
@@ -309,6 +310,7 @@ def measure_decoding(
     prompt: int,
     tokens: int,
     profile: str | None = None,
+    pages: bool = False,
 ) -> Decoding:
     """Time prefill and greedy decoding of a batch with `per_replica_batch` rows per replica.
 
@@ -318,6 +320,7 @@ def measure_decoding(
       tokens: minimum number of tokens per row whose decoding is timed.  The number is rounded up to
         whole decode calls, which generate up to `MOST_STEPS` (32) tokens per row.
       profile: folder for a profiler trace of the last call; None for no trace.
+      pages: whether the cache is in pages, as that of a server is.
 
     Raises:
       InputError: if the prompt and the new tokens together exceed the config's window.
@@ -336,14 +339,16 @@ def measure_decoding(
     generator.init_weights(
         lambda key: steps.all_params(steps.init_state(config, key, layout.par.shards))
     )
-    batch = generator.batch(None, count)
-    batch.reserve(prompt + new + (length if profile is not None else 0))
+    positions = prompt + new + (length if profile is not None else 0)
+    pool, chunks = _own_pages(generator.config, count, positions) if pages else (None, None)
+    batch = generator.batch(None, count, pool)
+    batch.reserve(positions)
     rng = np.random.default_rng(0)
     prompts = list(rng.integers(0, config.n_vocab, (count, prompt)).astype(np.uint32))
     settings = sampler_settings({"temp": 0.0}, count)
 
     def prefill() -> None:
-        batch.insert(range(count), prompts, new, settings)
+        batch.insert(range(count), prompts, new, settings, chunks=chunks)
 
     with tqdm(total=3 + calls, desc="decoding", disable=jax.process_index() > 0) as bar:
 
@@ -377,6 +382,20 @@ def measure_decoding(
         limit_seconds=limit_seconds,
         share_of_limit=limit_seconds / token_seconds if limit_seconds else None,
     )
+
+
+def _own_pages(config: Config, count: int, positions: int) -> tuple[Pool, Chunks]:
+    """Return a pool that has pages for so many positions of each row, and these pages.
+
+    Args:
+      count: number of rows in this process.
+    """
+    rows, page = config.per_replica_batch, page_size(config)
+    each = -(-min(positions, config.window) // page)
+    pool = Pool(rows * each, page)
+    page_PJ = np.full((count, most_slots(config.window, 0, pool) // page), -1, np.int32)
+    page_PJ[:, :each] = np.arange(count * each).reshape(count, each) % pool.pages
+    return pool, Chunks(np.zeros(count, np.int32), page_PJ, page_PJ)
 
 
 def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation import decode, programs
-from mesh_transformer.generation.pool import Pool, server_pool, storage
+from mesh_transformer.generation.pool import Pool, check_kernel, server_pool, storage
 from mesh_transformer.generation.speculation import check_guesses, draft_config, within_window
 from mesh_transformer.generation.weights import DRAFT, WeightLayout, Weights, weight_layout
 from mesh_transformer.mesh.accelerators import GIB
@@ -501,6 +501,7 @@ def decode_plan(
     pool = None
     if cache_tokens is not None:
         pool = server_pool(config, config.per_replica_batch, guesses, tokens=cache_tokens)
+        check_kernel(config, mesh, config.per_replica_batch, guesses, pool)
     weights = abstract_weights(layout)
     state = abstract_rows(layout, rows, pool, guesses, draft)
     models = [(1, config, weights, state.caches)]  # and how often a step reads each

@@ -94,7 +94,7 @@ class Prefiller:
             guesses,
             tokens=cache_tokens or None,
             kept_tokens=kept_tokens,
-            page=self._longest if fixed_shapes else PAGE,
+            page=self._longest if fixed_shapes else None,
         )
         slots, keep = most_slots(window, guesses, pool), kept_tokens != 0
         behind = pages_behind(network.config, pool.page) if pool.kept else 0

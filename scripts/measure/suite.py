@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,7 @@ class Case:
 
 _TRAIN, _DECODE = "--steps 5 --warmup 1", "--decode --prompt 128 --tokens 64"
 _6B, _8B = "--model gpt-j-6b --accumulate 1", "--model llama3-8b --accumulate 1"
+_PAGES = f"{_DECODE} --pages"
 _LORA = "--set lora_rank=16"
 # Decoding takes the weights in bf16, and one of the matrices of all layers in f32 when they are
 # made.  Training in full takes 16 bytes per parameter: f32 weights, gradients and moments.
@@ -112,8 +114,15 @@ ACCELERATOR = (
     Case("6B, prefill", f"{_6B} --decode --batch 4 --seq 2048 --prompt 1536 --tokens 32", 30),
     Case("1.4B, train", f"--model pythia-1.4b {_TRAIN} --batch 4", 30),
     Case("8B, decode, 64 rows", f"{_8B} {_DECODE} --batch 64 --seq 1024", 40),
+    Case("6B, decode, 8 rows, pages", f"{_6B} {_PAGES} --batch 8 --seq 2048", 36),
+    Case("8B, decode, 64 rows, pages", f"{_8B} {_PAGES} --batch 64 --seq 1024", 40),
     Case("checkpoint", "--model 105M --checkpoint --rounds 3", 6, 120, whole=False),
     Case("loader", "--loader --rounds 3", 1, 120, whole=False),
+)
+_KERNEL = "--set paged_attention=pallas"
+TPU = (
+    Case("6B, decode, 8 rows, kernel", f"{_6B} {_PAGES} --batch 8 --seq 2048 {_KERNEL}", 36),
+    Case("8B, decode, 64 rows, kernel", f"{_8B} {_PAGES} --batch 64 --seq 1024 {_KERNEL}", 40),
 )
 CPU = (
     Case("verify", "--verify --minutes 3", 1, 300, whole=False),
@@ -125,6 +134,7 @@ CPU = (
     Case("13M, train on 2 x 4", f"--model 13M --dp 2 --mp 4 {_TRAIN}", 3, 120, whole=False),
     Case("105M, decode, int8", f"--model 105M {_DECODE} --batch 1 --set weight_bits=8", 2),
     Case("105M, decode, 64 rows", f"--model 105M {_DECODE} --batch 64", 4, whole=False),
+    Case("105M, decode, 8 rows, pages", f"--model 105M {_PAGES} --batch 8", 3),
     Case("105M, prefill", "--model 105M --decode --batch 4 --prompt 896 --tokens 32", 3),
     Case("checkpoint", "--model 13M --checkpoint --rounds 3", 2, 120, whole=False),
     Case("loader", "--loader --rounds 3 --records 20000", 1, 120, whole=False),
@@ -170,6 +180,8 @@ def measured(case: Case, own: Machine, seconds: float) -> dict[str, Any]:
 def _measured(case: Case, arguments: list[str], profile: str, seconds: float) -> dict[str, Any]:
     began, status = time.monotonic(), "done"
     command = [sys.executable, "-m", "mesh_transformer", "bench", *arguments, "--json"]
+    if setpriv := shutil.which("setpriv"):  # on Linux: no case outlives a suite that was killed
+        command = [setpriv, "--pdeathsig", "KILL", *command]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -210,7 +222,7 @@ def run(folder: Path, minutes: float, *, resume: bool) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     own = machine()
     known = {record["case"] for record in results(path) if record["status"] != "failed"}
-    table = CPU if own.platform == "cpu" else ACCELERATOR
+    table = {"cpu": CPU, "tpu": ACCELERATOR + TPU}.get(own.platform, ACCELERATOR)
     fitting = [case for case in table if case.gib * GIB <= own.memory]
     left = [case for case in fitting if case.name not in known]
     print(f"{own.count} x {own.device}, {own.memory / GIB:.0f} GiB: {len(left)} cases to measure")

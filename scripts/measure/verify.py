@@ -29,7 +29,7 @@ from tqdm import tqdm
 from mesh_transformer.cli import benchmark as command
 from mesh_transformer.config import Attention, Config
 from mesh_transformer.generation.decode import Chosen
-from mesh_transformer.generation.pool import PAGE, Chunks, Pool
+from mesh_transformer.generation.pool import PAGE, Chunks, Pool, check_kernel
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.mesh.devices import make_mesh, named, use_virtual_devices
@@ -309,6 +309,15 @@ def accepted(name: str, dtype: str) -> bool:
     return name != "splash_interpreted" or jax.default_backend() == "cpu"
 
 
+def accepts_kernel(c: Config) -> bool:
+    """Return whether these devices have the kernel for attention over pages."""
+    try:
+        check_kernel(c, layout_of(c).mesh, len(LENGTHS), 0, Pool(0, PAGE))
+    except InputError:
+        return False
+    return True
+
+
 def backend(name: str, dtype: str, differentiate: bool) -> float:
     """Compare causal attention, or its gradients, with and without a window."""
     c = attention_config(name, dtype)
@@ -498,6 +507,9 @@ def checks() -> Iterator[Check]:
     if not on_cpu:  # where generation is in float32
         bf16 = LLAMA.replace(dtype="bfloat16")
         yield Check("decode of Llama, bfloat16", partial(decode, bf16), 0.1)  # as its logits
+        kernel = bf16.replace(head_size=128, paged_attention="pallas")
+        if accepts_kernel(kernel):
+            yield Check("decode of Llama, kernel for pages", partial(decode, kernel, "pages"), 0.1)
     dropped = GPTJ.replace(**RATES)
     yield Check("gradients of GPT-J with dropout, float32", partial(gradients, dropped), exact)
     # The largest of 12 normal deviations is beyond 5 in fewer than one of 100,000 cases.

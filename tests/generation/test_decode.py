@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from mesh_transformer.config import Architecture, Config
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation import generator as generators
 from mesh_transformer.generation.batch import MOST_STEPS, Batch
 from mesh_transformer.generation.generator import DeviceBatch
-from mesh_transformer.generation.pool import IN_ROWS
+from mesh_transformer.generation.pool import IN_ROWS, Chunks, Pool
 from mesh_transformer.generation.sampling import choose, penalize, sampler_settings
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -191,11 +192,22 @@ def compiled_decode(
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [PLACES[1], PLACES[2]])
 @pytest.mark.parametrize(
-    "changes", [{}, {"weight_bits": 8, "int8_cache": True}, {"weight_bits": 4, "d_model": 256}]
+    ("changes", "in_pages"),
+    [
+        ({}, False),
+        ({"weight_bits": 8, "int8_cache": True}, False),
+        ({"weight_bits": 4, "d_model": 256}, False),
+        ({}, True),
+        ({"block": "llama", "key_heads": 2, "int8_cache": True}, True),
+    ],
 )
-def test_generation_is_lowered_for_gpus(place, changes):
-    network = network_of(small_config(**changes), place)
-    batch = network.batch(2, guesses=2)
+def test_generation_is_lowered_for_gpus(place, changes, in_pages):
+    """Lower a prompt and a decode step: with guesses or, in pages, as the server's usual step."""
+    network, pages = network_of(small_config(**changes), place), None
+    if in_pages:
+        page_PJ = np.arange(network.config.window // 4, dtype=np.int32)[None]
+        pages = Chunks(np.array([0], np.int32), page_PJ, page_PJ)
+    batch = network.batch(2, Pool(8, 4) if in_pages else None, guesses=0 if in_pages else 2)
     generator, texts = on_devices(batch)._generator, []
 
     def lowered(compile_program: Any) -> Any:
@@ -215,13 +227,54 @@ def test_generation_is_lowered_for_gpus(place, changes):
 
     generator.prefill, generator.decode = map(lowered, (generator.prefill, generator.decode))
     settings = sampler_settings({"seed": 1}, 1)
-    batch.insert([0], random_prompts(network.config, [9]), 5, settings, alternatives=2)
-    batch.decode(2, 2, speculate=True)
+    prompts = random_prompts(network.config, [9])
+    batch.insert([0], prompts, 5, settings, alternatives=2, chunks=pages)
+    batch.decode(2, 2, speculate=not in_pages)
     assert len(texts) == 2
     for text in texts:
         assert "custom_call" not in text  # which would be a function of the CPU's compiler
         assert ("xi8>" in text) == bool(changes)  # the head of a model in 4 bits has 8
         assert ("xi4>" in text) == (changes.get("weight_bits") == 4)
+
+
+def test_only_batches_with_pages_need_their_kernel():
+    network = network_of(small_config(paged_attention="pallas", seq=16))
+    network.batch(2)
+    with pytest.raises(InputError, match="'pallas', which requires a head size"):
+        network.batch(2, Pool(8, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES[:2])  # with jit, XLA cannot compile the interpreter
+def test_the_kernel_for_pages_chooses_the_same_tokens(place, monkeypatch):
+    monkeypatch.setattr(generators, "check_kernel", lambda *_: None)  # which refuses CPUs
+    like = LayerCache.like
+
+    def rounded(new: LayerCache, cache: LayerCache) -> LayerCache:
+        """Round what is cached, as the kernel does with the float32 that CPUs use."""
+        return jax.tree.map(lambda x: x.astype("bfloat16").astype(x.dtype), like(new, cache))
+
+    monkeypatch.setattr(LayerCache, "like", rounded)
+    keys = {"block": "llama", "n_heads": 8, "key_heads": 4, "head_size": 128, "seq": 32}
+    config, rows = small_config(**keys), 2 * place[1]
+    lengths = [5, 31] * place[1]  # the second row goes round
+    page_PJ = np.arange(rows * 2, dtype=np.int32).reshape(rows, 2)[::-1] % 4
+    pages = Chunks(np.zeros(rows, np.int32), page_PJ, page_PJ)
+
+    def answers(kind: str) -> decode.Chosen:
+        network = network_of(config.replace(paged_attention=kind), place)
+        batch = network.batch(rows, Pool(4, 16))
+        prompts = random_prompts(config, lengths)
+        batch.insert(range(rows), prompts, 5, sampler_settings(GREEDY, rows), chunks=pages)
+        return batch.decode(4, 1)
+
+    expected = answers("xla")
+    with pltpu.force_tpu_interpret_mode():
+        actual = answers("pallas")
+    np.testing.assert_array_equal(actual.token, expected.token)
+    # Sums in float32 have another order, after which a few cached numbers round the other way, by
+    # 2^-9 of themselves.
+    np.testing.assert_allclose(actual.logprob, expected.logprob, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ def test_devices_other_than_tpus_have_no_compiler_options(kind, platform):
         ("TPU v3", False),
         ("TPU v4", False),
         ("TPU v5 lite", True),
-        ("TPU v5", True),
-        ("TPU v6 lite", True),
+        ("TPU v5", False),
+        ("TPU v6 lite", False),
     ],
 )
 def test_all_reduces_are_asynchronous_on_tpus_that_support_it(kind, beside):

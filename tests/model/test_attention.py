@@ -24,6 +24,7 @@ from tests.training.test_step import BATCH, largest_differences, mesh_of, on_mes
 
 # Attention has nine blocks: three are above the diagonal, and one is outside the window.
 CONFIG = small_config(layers=1, seq=384, d_model=32, n_heads=2, n_vocab=16, attention_window=130)
+GROUPED = {"block": "llama", "layers": 2, "n_heads": 4, "key_heads": 2}
 GPTJ = Config(layers=1, d_model=4096, n_heads=16, n_vocab=16)
 
 
@@ -92,17 +93,38 @@ def test_a_train_step_for_tpus_contains_the_splash_kernels(
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    ("partitioning", "remat", "forward"), [("shard_map", "full", 2), ("jit", "none", 1)]
+    ("partitioning", "remat", "changes", "kinds"),
+    [
+        ("shard_map", "full", {}, [130]),
+        ("jit", "none", {}, [130]),
+        # Heads that share keys, and layers of two kinds, between which the loop's body chooses.
+        ("shard_map", "none", {**GROUPED, "sliding_window": 60, "sliding_layers": [0]}, [60, 130]),
+        ("jit", "full", {**GROUPED, "attention_window": None}, [0]),
+    ],
 )
-def test_a_train_step_for_gpus_contains_cudnns_kernels(monkeypatch, partitioning, remat, forward):
-    """JAX asks for cuDNN's version when it traces the step; compiling it would need a GPU."""
+def test_a_train_step_for_gpus_contains_cudnns_kernels(
+    monkeypatch, partitioning, remat, changes, kinds
+):
+    """JAX asks for cuDNN's version when it traces the step; compiling it would need a GPU.
+
+    The layers are a loop, whose body has one kernel per kind of layer.
+
+    Args:
+      kinds: the window of each kind of layer, 0 for the whole sequence.
+    """
     version = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
     monkeypatch.setattr(version, lambda: 9_10_00)
     monkeypatch.setattr(step, "attention_backend", lambda *_: "cudnn")
-    config = on_mesh(CONFIG.replace(dtype="bfloat16", remat=remat), partitioning, 2, 0)
-    text = lowered_step(config, "cuda")
+    config = CONFIG.replace(dtype="bfloat16", remat=remat, **changes)
+    text = lowered_step(on_mesh(config, partitioning, 2, 0), "cuda")
     kernels = Counter(re.findall(r"custom_call @__cudnn\$(\w+)", text))
-    assert kernels == {"fmhaSoftmax": forward, "fmhaSoftmaxBackward": 1}
+    forward = 2 if remat == "full" else 1  # the backward pass computes it again
+    assert kernels == {
+        "fmhaSoftmax": forward * len(kinds),
+        "fmhaSoftmaxBackward": len(kinds),
+    }
+    windows = Counter(map(int, re.findall(r"sliding_window_length\\22: (\d+)", text)))
+    assert windows == dict.fromkeys(kinds, forward + 1)
 
 
 @pytest.mark.quick(1)
@@ -248,7 +270,7 @@ def test_positions_written_in_turn_or_at_once_are_the_same(rows):
     cache, new = random(5, 3, 6, 4), random(rows, 3, 1, 4)
     row_B, slot_B = rng.permutation(8)[:rows], rng.integers(0, 6, rows)
     at_once = cache_module._scatter_one(cache, new, row_B, slot_B)
-    in_turn = jax.jit(cache_module._write_in_turn)(cache, new, row_B, slot_B)
+    in_turn = jax.jit(cache_module.write_in_turn)(cache, new, row_B, slot_B)
     jax.tree.map(np.testing.assert_array_equal, at_once, in_turn)
     expected = np.array(cache.k_BHSK)
     for row, slot, k_HTK in zip(row_B, slot_B, new.k_BHSK, strict=True):

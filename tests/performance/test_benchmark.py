@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from mesh_transformer.cli import benchmark as script
@@ -190,9 +191,18 @@ def test_the_train_mode_reports_times_speeds_and_memory(monkeypatch, capsys, tmp
     check_row(result)
 
 
+def test_rows_in_pages_have_pages_of_their_own():
+    config = Config(**TINY, per_replica_batch=3)
+    pool, chunks = benchmark._own_pages(config, 6, 20)  # two replicas, rows of two pages of 16
+    assert chunks.page_PJ.shape == (6, config.window // pool.page)
+    for own_PJ in np.split(chunks.page_PJ, 2):
+        assert sorted(own_PJ[own_PJ >= 0]) == list(range(pool.pages)) == list(range(6))
+
+
 @pytest.mark.slow
-def test_the_decode_mode_counts_the_bytes_read_per_token(monkeypatch, capsys, config_file):
-    words = f"--config {config_file} --dp 2 --decode --batch 3 --tokens 4 --prompt 6"
+@pytest.mark.parametrize("pages", ["", "--pages"])
+def test_the_decode_mode_counts_the_bytes_read_per_token(monkeypatch, capsys, config_file, pages):
+    words = f"--config {config_file} --dp 2 --decode --batch 3 --tokens 4 --prompt 6 {pages}"
     result = run_benchmark(monkeypatch, capsys, *words.split())
     assert set(result) > ABOUT
     # Each device has the layer's matrices and the head in f32, and biases and norms.

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -465,6 +466,16 @@ def test_collectives_over_replicas_on_tpus():
 
 @needs_libtpu
 @pytest.mark.slow
+@pytest.mark.parametrize("slice_", ["v4-16", "v5e-8", "v5p-8", "v6e-8", "tpu7x-8"])
+def test_the_compiler_for_each_tpu_accepts_the_options_of_a_step(slice_):
+    """Each libtpu accepts other options for each TPU; see `program.compiler_options`."""
+    keys = SMALL | {"cores_per_replica": 4, "dtype": "bfloat16"}
+    process = run_python("-c", SMALL_ON_A_TPU, json.dumps(keys), json.dumps([{}]), slice_)
+    assert json.loads(process.stdout)[0]["fits"]
+
+
+@needs_libtpu
+@pytest.mark.slow
 @pytest.mark.parametrize("slices", [2, 4])
 def test_slices_exchange_one_gradient_per_step(slices):
     """Each device sends its part of what its slice has summed."""
@@ -537,3 +548,49 @@ def test_a_model_that_does_not_fit_reports_its_peak_memory(tmp_path):
     assert (status, result["fits"], result["collectives"]) == (1, False, None)
     assert result["mp"] == 8
     assert result["peak_bytes"] > result["hbm_bytes"]
+
+
+KERNEL_ON_A_TPU = """
+import json, math, re, sys
+from mesh_transformer.config import Config
+from mesh_transformer.generation.pool import server_pool
+from mesh_transformer.generation.weights import weight_layout
+from mesh_transformer.mesh.program import Layout
+from mesh_transformer.performance import device_arrays, plan
+from mesh_transformer.performance.topology import topology
+
+config, own = Config(**json.loads(sys.argv[1])), topology(sys.argv[2])
+layout = weight_layout(Layout(config, plan.mesh_of(config, own)))
+pool = server_pool(config, 8)
+rows = device_arrays.abstract_rows(layout, 8, pool)
+weights = device_arrays.abstract_weights(layout)
+memory = plan.compiled("", *plan.decode_program(layout, weights, rows, pool))
+size = rows.caches[0].k_BHSK.size // own.devices
+made = []
+for name, shape, kind in re.findall(r"%(\\S+) = bf16\\[([\\d,]+)\\]\\S* ([a-z-]+)\\(", memory.text):
+    if math.prod(map(int, shape.split(","))) == size and kind not in ("parameter", "bitcast"):
+        made.append(f"{name} {kind}")
+print(json.dumps([memory.text.count('custom_call_target="tpu_custom_call"'), made]))
+"""
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slice_", "changes"),
+    [
+        ("v5e-4", {"head_size": 256, "partitioning": "shard_map"}),
+        ("v5e-4", {"block": "llama", "key_heads": 8, "partitioning": "jit"}),
+    ],
+)
+def test_the_kernel_for_pages_copies_no_cache(slice_, changes):
+    devices = int(slice_[-1])
+    keys = SMALL | {"cores_per_replica": devices, "tpu_size": devices, "n_heads": 16, "seq": 2048}
+    keys |= {"d_model": 2048, "dtype": "bfloat16", "paged_attention": "pallas"}
+    process = run_python("-c", KERNEL_ON_A_TPU, json.dumps(keys | changes), slice_)
+    kernels, made = json.loads(process.stdout)
+    assert kernels == keys["layers"]
+    # A page is replaced in place; whatever else makes an array of that size copies the pool.
+    known = re.compile("dynamic-update-slice|dynamic_update_slice| get-tuple-element")
+    assert len(made) >= 2 * keys["layers"]
+    assert [one for one in made if not known.search(one)] == []

@@ -1,6 +1,10 @@
 """The suite of measurements: its cases, time limits, results after kills, and report."""
 
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +13,8 @@ from mesh_transformer.cli import benchmark
 from mesh_transformer.mesh.accelerators import GIB
 from mesh_transformer.util import InputError
 from scripts.measure import suite
+from tests.support.pages import ROOT
+from tests.support.waiting import wait_until
 
 MACHINE = suite.Machine("cpu", "a CPU", 1, 32 * GIB)
 LIMITS = {"flops": 4e11, "bandwidth": 3e10, "hardware": "cpu", "source": "measured"}
@@ -107,6 +113,22 @@ def test_a_failed_case_and_one_that_takes_too_long_end_only_themselves():
     assert "unrecognized arguments: --nothing" in failed["error"]
     late = suite.measured(suite.Case("late", "--model 105M", 1), MACHINE, 0.1)
     assert late["status"] == "out of time"
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not installed")
+def test_no_case_outlives_a_killed_suite():
+    program = (
+        "from scripts.measure import suite\n"
+        "machine = suite.Machine('cpu', 'a CPU', 1, 2**35)\n"
+        "suite.measured(suite.Case('long', '--model 105M', 1), machine, 600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    child = wait_until(lambda: children.read_text().split(), "the case begins")[0]
+    wait_until(lambda: b"bench" in Path(f"/proc/{child}/cmdline").read_bytes(), "it is bench")
+    process.kill()
+    process.wait()
+    wait_until(lambda: not Path(f"/proc/{child}").exists(), "the case ends")
 
 
 @pytest.mark.slow
