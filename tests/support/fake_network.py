@@ -47,6 +47,8 @@ class FakeNetwork(Network):
             "pe": "rotary",
             "d_model": 4,
             "sliding_window": None,
+            "exact": False,
+            "paged_attention": "xla",
         }
         self.dp = 1
         self.config: Any = SimpleNamespace(**defaults | config)
