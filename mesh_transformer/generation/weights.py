@@ -92,20 +92,21 @@ def join(config: Config, adapters: Sequence[Adapter]) -> dict[str, Any]:
 def weights_of(params: Params, config: Config, adapters: Sequence[Adapter] = ()) -> Weights:
     """Convert parameters to the weights that generation uses.
 
-    The layers are unstacked, LoRA adapters are merged, and arrays are cast to `config.dtype`.  If
-    the config sets `weight_bits`, the matrices of the layers and of the output head are quantized
+    The layers are unstacked, LoRA adapters are merged except with `exact`, and arrays are cast to
+    `config.dtype`.  If the config sets `weight_bits`, the matrices of the layers and of the output head are quantized
     instead of cast.
 
     Args:
       adapters: LoRA adapters that rows may choose from.  These are joined, not merged.
     """
-    own = joined_config(config.merged(), [adapter.config for adapter in adapters])
+    own = joined_config(_usual(config), [adapter.config for adapter in adapters])
     declared = weight_declarations(own)
     factors = join(own, adapters) if adapters else {}
 
     def unstacked(layer: int) -> Any:
         modules = jax.tree.map(lambda x: x[layer], params["layers"])
-        modules = lora.merged(modules, config.lora_scale) if config.lora_rank else modules
+        if config.lora_rank and not config.exact:
+            modules = lora.merged(modules, config.lora_scale)
         more = jax.tree.map(lambda x: x[layer].astype(config.dtype), factors)
         return {name: leaves | more.get(name, {}) for name, leaves in modules.items()}
 
@@ -121,7 +122,17 @@ def weights_of(params: Params, config: Config, adapters: Sequence[Adapter] = ())
     weights = jax.tree.map(cast, weights, is_leaf=matrices.is_quantized)
     if adapters:
         weights[SCALES] = jnp.asarray(scales([adapter.config for adapter in adapters]))
+    elif own.lora_rank:
+        weights[SCALES] = jnp.full((1, own.lora_rank), own.lora_scale)
     return weights
+
+
+def _usual(config: Config) -> Config:
+    """Return the config of the weights for generation without further adapters.
+
+    LoRA adapters are merged, unless the config sets `exact`: the sums would be others.
+    """
+    return config if config.exact else config.merged()
 
 
 def weight_declarations(config: Config) -> Weights:
@@ -187,7 +198,7 @@ def weight_layout(layout: Layout, adapters: Sequence[Model] = ()) -> WeightLayou
       layout: the layout of the model's parameters.
       adapters: the configs of the adapters that rows may choose from.
     """
-    config, mesh = layout.config.merged(), layout.mesh
+    config, mesh = _usual(layout.config), layout.mesh
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     # Rows do not depend on each other, so that dp may be that of the mesh.
     is_virtual = config.exact and config.virtual_mesh is not None

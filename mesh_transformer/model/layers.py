@@ -178,7 +178,8 @@ class TransformerLayer(hk.Module):
         y_BTD = par.join(y_BTD)
         if parallel:
             return rows(self._biased, y_BTD), cache
-        y_BTD, hidden_BTF = rows(self._between, x_BTD, y_BTD)
+        y_BTD = rows(self._attention_end, y_BTD)
+        hidden_BTF = rows(self._hidden_after, x_BTD, y_BTD)
         out_BTD = par.join(rows(self._outputs, None, hidden_BTF))
         return rows(self._end, y_BTD, out_BTD), cache
 
@@ -230,12 +231,15 @@ class TransformerLayer(hk.Module):
         return y_BTD
 
     @hk.transparent
-    def _between(self, context: Context, x_BTD: Array, y_BTD: Array) -> tuple[Array, Array]:
-        """Return what attention adds to the stream, and the hidden activations after it."""
+    def _attention_end(self, context: Context, y_BTD: Array) -> Array:
+        """Return what attention adds to the stream, if the feed-forward follows it."""
         if self.config.has_bias("o"):
             y_BTD += self._bias("o_b", ATTENTION, context)
-        y_BTD = self._added("norm_after", y_BTD)
-        return y_BTD, self._hidden(context, checkpoint_name(x_BTD + y_BTD, MIDDLE))
+        return self._added("norm_after", y_BTD)
+
+    @hk.transparent
+    def _hidden_after(self, context: Context, x_BTD: Array, y_BTD: Array) -> Array:
+        return self._hidden(context, checkpoint_name(x_BTD + y_BTD, MIDDLE))
 
     @hk.transparent
     def _end(self, context: Context, y_BTD: Array, out_BTD: Array) -> Array:

@@ -71,6 +71,7 @@ def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
 
 def _joined(part: _Part, targets_BT: Array, par: Parallel) -> Losses:
     """Compute the losses from the intermediate values of all mp shards."""
+    part = part._replace(max_BT=jax.lax.stop_gradient(part.max_BT))
     max_BT = par.max(part.max_BT)
 
     def own_sum(part: _Part, max_BT: Array) -> Array:
