@@ -30,7 +30,8 @@ ROOMS = {
     "storage": "util | etils tensorflow tensorstore tqdm yaml",
     "families": "|",
     "config_checks": "families util |",
-    "config": "old_names util storage families config_checks |",
+    "config_files": "util storage families |",
+    "config": "old_names util storage families config_checks config_files |",
     "mesh": "util config | haiku jax numpy",
     "calls": "mesh | jax numpy",
     "data": (

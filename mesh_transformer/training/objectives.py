@@ -1,0 +1,275 @@
+"""Objectives: losses that are functions of the log-probabilities of whole texts.
+
+An objective is a function of `Texts`.  `OBJECTIVES` has those of the config key `objective`; `fit`
+also takes a function of the user's.
+
+Array names end in their shape: A accumulation, B records, T position, N groups of a record, K the
+chosen and the rejected text of a group.  A record packs its texts: `segment_ids` 3 n + 1 is the
+chosen text of group n, 3 n + 2 the rejected one, and 3 n + 3 a text whose answer belongs to another
+prompt, from which KTO estimates a KL divergence.  A group may lack some of them.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mesh_transformer.config import Config
+from mesh_transformer.data.batches import GROUP
+from mesh_transformer.mesh.parallel import Parallel
+from mesh_transformer.model.dropout import Dropout
+from mesh_transformer.model.loss import losses
+from mesh_transformer.model.transformer import Params
+from mesh_transformer.util import InputError
+
+PREFIX = "objective/"  # of an objective's metrics among those of a step
+
+
+class Texts(NamedTuple):
+    """The log-probabilities of the texts in a microbatch, in groups of a chosen and a rejected one.
+
+    Only positions whose loss mask is 1 count.  A text that a group lacks has the sum -1, the count
+    1 and the reference -1, so that functions of them are finite; its loss does not count.
+
+    Attributes:
+      sum_BNK: the sum of log p over a text's positions that count, in nats.
+      count_BNK: the number of these positions.
+      reference_BNK: `sum_BNK` under the reference; 0 if the batch has no reference.
+      kl: the mean of `sum_BNK` less `reference_BNK` over the microbatch's texts with the answer of
+        another prompt, at least 0, without a gradient; 0 if there are none.
+    """
+
+    sum_BNK: Array
+    count_BNK: Array
+    reference_BNK: Array
+    kl: Array
+
+
+# Returns a loss per group [B, N], or per text [B, N, K].  It may also return a dict of metrics: per
+# group [B, N], per text [B, N, K], which gives two metrics, name/chosen and name/rejected, or [].
+Objective = Callable[[Texts], Any]
+Metrics = dict[str, Array]
+
+
+def _margin(values_BNK: Array) -> Array:
+    return values_BNK[..., 0] - values_BNK[..., 1]
+
+
+def _metrics(rewards_BNK: Array, **others: Array) -> Metrics:
+    margin_BN = _margin(rewards_BNK)
+    accuracy_BN = (margin_BN > 0).astype(jnp.float32)
+    pairs = {"rewards/margin": margin_BN, "rewards/accuracy": accuracy_BN}
+    return {"rewards": rewards_BNK, **pairs, **others}
+
+
+def _dpo(texts: Texts, config: Config) -> tuple[Array, Metrics]:
+    """Direct preference optimization (Rafailov et al. 2023, equation 7)."""
+    ratio_BNK = texts.sum_BNK - texts.reference_BNK
+    rewards_BNK = config.beta * ratio_BNK
+    loss_BN = -jax.nn.log_sigmoid(_margin(rewards_BNK))
+    return loss_BN, _metrics(rewards_BNK, kl=ratio_BNK.mean(axis=-1))
+
+
+def _ipo(texts: Texts, config: Config) -> tuple[Array, Metrics]:
+    """Identity preference optimization (Azar et al. 2023, equation 17).
+
+    As in TRL, log ratios are means over positions, so that `beta` does not depend on their number.
+    """
+    ratio_BNK = texts.sum_BNK - texts.reference_BNK
+    loss_BN = jnp.square(_margin(ratio_BNK / texts.count_BNK) - 0.5 / config.beta)
+    return loss_BN, _metrics(config.beta * ratio_BNK, kl=ratio_BNK.mean(axis=-1))
+
+
+def _orpo(texts: Texts, config: Config) -> tuple[Array, Metrics]:
+    """Odds ratio preference optimization (Hong et al. 2024, equations 6 and 7); beta is lambda."""
+    mean_BNK = texts.sum_BNK / texts.count_BNK
+    bounded_BNK = jnp.minimum(mean_BNK, -1e-6)  # log(1 - p) is finite
+    odds_BNK = bounded_BNK - jnp.where(
+        bounded_BNK > -math.log(2.0),
+        jnp.log(-jnp.expm1(bounded_BNK)),
+        jnp.log1p(-jnp.exp(bounded_BNK)),
+    )
+    loss_BN = -mean_BNK[..., 0] - config.beta * jax.nn.log_sigmoid(_margin(odds_BNK))
+    return loss_BN, _metrics(config.beta * mean_BNK)
+
+
+def _simpo(texts: Texts, config: Config) -> tuple[Array, Metrics]:
+    """Simple preference optimization (Meng et al. 2024, equation 6); `margin` is gamma."""
+    rewards_BNK = config.beta * texts.sum_BNK / texts.count_BNK
+    return -jax.nn.log_sigmoid(_margin(rewards_BNK) - config.margin), _metrics(rewards_BNK)
+
+
+def _kto(texts: Texts, config: Config) -> tuple[Array, Metrics]:
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, equation 8), a loss per text."""
+    ratio_BNK = texts.sum_BNK - texts.reference_BNK
+    signs = np.array([1.0, -1.0], np.float32)
+    weights = np.array([config.desirable_weight, config.undesirable_weight], np.float32)
+    loss_BNK = weights * (1 - jax.nn.sigmoid(config.beta * signs * (ratio_BNK - texts.kl)))
+    return loss_BNK, {"rewards": config.beta * ratio_BNK, "kl": texts.kl}
+
+
+OBJECTIVES: dict[str, Callable[[Texts, Config], tuple[Array, Metrics]]] = {
+    "dpo": _dpo,
+    "ipo": _ipo,
+    "orpo": _orpo,
+    "simpo": _simpo,
+    "kto": _kto,
+}
+
+
+class Head(NamedTuple):
+    """An objective, and what follows from the shapes that it returns.
+
+    Attributes:
+      function: returns the loss and the metrics, also if the objective returns no metrics.
+      by_text: whether the loss is per text.
+      names: the names of the metrics of a step.
+    """
+
+    function: Callable[[Texts], tuple[Array, Metrics]]
+    by_text: bool
+    names: tuple[str, ...]
+
+
+def head_of(config: Config, objective: Objective | None = None) -> Head | None:
+    """Return the head of an objective, by default the config's; None for cross entropy.
+
+    Raises:
+      InputError: if the objective does not return what it should.
+    """
+    if objective is None:
+        if config.objective is None:
+            return None
+        objective = functools.partial(OBJECTIVES[config.objective], config=config)
+
+    def function(texts: Texts) -> tuple[Array, Metrics]:
+        result = objective(texts)
+        return result if isinstance(result, tuple) else (result, {})
+
+    text = jax.ShapeDtypeStruct((2, 3, 2), jnp.float32)
+    texts = Texts(text, text, text, jax.ShapeDtypeStruct((), jnp.float32))
+    loss, metrics = jax.eval_shape(function, texts)
+    allowed = [text.shape[:-1], text.shape]
+    for name, array in {"loss": loss, **metrics}.items():
+        shapes = allowed if name == "loss" else [(), *allowed]
+        if getattr(array, "shape", None) not in shapes:
+            raise InputError(
+                f"objective: for sums of shape {text.shape}, its {name} has shape "
+                f"{getattr(array, 'shape', None)}, expected {' or '.join(map(str, shapes))}"
+            )
+    both = {name: ("chosen", "rejected") for name, array in metrics.items() if array.ndim == 3}
+    names = tuple(
+        f"{PREFIX}{name}{end and '/'}{end}" for name in metrics for end in both.get(name, ("",))
+    )
+    return Head(function, loss.ndim == 3, names)
+
+
+def text_sums(values_BT: Array, mask_BT: Array, segments_BT: Array) -> Array:
+    """Return the sum of the values of each text's positions with `mask_BT` 1, [B, N, 3]."""
+    groups = values_BT.shape[-1] // GROUP
+    is_of_BTS = segments_BT[..., None] == 1 + jnp.arange(GROUP * groups)
+    is_of_BTS &= (mask_BT != 0)[..., None]
+    # Not `segment_sum`: the order of its additions is not defined on GPUs.
+    sums_BS = jnp.sum(jnp.where(is_of_BTS, values_BT[..., None], 0.0), axis=-2)
+    return sums_BS.reshape(*sums_BS.shape[:-1], groups, GROUP)
+
+
+def _counted(counts_BN3: Array, *, by_text: bool) -> Array:
+    """Return which texts [..., N, K] have positions that count, or which groups [..., N] have two.
+
+    The result is 0 or 1, in f32.
+    """
+    is_there_BNK = counts_BN3[..., :2] > 0
+    return (is_there_BNK if by_text else is_there_BNK.all(axis=-1)).astype(jnp.float32)
+
+
+def objective_weights(mask: Array, segments: Array, par: Parallel, head: Head) -> Array:
+    """Return the weight of each loss of an update, [A, B, N] or [A, B, N, K].
+
+    The weights have mean 1 over the global batch, or are 0 everywhere if nothing counts.
+    """
+    counts = jax.lax.map(lambda x: text_sums(jnp.ones(x[0].shape), *x), (mask, segments))
+    weights = _counted(counts, by_text=head.by_text)
+    share = par.mean_over_dp(weights.mean())
+    return weights / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)
+
+
+def texts_of(
+    sums_BN3: Array, counts_BN3: Array, references_BN3: Array, par: Parallel | None = None
+) -> Texts:
+    """Return the `Texts` of a microbatch from the sums over all three texts of each group.
+
+    Args:
+      par: averages the estimate of the KL divergence over dp; None if the arrays are whole.
+    """
+    is_there_BNK = counts_BN3[..., :2] > 0
+    ratio_BN = jax.lax.stop_gradient(sums_BN3 - references_BN3)[..., 2]
+    has_ratio_BN = counts_BN3[..., 2] > 0
+    kl = jnp.stack((jnp.where(has_ratio_BN, ratio_BN, 0.0).mean(), has_ratio_BN.mean()))
+    kl = kl if par is None else par.mean_over_dp(kl)
+    return Texts(
+        jnp.where(is_there_BNK, sums_BN3[..., :2], -1.0),
+        jnp.where(is_there_BNK, counts_BN3[..., :2], 1.0),
+        jnp.where(is_there_BNK, references_BN3[..., :2], -1.0),
+        jnp.maximum(kl[0] / jnp.maximum(kl[1], jnp.finfo(jnp.float32).tiny), 0.0),
+    )
+
+
+def metric_sums(metrics: Metrics, counts_BN3: Array) -> tuple[Array, Array]:
+    """Return the mean over all entries of each metric that counts, and the share that counts.
+
+    The metrics are the quotients.  Both arrays are in the order of `Head.names`.
+    """
+    values, shares = [], []
+    for metric in metrics.values():
+        counted = jnp.ones(())
+        if metric.ndim:
+            counted = _counted(counts_BN3, by_text=metric.ndim == 3)
+        axes = tuple(range(min(metric.ndim, 2)))
+        counted_values = jnp.where(counted > 0, jax.lax.stop_gradient(metric), 0.0)
+        values.append(counted_values.mean(axis=axes).reshape(-1))
+        shares.append(counted.mean(axis=axes).reshape(-1))
+    none = [jnp.zeros(0)]
+    return jnp.concatenate(none + values), jnp.concatenate(none + shares)
+
+
+def objective_loss(
+    params: Params,
+    tokens_BT: Array,
+    targets_BT: Array,
+    weights: Array,
+    segments_BT: Array,
+    key_B: Array | None,
+    mask_BT: Array,
+    reference_BT: Array | None,
+    *,
+    config: Config,
+    par: Parallel,
+    head: Head,
+) -> tuple[Array, Array]:
+    """Return the mean loss of a microbatch, and its metrics: means, then shares, see `metric_sums`.
+
+    Unlike cross entropy, it has no z-loss.
+
+    Args:
+      weights: of the microbatch's losses; see `objective_weights`.
+      key_B: see `loss.train_loss`.
+      reference_BT: the first 3 N entries of a row are the sums of the row's texts under the
+        reference, in the order of their segment numbers.
+    """
+    dropout = None if key_B is None else Dropout(key_B)
+    result = losses(params, tokens_BT, targets_BT, config, par, segments_BT, dropout)
+    sums_BN3 = text_sums(-result.loss_BT, mask_BT, segments_BT)
+    counts_BN3 = text_sums(jnp.ones(mask_BT.shape), mask_BT, segments_BT)
+    references_BN3 = jnp.zeros(sums_BN3.shape)
+    if reference_BT is not None:
+        used = sums_BN3[0].size
+        references_BN3 = reference_BT[:, :used].reshape(sums_BN3.shape)
+    loss, metrics = head.function(texts_of(sums_BN3, counts_BN3, references_BN3, par))
+    measured = metric_sums(metrics, counts_BN3)
+    return jnp.mean(weights * loss), jnp.concatenate(measured)
