@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.calls import MICROBATCH_ROWS, ROWS, Call, Result, StateCall
 from mesh_transformer.config import Config
-from mesh_transformer.data.batches import check_batch, check_objective, check_tokens
+from mesh_transformer.data.batches import check_batch, check_groups, check_tokens
 from mesh_transformer.generation.batch import BadWeights, Batch, Embed, Score, filled
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.pool import Pool
@@ -522,10 +522,8 @@ class TrainableNetwork(Network):
         """
         multiple = self.config.shards if self.config.shard_activations else 1
         batch = check_batch(self.config, "train", sample, 3, multiple=multiple)
-        if self.objective is not None:
-            check_objective(batch, needs_reference=False)
-        elif (kind := self.config.objective_kind) is not None:
-            check_objective(batch, needs_reference=kind.needs_reference)
+        if self.objective is not None or self.config.objective is not None:
+            check_groups(batch)
         return self.run(Train(batch))
 
     def close(self) -> None:

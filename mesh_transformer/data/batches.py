@@ -66,7 +66,7 @@ def check_batch(
     return batch
 
 
-def check_objective(batch: dict[str, np.ndarray], *, needs_reference: bool) -> None:
+def check_groups(batch: dict[str, np.ndarray]) -> None:
     """Check that a batch has what an objective needs; see `training.objectives`.
 
     Args:
@@ -75,12 +75,11 @@ def check_objective(batch: dict[str, np.ndarray], *, needs_reference: bool) -> N
     Raises:
       InputError: if an array is missing, or a number in `segment_ids` is out of range.
     """
-    needed = ["loss_mask", "segment_ids", *(["reference"] if needs_reference else [])]
-    if missing := [key for key in needed if key not in batch]:
-        remedy = "give records of preferences, or set objective to null"
-        if missing == ["reference"]:
-            remedy = "add it with `training.references.with_reference`"
-        raise InputError(f"train: the batch has no {missing[0]!r}, which the objective needs; {remedy}")
+    if missing := {"loss_mask", "segment_ids"} - batch.keys():
+        raise InputError(
+            f"train: the batch has no {min(missing)!r}, which the objective needs; give records of "
+            "preferences, or set objective to null"
+        )
     most = batch["obs"].shape[-1] // GROUP * GROUP
     segments = batch["segment_ids"]
     if segments.min() < 0 or segments.max() > most:

@@ -54,6 +54,8 @@ class TFRecordNewInputs:
       restore_state: the position to resume from, as returned by `state`.
       first_size: a function from the number of earlier batches to the first dimension of the next
         batch (default: always that of `batch_size`).
+      reference: whether batches have `reference`, f32: in each row, the log-probabilities of the
+        record's texts from the file beside the records (see `data.references`), then zeros.
 
     Raises:
       InputError: if a file is missing or damaged, or if its records do not fit `sample_size` or
@@ -74,6 +76,7 @@ class TFRecordNewInputs:
         seed: int = 0,
         restore_state: dict | None = None,
         first_size: Callable[[int], int] | None = None,
+        reference: bool = False,
     ):
         self._shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         mixture = index_path if isinstance(index_path, Mapping) else {index_path: 1.0}
@@ -82,7 +85,9 @@ class TFRecordNewInputs:
         self._selected = everything if columns is None else everything[..., list(columns)]
         self._validation_arguments = (index_path, batch_size, sample_size, n_vocab)
         sets = [
-            RecordSet(path, sample_size, n_vocab, shuffle=shuffle_buffer, seed=seed)
+            RecordSet(
+                path, sample_size, n_vocab, shuffle=shuffle_buffer, seed=seed, reference=reference
+            )
             for path in weights
         ]
         if len(sets) == 1 and not partial:
@@ -178,13 +183,21 @@ class TFRecordNewInputs:
 
 
 def open_train_set(
-    config: Config, batch_size: int, columns: Sequence[int] | np.ndarray | None = None
+    config: Config,
+    batch_size: int,
+    columns: Sequence[int] | np.ndarray | None = None,
+    *,
+    reference: bool | None = None,
 ) -> TFRecordNewInputs:
     """Return a loader of a config's training set, whose arrays have shape [A, batch_size, T].
 
     A is the number of microbatches of the update (`Config.microbatches`), and T is the config's
-    `seq`.  For `columns`, see `TFRecordNewInputs`.
+    `seq`.  For `columns` and `reference`, see `TFRecordNewInputs`; by default, the config's
+    objective decides whether batches have the reference.
     """
+    kind = config.objective_kind
+    if reference is None:
+        reference = kind is not None and kind.needs_reference
     assert config.train_set is not None
     for path in [config.train_set] if isinstance(config.train_set, str) else config.train_set:
         check_tokenizer(path, config.tokenizer)
@@ -197,6 +210,7 @@ def open_train_set(
         shuffle_buffer=config.shuffle_buffer,
         seed=config.seed,
         first_size=config.microbatches,
+        reference=reference,
     )
 
 

@@ -89,20 +89,29 @@ HEADING = (
 )
 
 
-def open_set(network: TrainableNetwork, source: Any) -> TFRecordNewInputs | InOrder:
+def open_set(
+    network: TrainableNetwork, source: Any, *, reference: bool = False
+) -> TFRecordNewInputs | InOrder:
     """Open a validation set, to be read once in its order.
 
     The last batch may be smaller than the others.
 
     Args:
       source: the path of an index or of a folder of records, or data in memory (see `InOrder`).
+      reference: see `TFRecordNewInputs`.
     """
     config, rows = network.config, batch_size(network)
     if not isinstance(source, str):
         return InOrder(source, config.seq, rows)
     check_tokenizer(source, config.tokenizer)
     return TFRecordNewInputs(
-        source, rows, config.seq, n_vocab=config.n_vocab, repeat=False, partial=True
+        source,
+        rows,
+        config.seq,
+        n_vocab=config.n_vocab,
+        repeat=False,
+        partial=True,
+        reference=reference,
     )
 
 
@@ -113,7 +122,7 @@ def batch_size(network: TrainableNetwork) -> int:
     return replicas * max(1, int(rows * network.config.val_batch_multiplier))
 
 
-def _pad_batch(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
+def pad_batch(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
     """Pad a batch to `size` rows, so that all batches have the same shape and compile only once.
 
     The loss mask of the added rows is 0, so they do not count.
@@ -153,7 +162,7 @@ def score(
         for batch in tqdm(islice(batches, most), name, unit="batch", disable=not show):
             if stopped():
                 raise StoppedScoringError
-            sample = _pad_batch(batch, batch_size(network))
+            sample = pad_batch(batch, batch_size(network))
             losses = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
             pending.append((sample, losses))
             if len(pending) > IN_FLIGHT:

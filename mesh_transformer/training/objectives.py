@@ -128,11 +128,13 @@ class Head(NamedTuple):
     Attributes:
       function: returns the loss and the metrics, also if the objective returns no metrics.
       by_text: whether the loss is per text.
+      needs_reference: whether they depend on the reference.
       names: the names of the metrics of a step.
     """
 
     function: Callable[[Texts], tuple[Array, Metrics]]
     by_text: bool
+    needs_reference: bool
     names: tuple[str, ...]
 
 
@@ -164,9 +166,13 @@ def head_of(config: Config, objective: Objective | None = None) -> Head | None:
             )
     both = {name: ("chosen", "rejected") for name, array in metrics.items() if array.ndim == 3}
     names = tuple(
-        f"{PREFIX}{name}{end and '/'}{end}" for name in metrics for end in both.get(name, ("",))
+        f"{PREFIX}{name}{end and '/'}{end}"
+        for name in sorted(metrics)
+        for end in both.get(name, ("",))
     )
-    return Head(function, loss.ndim == 3, names)
+    closed = jax.make_jaxpr(function)(texts).jaxpr
+    used = {id(x) for eqn in closed.eqns for x in eqn.invars} | set(map(id, closed.outvars))
+    return Head(function, loss.ndim == 3, not used.isdisjoint(map(id, closed.invars[2:])), names)
 
 
 def text_sums(values_BT: Array, mask_BT: Array, segments_BT: Array) -> Array:
@@ -179,7 +185,7 @@ def text_sums(values_BT: Array, mask_BT: Array, segments_BT: Array) -> Array:
     return sums_BS.reshape(*sums_BS.shape[:-1], groups, GROUP)
 
 
-def _counted(counts_BN3: Array, *, by_text: bool) -> Array:
+def counted(counts_BN3: Array, *, by_text: bool) -> Array:
     """Return which texts [..., N, K] have positions that count, or which groups [..., N] have two.
 
     The result is 0 or 1, in f32.
@@ -194,7 +200,7 @@ def objective_weights(mask: Array, segments: Array, par: Parallel, head: Head) -
     The weights have mean 1 over the global batch, or are 0 everywhere if nothing counts.
     """
     counts = jax.lax.map(lambda x: text_sums(jnp.ones(x[0].shape), *x), (mask, segments))
-    weights = _counted(counts, by_text=head.by_text)
+    weights = counted(counts, by_text=head.by_text)
     share = par.mean_over_dp(weights.mean())
     return weights / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)
 
@@ -226,14 +232,14 @@ def metric_sums(metrics: Metrics, counts_BN3: Array) -> tuple[Array, Array]:
     The metrics are the quotients.  Both arrays are in the order of `Head.names`.
     """
     values, shares = [], []
-    for metric in metrics.values():
-        counted = jnp.ones(())
+    for _, metric in sorted(metrics.items()):
+        weights = jnp.ones(())
         if metric.ndim:
-            counted = _counted(counts_BN3, by_text=metric.ndim == 3)
+            weights = counted(counts_BN3, by_text=metric.ndim == 3)
         axes = tuple(range(min(metric.ndim, 2)))
-        counted_values = jnp.where(counted > 0, jax.lax.stop_gradient(metric), 0.0)
-        values.append(counted_values.mean(axis=axes).reshape(-1))
-        shares.append(counted.mean(axis=axes).reshape(-1))
+        weighted = jnp.where(weights > 0, jax.lax.stop_gradient(metric), 0.0)
+        values.append(weighted.mean(axis=axes).reshape(-1))
+        shares.append(weights.mean(axis=axes).reshape(-1))
     none = [jnp.zeros(0)]
     return jnp.concatenate(none + values), jnp.concatenate(none + shares)
 
@@ -267,6 +273,11 @@ def objective_loss(
     sums_BN3 = text_sums(-result.loss_BT, mask_BT, segments_BT)
     counts_BN3 = text_sums(jnp.ones(mask_BT.shape), mask_BT, segments_BT)
     references_BN3 = jnp.zeros(sums_BN3.shape)
+    if reference_BT is None and head.needs_reference:
+        raise InputError(
+            "train: the batch has no 'reference', which the objective needs; add it with "
+            "`training.references.with_reference`"
+        )
     if reference_BT is not None:
         used = sums_BN3[0].size
         references_BN3 = reference_BT[:, :used].reshape(sums_BN3.shape)

@@ -1,0 +1,161 @@
+"""The reference of objectives, and validation on preferences.
+
+The reference never changes, so its log-probabilities of a record set are computed once, by the
+program of `Network.eval`, and kept in a file beside the records (see `data.references`).
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from mesh_transformer.data import references
+from mesh_transformer.data.batches import GROUP
+from mesh_transformer.data.in_memory import InMemoryTrainSet, InOrder
+from mesh_transformer.data.record_set import Row, manifest
+from mesh_transformer.data.references import References
+from mesh_transformer.evaluation import validation
+from mesh_transformer.generation.finite import check_finite
+from mesh_transformer.network import TrainableNetwork, TrainSet
+from mesh_transformer.training.objectives import PREFIX, Head, counted, metric_sums, texts_of
+from mesh_transformer.util import InputError
+
+
+def record_sets(
+    network: TrainableNetwork, train_set: TrainSet, val_sets: Mapping[str, Any]
+) -> list[str]:
+    """Return the paths of the record sets of a run with an objective; check what they hold.
+
+    Raises:
+      InputError: if their records are not those that the config's objective needs.
+    """
+    config, paths = network.config, [path for path in val_sets.values() if isinstance(path, str)]
+    if not isinstance(train_set, InMemoryTrainSet) and config.train_set is not None:
+        named = config.train_set
+        paths += [named] if isinstance(named, str) else list(named)
+    kind = None if config.objective_kind is None else config.objective_kind.records
+    for path in paths if network.objective is None else ():
+        actual = manifest(path).get("preferences", None if kind is None else "")
+        if actual != kind and manifest(path):
+            what = f"preferences ({actual})" if actual else "no preferences"
+            made = f"`completion-records --preferences {kind}`" if kind else "set objective"
+            raise InputError(
+                f"{path} has {what}, but objective is {config.objective}; give records made with "
+                f"{made}"
+            )
+    return list(dict.fromkeys(paths))
+
+
+def prepare(network: TrainableNetwork, paths: Sequence[str], weights: str | None = None) -> str:
+    """Compute the log-probabilities of record sets under the network's parameters, if need be.
+
+    Sets whose file holds those of equal records and equal weights are left as they are.
+
+    Args:
+      weights: the digest of the reference of a resumed run, whose parameters are others; files
+        that are missing then cannot be computed.
+
+    Returns:
+      The digest of the reference's weights.
+
+    Raises:
+      InputError: if a file of a resumed run is missing or is of other records or weights.
+    """
+    expected = weights or network.checksum()
+    for path in paths:
+        digest, counts = references.record_digest(path)
+        old = references.read(path)
+        if old is not None and (old.records, old.weights) == (digest, expected):
+            continue
+        if weights is not None:
+            raise InputError(
+                f"{references.file_of(path)} is missing, or is not of these records and the "
+                "weights that the run began with; put it back, set reference to the path of these "
+                "weights, or start over in another model folder"
+            )
+        with contextlib.closing(validation.open_set(network, path)) as batches:
+            shown = tqdm(_with_sums(network, batches), f"reference of {path}", unit="batch")
+            sums = np.concatenate([sums for _, sums in shown])
+        most = np.flatnonzero(sums.any(axis=0)).max(initial=0) + 1
+        references.write(path, References(digest, expected, counts, sums[:, :most]))
+    return expected
+
+
+def with_reference(network: TrainableNetwork, items: Sequence[Any]) -> list[Row]:
+    """Return sequences in memory with the key `reference`, the network being the reference.
+
+    Args:
+      items: dicts with `obs`, `target`, `loss_mask` and `segment_ids`, [T] each.
+    """
+    batches = InOrder(items, network.config.seq, validation.batch_size(network))
+    result = []
+    for sample, sums in _with_sums(network, batches):
+        padding = sample["obs"].shape[1] - sums.shape[1]
+        rows = sample | {"reference": np.pad(sums, ((0, 0), (0, padding)))}
+        result += [{key: x[i] for key, x in rows.items()} for i in range(len(sums))]
+    return result
+
+
+def _with_sums(
+    network: TrainableNetwork, batches: Iterable[Row]
+) -> Iterator[tuple[Row, np.ndarray]]:
+    """Yield each batch with the sums of log p of its texts, f32 [B, 3 N]."""
+    pending: deque[tuple[Row, Any]] = deque()
+
+    def oldest() -> tuple[Row, np.ndarray]:
+        sample, losses = pending.popleft()
+        values = -np.asarray(losses, np.float32)[: len(sample["obs"])]
+        check_finite((values,), "log-probabilities")
+        return sample, references.text_sums(values, sample["loss_mask"], sample["segment_ids"])
+
+    for sample in batches:
+        if missing := {"loss_mask", "segment_ids"} - sample.keys():
+            raise InputError(f"records without {', '.join(sorted(missing))} are no preferences")
+        whole = validation.pad_batch(sample, validation.batch_size(network))
+        inputs = {key: whole[key] for key in ("obs", "target", "segment_ids")}
+        pending.append((sample, network.eval(inputs)["all_loss"]))
+        if len(pending) > validation.IN_FLIGHT:
+            yield oldest()
+    while pending:
+        yield oldest()
+
+
+def score(
+    network: TrainableNetwork,
+    source: Any,
+    head: Head,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:
+    """Return the loss and the metrics of an objective on a validation set of preferences.
+
+    Args:
+      source, stopped: see `validation.score`.
+
+    Raises:
+      StoppedScoringError: if `stopped` returns True.
+    """
+    batches = validation.open_set(network, source, reference=head.needs_reference)
+    parts = []
+    with contextlib.closing(batches):
+        for sample, sums in _with_sums(network, islice(batches, network.config.val_batches)):
+            if stopped():
+                raise validation.StoppedScoringError
+            mask, segments = sample["loss_mask"], sample["segment_ids"]
+            counts = references.text_sums(np.ones(mask.shape), mask, segments)
+            reference = sample.get("reference", np.zeros(mask.shape, np.float32))
+            parts.append((sums, counts, reference[:, : sums.shape[1]]))
+    arrays = [np.concatenate(part) for part in zip(*parts, strict=True)]
+    sums, counts, reference = (x.reshape(len(x), -1, GROUP) for x in arrays)
+    texts = texts_of(jnp.asarray(sums), jnp.asarray(counts), jnp.asarray(reference))
+    loss, metrics = head.function(texts)
+    weights = counted(jnp.asarray(counts), by_text=head.by_text)
+    totals, shares = metric_sums(metrics, jnp.asarray(counts))
+    results = {"loss": jnp.sum(weights * loss) / weights.sum()}
+    results |= dict(zip(head.names, totals / shares, strict=True))
+    return {name.removeprefix(PREFIX): float(value) for name, value in results.items()}
