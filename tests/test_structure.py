@@ -67,7 +67,7 @@ ROOMS = {
         "util families config mesh data model generation training | jax matplotlib numpy tqdm"
     ),
     "cli": (
-        "util storage families config mesh data model generation evaluation training "
+        "util storage families config_files config mesh data model generation evaluation training "
         "checkpoint transformer_shard serving pod performance | jax tqdm yaml"
     ),
     "__main__": "util cli |",

@@ -9,7 +9,6 @@ chosen text of group n, 3 n + 2 the rejected one, and 3 n + 3 a text whose answe
 prompt, from which KTO estimates a KL divergence.  A group may lack some of them.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -67,25 +66,25 @@ def _metrics(rewards_BNK: Array, **others: Array) -> Metrics:
     return {"rewards": rewards_BNK, **pairs, **others}
 
 
-def _dpo(texts: Texts, config: Config) -> tuple[Array, Metrics]:
+def _dpo(texts: Texts, beta: float, _: Config) -> tuple[Array, Metrics]:
     """Direct preference optimization (Rafailov et al. 2023, equation 7)."""
     ratio_BNK = texts.sum_BNK - texts.reference_BNK
-    rewards_BNK = config.beta * ratio_BNK
+    rewards_BNK = beta * ratio_BNK
     loss_BN = -jax.nn.log_sigmoid(_margin(rewards_BNK))
     return loss_BN, _metrics(rewards_BNK, kl=ratio_BNK.mean(axis=-1))
 
 
-def _ipo(texts: Texts, config: Config) -> tuple[Array, Metrics]:
+def _ipo(texts: Texts, beta: float, _: Config) -> tuple[Array, Metrics]:
     """Identity preference optimization (Azar et al. 2023, equation 17).
 
     As in TRL, log ratios are means over positions, so that `beta` does not depend on their number.
     """
     ratio_BNK = texts.sum_BNK - texts.reference_BNK
-    loss_BN = jnp.square(_margin(ratio_BNK / texts.count_BNK) - 0.5 / config.beta)
-    return loss_BN, _metrics(config.beta * ratio_BNK, kl=ratio_BNK.mean(axis=-1))
+    loss_BN = jnp.square(_margin(ratio_BNK / texts.count_BNK) - 0.5 / beta)
+    return loss_BN, _metrics(beta * ratio_BNK, kl=ratio_BNK.mean(axis=-1))
 
 
-def _orpo(texts: Texts, config: Config) -> tuple[Array, Metrics]:
+def _orpo(texts: Texts, beta: float, _: Config) -> tuple[Array, Metrics]:
     """Odds ratio preference optimization (Hong et al. 2024, equations 6 and 7); beta is lambda."""
     mean_BNK = texts.sum_BNK / texts.count_BNK
     bounded_BNK = jnp.minimum(mean_BNK, -1e-6)  # log(1 - p) is finite
@@ -94,26 +93,26 @@ def _orpo(texts: Texts, config: Config) -> tuple[Array, Metrics]:
         jnp.log(-jnp.expm1(bounded_BNK)),
         jnp.log1p(-jnp.exp(bounded_BNK)),
     )
-    loss_BN = -mean_BNK[..., 0] - config.beta * jax.nn.log_sigmoid(_margin(odds_BNK))
-    return loss_BN, _metrics(config.beta * mean_BNK)
+    loss_BN = -mean_BNK[..., 0] - beta * jax.nn.log_sigmoid(_margin(odds_BNK))
+    return loss_BN, _metrics(beta * mean_BNK)
 
 
-def _simpo(texts: Texts, config: Config) -> tuple[Array, Metrics]:
+def _simpo(texts: Texts, beta: float, config: Config) -> tuple[Array, Metrics]:
     """Simple preference optimization (Meng et al. 2024, equation 6); `margin` is gamma."""
-    rewards_BNK = config.beta * texts.sum_BNK / texts.count_BNK
+    rewards_BNK = beta * texts.sum_BNK / texts.count_BNK
     return -jax.nn.log_sigmoid(_margin(rewards_BNK) - config.margin), _metrics(rewards_BNK)
 
 
-def _kto(texts: Texts, config: Config) -> tuple[Array, Metrics]:
+def _kto(texts: Texts, beta: float, config: Config) -> tuple[Array, Metrics]:
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024, equation 8), a loss per text."""
     ratio_BNK = texts.sum_BNK - texts.reference_BNK
     signs = np.array([1.0, -1.0], np.float32)
     weights = np.array([config.desirable_weight, config.undesirable_weight], np.float32)
-    loss_BNK = weights * (1 - jax.nn.sigmoid(config.beta * signs * (ratio_BNK - texts.kl)))
-    return loss_BNK, {"rewards": config.beta * ratio_BNK, "kl": texts.kl}
+    value_BNK = jax.nn.sigmoid(beta * signs * (ratio_BNK - texts.kl))
+    return (1 - value_BNK) * weights, {"rewards": beta * ratio_BNK, "kl": texts.kl}
 
 
-OBJECTIVES: dict[str, Callable[[Texts, Config], tuple[Array, Metrics]]] = {
+OBJECTIVES: dict[str, Callable[[Texts, float, Config], tuple[Array, Metrics]]] = {
     "dpo": _dpo,
     "ipo": _ipo,
     "orpo": _orpo,
@@ -144,17 +143,20 @@ def head_of(config: Config, objective: Objective | None = None) -> Head | None:
     Raises:
       InputError: if the objective does not return what it should.
     """
-    if objective is None:
-        if config.objective is None:
-            return None
-        objective = functools.partial(OBJECTIVES[config.objective], config=config)
+    if objective is None and config.objective is None:
+        return None
 
     def function(texts: Texts) -> tuple[Array, Metrics]:
+        if objective is None:
+            assert config.objective is not None
+            assert config.beta is not None
+            return OBJECTIVES[config.objective](texts, config.beta, config)
         result = objective(texts)
         return result if isinstance(result, tuple) else (result, {})
 
-    text = jax.ShapeDtypeStruct((2, 3, 2), jnp.float32)
-    texts = Texts(text, text, text, jax.ShapeDtypeStruct((), jnp.float32))
+    text: Any = jax.ShapeDtypeStruct((2, 3, 2), jnp.float32)
+    kl: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    texts = Texts(text, text, text, kl)
     loss, metrics = jax.eval_shape(function, texts)
     allowed = [text.shape[:-1], text.shape]
     for name, array in {"loss": loss, **metrics}.items():
