@@ -12,7 +12,14 @@ import numpy as np
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.prefetch import Prefetch
-from mesh_transformer.data.record_set import Position, RecordSet, Row, check_tokenizer, random
+from mesh_transformer.data.record_set import (
+    Position,
+    RecordSet,
+    Row,
+    check_preferences,
+    check_tokenizer,
+    random,
+)
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.util import InputError, brief
 
@@ -193,14 +200,15 @@ def open_train_set(
 
     A is the number of microbatches of the update (`Config.microbatches`), and T is the config's
     `seq`.  For `columns` and `reference`, see `TFRecordNewInputs`; by default, the config's
-    objective decides whether batches have the reference.
+    objective decides whether batches have the reference, and which records are accepted.
     """
-    kind = config.objective_kind
-    if reference is None:
-        reference = kind is not None and kind.needs_reference
     assert config.train_set is not None
     for path in [config.train_set] if isinstance(config.train_set, str) else config.train_set:
         check_tokenizer(path, config.tokenizer)
+        if reference is None:
+            check_preferences(path, config)
+    if reference is None:
+        reference = config.objective_kind is not None and config.objective_kind.needs_reference
     return TFRecordNewInputs(
         config.train_set,
         (config.gradient_accumulation_steps, batch_size),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh_transformer.config import Config
 from mesh_transformer.data import references
 from mesh_transformer.data.same_tokenizer import check_encoding
 from mesh_transformer.data.tfrecords import (
@@ -100,6 +101,18 @@ def check_tokenizer(index_path: str, tokenizer: str) -> None:
     """
     made = manifest_tokenizer(index_path)
     check_encoding(made.get("name"), made.get("encoding"), tokenizer, index_path)
+
+
+def check_preferences(index_path: str, config: Config) -> None:
+    """Raise InputError if records are not of the kind of texts that a config's objective needs."""
+    known, objective = manifest(index_path), config.objective_kind
+    actual, kind = known.get("preferences"), objective and objective.records
+    if not known or actual == kind:
+        return
+    what = f"preferences ({actual})" if actual else "no preferences"
+    remedy = f"give records of `completion-records --preferences {kind}`"
+    remedy = remedy if kind else "set objective, such as dpo or kto"
+    raise InputError(f"{index_path} has {what}, but objective is {config.objective}; {remedy}")
 
 
 def manifest_tokenizer(index_path: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from mesh_transformer.data.in_memory import InOrder
 from mesh_transformer.data.loader import TFRecordNewInputs
-from mesh_transformer.data.record_set import check_tokenizer
+from mesh_transformer.data.record_set import check_preferences, check_tokenizer
 from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import harness
 from mesh_transformer.generation.finite import check_finite
@@ -104,6 +104,8 @@ def open_set(
     if not isinstance(source, str):
         return InOrder(source, config.seq, rows)
     check_tokenizer(source, config.tokenizer)
+    if network.objective is None:
+        check_preferences(source, config)
     return TFRecordNewInputs(
         source,
         rows,

@@ -133,8 +133,9 @@ class _Fitted:
     def open_train_set(self) -> TrainSet:
         config, rows = self.config, self._network.batch_size
         if isinstance(self._data, str):
-            head = head_of(config, self._network.objective)
-            return open_train_set(config, rows, reference=bool(head and head.needs_reference))
+            own = self._network.objective
+            head = None if own is None else head_of(config, own)
+            return open_train_set(config, rows, reference=head and head.needs_reference)
         return InMemoryTrainSet(
             self._data, config.seq, lambda step: (config.microbatches(step), rows), config.seed
         )

@@ -151,7 +151,7 @@ def _train(
         eval_tasks = harness.load_harness(config) if validate else None
         loader = stack.enter_context(contextlib.closing(network.open_train_set()))
         head = head_of(config, network.objective)
-        sets = [] if head is None else references.record_sets(network, loader, val_sets)
+        sets = [] if head is None else references.record_sets(config, loader, val_sets)
         for source in val_sets.values():  # report an unusable set now, not after hours
             validation.open_set(network, source).close()
         with ledger.spending("restore"):

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer.config import Config
 from mesh_transformer.data import references
 from mesh_transformer.data.batches import GROUP
 from mesh_transformer.data.in_memory import InMemoryTrainSet, InOrder
-from mesh_transformer.data.record_set import Row, manifest
+from mesh_transformer.data.record_set import Row
 from mesh_transformer.data.references import References
 from mesh_transformer.evaluation import validation
 from mesh_transformer.generation.finite import check_finite
@@ -26,29 +27,11 @@ from mesh_transformer.training.objectives import PREFIX, Head, counted, metric_s
 from mesh_transformer.util import InputError
 
 
-def record_sets(
-    network: TrainableNetwork, train_set: TrainSet, val_sets: Mapping[str, Any]
-) -> list[str]:
-    """Return the paths of the record sets of a run with an objective; check what they hold.
-
-    Raises:
-      InputError: if their records are not those that the config's objective needs.
-    """
-    config, paths = network.config, [path for path in val_sets.values() if isinstance(path, str)]
-    if not isinstance(train_set, InMemoryTrainSet) and config.train_set is not None:
-        named = config.train_set
-        paths += [named] if isinstance(named, str) else list(named)
-    kind = None if config.objective_kind is None else config.objective_kind.records
-    for path in paths if network.objective is None else ():
-        actual = manifest(path).get("preferences", None if kind is None else "")
-        if actual != kind and manifest(path):
-            what = f"preferences ({actual})" if actual else "no preferences"
-            made = f"`completion-records --preferences {kind}`" if kind else "set objective"
-            raise InputError(
-                f"{path} has {what}, but objective is {config.objective}; give records made with "
-                f"{made}"
-            )
-    return list(dict.fromkeys(paths))
+def record_sets(config: Config, train_set: TrainSet, val_sets: Mapping[str, Any]) -> list[str]:
+    """Return the paths of a run's record sets, without data in memory."""
+    named = [] if isinstance(train_set, InMemoryTrainSet) else config.train_set or []
+    paths = [*([named] if isinstance(named, str) else named), *val_sets.values()]
+    return list(dict.fromkeys(path for path in paths if isinstance(path, str)))
 
 
 def prepare(network: TrainableNetwork, paths: Sequence[str], weights: str | None = None) -> str:
