@@ -20,10 +20,17 @@ from mesh_transformer.data.batches import GROUP
 from mesh_transformer.data.in_memory import InMemoryTrainSet, InOrder
 from mesh_transformer.data.record_set import Row
 from mesh_transformer.data.references import References
-from mesh_transformer.evaluation import validation
+from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.generation.finite import check_finite
 from mesh_transformer.network import TrainableNetwork, TrainSet
-from mesh_transformer.training.objectives import PREFIX, Head, counted, metric_sums, texts_of
+from mesh_transformer.training.objectives import (
+    PREFIX,
+    Head,
+    counted,
+    head_of,
+    metric_sums,
+    texts_of,
+)
 from mesh_transformer.util import InputError
 
 
@@ -142,3 +149,28 @@ def score(
     results = {"loss": jnp.sum(weights * loss) / weights.sum()}
     results |= dict(zip(head.names, totals / shares, strict=True))
     return {name.removeprefix(PREFIX): float(value) for name, value in results.items()}
+
+
+def validate(network: TrainableNetwork, path: str) -> dict[str, dict[str, float]]:
+    """Load a checkpoint's weights, and print the metrics of the objective on each validation set.
+
+    The results on the lm-eval tasks of the config are printed, too.
+
+    Returns:
+      A dict from the name of each validation set to its metrics (see `score`).
+
+    Raises:
+      InputError: if there are no validation sets, or a reference is needed that is not beside one.
+    """
+    config, head = network.config, head_of(network.config)
+    assert head is not None
+    tasks = harness.load_harness(config)
+    if not config.val_set and tasks is None:
+        raise InputError("config: --mode eval needs the key val_set or eval_harness_tasks; add one")
+    network.load(path, only_params=True)
+    results = {name: score(network, source, head) for name, source in config.val_set.items()}
+    for name, metrics in results.items():
+        print(f"{name}: {', '.join(f'{key} {value:.4f}' for key, value in metrics.items())}")
+    if tasks is not None:
+        print(tasks.table(tasks.results(network)))
+    return results
