@@ -240,8 +240,8 @@ class Config(Model):
     int8_cache: bool = False  # for generation, quantize keys and values to 8 bits
     bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
 
-    # Preferences: what training minimises instead of the cross entropy (docs/preferences.md).
-    objective: Literal["dpo", "ipo", "orpo", "simpo", "kto"] | None = None
+    # Objective: what training minimises (docs/finetune.md).
+    objective: Literal["dpo", "ipo", "orpo", "simpo", "kto"] | None = None  # None: cross entropy
     beta: float | None = None  # of the objective.  None: 2 for simpo, else 0.1
     margin: float = 0.5  # of rewards, which simpo asks for
     desirable_weight: float = 1.0  # of the losses of desirable completions, with kto

@@ -297,8 +297,8 @@ class RecordSet:
         found = references.read(self._index_path)
         if found is None:
             raise InputError(
-                f"{references.file_of(self._index_path)} is missing; training with these records as "
-                "train_set or val_set writes it"
+                f"{references.file_of(self._index_path)} is missing; training with these records "
+                "as train_set or val_set writes it"
             )
         return found
 

@@ -21,7 +21,6 @@ from mesh_transformer.data.in_memory import InMemoryTrainSet, InOrder
 from mesh_transformer.data.record_set import Row
 from mesh_transformer.data.references import References
 from mesh_transformer.evaluation import harness, validation
-from mesh_transformer.generation.finite import check_finite
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.training.objectives import (
     PREFIX,
@@ -31,7 +30,7 @@ from mesh_transformer.training.objectives import (
     metric_sums,
     texts_of,
 )
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, NonFiniteError
 
 
 def record_sets(config: Config, train_set: TrainSet, val_sets: Mapping[str, Any]) -> list[str]:
@@ -100,7 +99,8 @@ def _with_sums(
     def oldest() -> tuple[Row, np.ndarray]:
         sample, losses = pending.popleft()
         values = -np.asarray(losses, np.float32)[: len(sample["obs"])]
-        check_finite((values,), "log-probabilities")
+        if not np.isfinite(values).all():
+            raise NonFiniteError("log-probabilities are NaN or infinite; give other weights")
         return sample, references.text_sums(values, sample["loss_mask"], sample["segment_ids"])
 
     for sample in batches:
