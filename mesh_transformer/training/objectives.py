@@ -23,7 +23,7 @@ from mesh_transformer.data.batches import GROUP
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model.dropout import Dropout
 from mesh_transformer.model.loss import losses
-from mesh_transformer.model.transformer import Params
+from mesh_transformer.model.transformer import Params, segment_runs
 from mesh_transformer.util import InputError
 
 PREFIX = "objective/"  # of an objective's metrics among those of a step
@@ -178,13 +178,23 @@ def head_of(config: Config, objective: Objective | None = None) -> Head | None:
 
 
 def text_sums(values_BT: Array, mask_BT: Array, segments_BT: Array) -> Array:
-    """Return the sum of the values of each text's positions with `mask_BT` 1, [B, N, 3]."""
-    groups = values_BT.shape[-1] // GROUP
-    is_of_BTS = segments_BT[..., None] == 1 + jnp.arange(GROUP * groups)
-    is_of_BTS &= (mask_BT != 0)[..., None]
+    """Return the sum of the values of each text's positions with `mask_BT` 1, [B, N, 3].
+
+    Positions with the same segment number must follow each other.
+    """
+    length = values_BT.shape[-1]
+    slots = length // GROUP * GROUP
+
+    def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        return right[0] + jnp.where(left[1] == right[1], left[0], 0.0), right[1]
+
     # Not `segment_sum`: the order of its additions is not defined on GPUs.
-    sums_BS = jnp.sum(jnp.where(is_of_BTS, values_BT[..., None], 0.0), axis=-2)
-    return sums_BS.reshape(*sums_BS.shape[:-1], groups, GROUP)
+    own_BT = jnp.where(mask_BT != 0, values_BT, 0.0), segment_runs(segments_BT)[0]
+    sums_BT, _ = jax.lax.associative_scan(add, own_BT, axis=1)  # up to each position of a text
+    number_T = jnp.arange(length)
+    last_BS = jax.vmap(lambda text_T: jnp.full(slots + 1, -1).at[text_T].max(number_T))(segments_BT)
+    sums_BS = jnp.take_along_axis(sums_BT, jnp.maximum(last_BS[:, 1:], 0), axis=1)
+    return jnp.where(last_BS[:, 1:] < 0, 0.0, sums_BS).reshape(-1, slots // GROUP, GROUP)
 
 
 def counted(counts_BN3: Array, *, by_text: bool) -> Array:
