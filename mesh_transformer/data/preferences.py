@@ -67,10 +67,11 @@ class Answers(NamedTuple):
         return cls(where, prompt, {LABELS[label]: answer})._checked(names[:2], row)
 
     def _checked(self, names: tuple[str, ...], row: dict[str, Any]) -> "Answers":
-        prompt, answers = self.prompt, self.answers.values()
-        texts = isinstance(prompt, str) and all(isinstance(a, str) and a for a in answers)
-        lists = all(isinstance(answer, list) and answer for answer in answers)
-        if texts or (lists and isinstance(prompt, str | list | None)):
+        answers = self.answers.values()
+        lists = all(isinstance(answer, list) for answer in answers)
+        if all(isinstance(answer, str | list) and answer for answer in answers) and (
+            isinstance(self.prompt, str | list) or (self.prompt is None and lists)
+        ):
             return self
         expected = " and ".join(f"`{name}`" for name in names)
         raise BadInputError(
@@ -85,9 +86,11 @@ class Answers(NamedTuple):
         Raises:
           BadInputError: if the messages are no conversation (see `Conversation.of`).
         """
-        if isinstance(answer, str):
-            return Pair(self.where, *map(replace_surrogates, (self.prompt, answer)))
         before = self.prompt or []
+        if isinstance(answer, str) and isinstance(self.prompt, str):
+            return Pair(self.where, *map(replace_surrogates, (self.prompt, answer)))
+        if isinstance(answer, str):
+            answer = [{"role": ANSWERS, "content": answer}]
         if isinstance(before, str):
             is_repeated = isinstance(answer[0], dict) and answer[0].get("role") != ANSWERS
             before = [] if is_repeated else [{"role": "user", "content": before}]

@@ -85,13 +85,14 @@ def test_only_the_last_answer_of_a_conversation_counts(tmp_path: Path) -> None:
         {"chosen": before + good, "rejected": before + bad},
         {"prompt": "Who?", "chosen": good, "rejected": bad},
         {"prompt": "Hi", "chosen": before + good, "rejected": before + bad},
+        {"prompt": before, "chosen": "Me.", "rejected": bad},
     ]
-    one, two, three, four = make(tmp_path, rows[:1], "pairs") + [
+    one, two, three, four, five = make(tmp_path, rows[:1], "pairs") + [
         make(tmp_path, [row], "pairs")[0] for row in rows[1:]
     ]
     context = "User: Hi\n\nAssistant: Yes?<|endoftext|>\n\nUser: Who?\n\nAssistant:"
     assert one == {1: text(context, " Me."), 2: text(context, " You.")}
-    assert one == two == four
+    assert one == two == four == five
     short = "User: Who?\n\nAssistant:"
     assert three == {1: text(short, " Me."), 2: text(short, " You.")}
 
