@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import GROUP
+from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.families import OBJECTIVES
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.training import objectives, step
@@ -189,6 +191,15 @@ def random_groups(
                 batch["reference"][at][number] = rng.normal(-5 * length / 2, 1)
                 position += length
     return batch
+
+
+def write_preferences(folder: Path, objective: str, count: int) -> str:
+    """Write `count` records of random texts, and return their index."""
+    batch = random_groups(config_of(objective), 1, count)
+    names = {"obs": "input_ids", "target": "labels", "loss_mask": "input_mask"}
+    names["segment_ids"] = "segment_ids"
+    rows = zip(*(batch[key][0] for key in names), strict=True)
+    return write_set(folder, "texts", (dict(zip(names.values(), x, strict=True)) for x in rows))[1]
 
 
 def run(config: Config, dp: int, mp: int, batch: Any) -> tuple[dict[str, float], Any]:

@@ -16,7 +16,7 @@ from mesh_transformer.training import fit, loop
 from mesh_transformer.training.references import with_reference
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
-from tests.training.test_objectives import TINY, config_of, random_groups
+from tests.training.test_objectives import TINY, config_of, random_groups, write_preferences
 
 BATCH = {"per_replica_batch": 1, "total_steps": 3, "ckpt_every": 2, "val_batches": 2}
 BATCH |= {"val_every": 3, "keep_n": 9, "lr": 1e-2, "warmup_steps": 0}
@@ -25,13 +25,7 @@ BATCH |= {"val_every": 3, "keep_n": 9, "lr": 1e-2, "warmup_steps": 0}
 @pytest.fixture
 def records(tmp_path: Path) -> str:
     """Write random pairs as a record set, and return its index."""
-    batch = random_groups(config_of("dpo"), 5, 2)
-    names = {"obs": "input_ids", "target": "labels", "loss_mask": "input_mask"}
-    names["segment_ids"] = "segment_ids"
-    rows = zip(*(batch[key].reshape(10, -1) for key in names), strict=True)
-    return write_set(tmp_path, "pairs", (dict(zip(names.values(), x, strict=True)) for x in rows))[
-        1
-    ]
+    return write_preferences(tmp_path, "dpo", 10)
 
 
 @pytest.fixture
@@ -89,7 +83,7 @@ def test_sums_are_those_of_scores(records: str, base: str, tmp_path: Path) -> No
     train(config_for(records), tmp_path / "run", base, max_steps=1)
     network = CausalTransformer(Config.from_dict(TINY), init=False)
     network.load(base, only_params=True)
-    batch = random_groups(config_of("dpo"), 5, 2)
+    batch = random_groups(config_of("dpo"), 1, 10)
     found = references.read(records)
     assert found is not None
     assert found.counts == [10]
@@ -114,7 +108,7 @@ def test_resumed_runs_keep_their_reference(records: str, base: str, tmp_path: Pa
     train(config, tmp_path / "parts", base, max_steps=2)
     assert train(config, tmp_path / "parts", base) == whole[2:]
     train(config_for(records, seed=1), tmp_path / "other", None, max_steps=1)  # another reference
-    with pytest.raises(InputError, match=r"pairs\.reference\.json is missing, or is not of these"):
+    with pytest.raises(InputError, match=r"texts\.reference\.json is missing, or is not of these"):
         train(config.replace(total_steps=4), tmp_path / "parts", base)
 
 
@@ -124,7 +118,7 @@ def test_changed_records_and_damage_are_noticed(records: str, base: str, tmp_pat
     before = references.read(records)
     batch = {"input_ids": np.ones(32, int), "labels": np.ones(32, int)}
     batch |= {"input_mask": np.ones(32, int), "segment_ids": np.repeat([1, 2], 16)}
-    write_set(tmp_path, "pairs", [batch] * 10)  # under the same names
+    write_set(tmp_path, "texts", [batch] * 10)  # under the same names
     train(config, tmp_path / "two", base, max_steps=1)
     after = references.read(records)
     assert before is not None
@@ -168,7 +162,7 @@ def test_fit_minimises_a_function(records: str) -> None:
     )
     # In memory, in another order.
     network = CausalTransformer(config)
-    batch = random_groups(config_of("dpo"), 5, 2)
+    batch = random_groups(config_of("dpo"), 1, 10)
     del batch["reference"]
     rows = [
         dict(zip(batch, x, strict=True))
