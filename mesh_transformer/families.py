@@ -404,6 +404,7 @@ class ObjectiveKind:
     records: str = "pairs"
 
 
+# The kinds of objectives, by the value of the config key `objective`.
 OBJECTIVES = {
     "dpo": ObjectiveKind(0.1, needs_reference=True),
     "ipo": ObjectiveKind(0.1, needs_reference=True),

@@ -509,7 +509,8 @@ class TrainableNetwork(Network):
             counts, the update is skipped with an `UncountedWarning`.  Optionally
             `segment_ids` [A, B, T]: each run of equal numbers marks one text, which is processed as
             if it were in a sequence of its own.  An objective requires both, and may require
-            `reference` [A, B, T], f32 (see `training.objectives.objective_loss`).
+            `reference` [A, B, T], f32: in each row, the sums of log p of its texts under the
+            reference, in the order of their segment numbers from 1, then zeros.
 
         Returns:
           Scalars: `loss` (z-loss included), `last_loss` (the loss at the last position of each

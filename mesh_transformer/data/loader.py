@@ -62,7 +62,7 @@ class TFRecordNewInputs:
       first_size: a function from the number of earlier batches to the first dimension of the next
         batch (default: always that of `batch_size`).
       reference: whether batches have `reference`, f32: in each row, the log-probabilities of the
-        record's texts from the file beside the records (see `data.references`), then zeros.
+        record's texts from the file NAME.reference.json beside the records, then zeros.
 
     Raises:
       InputError: if a file is missing or damaged, or if its records do not fit `sample_size` or

@@ -171,6 +171,6 @@ def validate(network: TrainableNetwork, path: str) -> dict[str, dict[str, float]
     results = {name: score(network, source, head) for name, source in config.val_set.items()}
     for name, metrics in results.items():
         print(f"{name}: {', '.join(f'{key} {value:.4f}' for key, value in metrics.items())}")
-    if tasks is not None:
-        print(tasks.table(tasks.results(network)))
+    if tasks is not None and (scores := tasks.results(network)):
+        print(tasks.table(scores))
     return results

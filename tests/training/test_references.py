@@ -13,7 +13,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data import references
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.training import fit, loop
-from mesh_transformer.training.references import with_reference
+from mesh_transformer.training.references import validate, with_reference
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.training.test_objectives import TINY, config_of, random_groups, write_preferences
@@ -77,6 +77,23 @@ def test_each_source_of_the_reference_gives_equal_bits(
     assert abs(first["train/kl"]) < 1e-5 < abs(adapters[-1]["train/kl"])
     assert "val/rewards/accuracy_held_out" in adapters[-1]
     assert adapters[-1]["val/loss_held_out"] < np.log(2)
+
+
+def test_evaluation_prints_what_training_measures(
+    records: str, base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_for(records)
+    with pytest.raises(InputError, match=r"texts\.reference\.json is missing; training with"):
+        validate(CausalTransformer(config, init=False), base)
+    last = train(config, tmp_path / "run", base)[-1]
+    network = CausalTransformer(config, init=False)
+    (metrics,) = validate(network, str(tmp_path / "run")).values()
+    assert {
+        f"val/{name}_held_out": value for name, value in metrics.items()
+    }.items() <= last.items()
+    assert f"held_out: loss {metrics['loss']:.4f}, kl " in capsys.readouterr().out
+    with pytest.raises(InputError, match="needs the key val_set or eval_harness_tasks"):
+        validate(CausalTransformer(config.replace(val_set={}), init=False), base)
 
 
 def test_sums_are_those_of_scores(records: str, base: str, tmp_path: Path) -> None:
