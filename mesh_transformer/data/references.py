@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesh_transformer.data.batches import GROUP
 from mesh_transformer.data.tfrecords import RecordFiles, find_index, frames
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
@@ -73,15 +72,3 @@ def write(index_path: str, references: References) -> None:
     """Write the file beside a record set; it appears only when it is complete."""
     sums = base64.b64encode(references.sums.astype("<f4").tobytes()).decode()
     files.write_text(file_of(index_path), json.dumps(references._asdict() | {"sums": sums}) + "\n")
-
-
-def text_sums(values: np.ndarray, mask: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """Return the sums of the values of each text's positions with `mask` 1, f32 [B, 3 N].
-
-    Args:
-      values, mask, segments: [B, T], as for `training.objectives.text_sums`.
-    """
-    rows, slots = len(values), values.shape[1] // GROUP * GROUP
-    place = segments + (slots + 1) * np.arange(rows)[:, None]
-    sums = np.bincount(place.ravel(), (values * mask).ravel(), rows * (slots + 1))
-    return sums.reshape(rows, slots + 1)[:, 1:].astype(np.float32)

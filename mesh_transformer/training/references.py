@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
@@ -28,9 +29,12 @@ from mesh_transformer.training.objectives import (
     counted,
     head_of,
     metric_sums,
+    text_sums,
     texts_of,
 )
 from mesh_transformer.util import InputError, NonFiniteError
+
+_compiled_sums = jax.jit(text_sums)
 
 
 def record_sets(config: Config, train_set: TrainSet, val_sets: Mapping[str, Any]) -> list[str]:
@@ -101,7 +105,7 @@ def _with_sums(
         values = -np.asarray(losses, np.float32)[: len(sample["obs"])]
         if not np.isfinite(values).all():
             raise NonFiniteError("log-probabilities are NaN or infinite; give other weights")
-        return sample, references.text_sums(values, sample["loss_mask"], sample["segment_ids"])
+        return sample, _text_sums(values, sample)
 
     for sample in batches:
         if missing := {"loss_mask", "segment_ids"} - sample.keys():
@@ -113,6 +117,12 @@ def _with_sums(
             yield oldest()
     while pending:
         yield oldest()
+
+
+def _text_sums(values_BT: np.ndarray, sample: Row) -> np.ndarray:
+    """Return the sums of the values of each text's positions that count, f32 [B, 3 N]."""
+    sums_BN3 = _compiled_sums(values_BT, sample["loss_mask"], sample["segment_ids"])
+    return np.asarray(sums_BN3).reshape(len(values_BT), -1)
 
 
 def score(
@@ -136,10 +146,9 @@ def score(
         for sample, sums in _with_sums(network, islice(batches, network.config.val_batches)):
             if stopped():
                 raise validation.StoppedScoringError
-            mask, segments = sample["loss_mask"], sample["segment_ids"]
-            counts = references.text_sums(np.ones(mask.shape), mask, segments)
-            reference = sample.get("reference", np.zeros(mask.shape, np.float32))
-            parts.append((sums, counts, reference[:, : sums.shape[1]]))
+            ones = np.ones(sample["obs"].shape, np.float32)
+            reference = sample.get("reference", 0 * ones)
+            parts.append((sums, _text_sums(ones, sample), reference[:, : sums.shape[1]]))
     arrays = [np.concatenate(part) for part in zip(*parts, strict=True)]
     sums, counts, reference = (x.reshape(len(x), -1, GROUP) for x in arrays)
     texts = texts_of(jnp.asarray(sums), jnp.asarray(counts), jnp.asarray(reference))
