@@ -238,9 +238,13 @@ class Fleet(TrainableNetwork):
         reading = DispatchedStep(self.step, self._submit("run", *zip(calls)))
         self._unread.append(reading)
         seconds = [f"host_seconds/{rank}" for rank in range(len(self.members))]
-        head = head_of(self.config)
-        names = (*METRICS, *(head.names if head else ()), *seconds)
+        names = (*METRICS, *self._objective_metrics, *seconds)
         return {name: PendingMetric(self.read, reading, name) for name in names}
+
+    @functools.cached_property
+    def _objective_metrics(self) -> tuple[str, ...]:
+        head = head_of(self.config)
+        return () if head is None else head.names
 
     def _save(self, call: Save | Wait) -> None:
         if isinstance(call, Save) and call.folder not in self._shared:

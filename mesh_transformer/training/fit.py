@@ -66,7 +66,7 @@ def fit(
         check_number("steps", steps, 1)
     if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
         raise InputError(f"hooks is {brief(repr(hooks))}, expected a list of functions")
-    if config.reference != "base":  # loading it would replace the network's weights
+    if config.reference != "base" and (objective or config.objective):  # it would be loaded
         raise InputError(
             f"config: reference is {config.reference!r}, but fit compares with the network's own "
             "weights; set reference to base"

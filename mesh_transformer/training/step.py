@@ -260,11 +260,11 @@ def gradients(
     params = par.compute_copy(params, declared, config.dtype)
     frozen = par.compute_copy(frozen, fixed, config.dtype)
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
-    weights: Any = None if mask is None else loss_weights(mask, par, segments)
+    weights: Any = None
     if head is not None:
-        assert mask is not None
-        assert segments is not None
-        weights = objective_weights(mask, segments, par, head)
+        weights = objective_weights(batch["loss_mask"], batch["segment_ids"], par, head)
+    elif mask is not None:
+        weights = loss_weights(mask, par, segments)
     if microbatches is not None:  # the mean of the weights is 1 over the microbatches to use
         weights = jax.tree.map(lambda w: w * (microbatches / len(w)), weights)
     squares = Optimizer(config, declared).squares
