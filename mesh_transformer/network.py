@@ -248,7 +248,10 @@ class Network:
         return self.run(Eval(batch))
 
     def checksum(self) -> str:
-        """Return a digest of the parameters, which is the same on every mesh."""
+        """Return a digest of the parameters, which is the same on every mesh.
+
+        LoRA adapters that change nothing, as new ones, do not count.
+        """
         return self.run(Checksum())
 
     def score(

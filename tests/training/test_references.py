@@ -66,6 +66,7 @@ def test_each_source_of_the_reference_gives_equal_bits(
     written = Path(path).read_bytes()
     assert "reference of" in capsys.readouterr().err
     stored = train(lora, tmp_path / "stored", base)
+    train(lora.replace(seed=1), tmp_path / "seed", base, max_steps=1)  # other adapters, also new
     assert "reference of" not in capsys.readouterr().err
     os.remove(path)
     checkpoint = train(lora.replace(reference=base), tmp_path / "checkpoint", base)
