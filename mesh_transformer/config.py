@@ -6,22 +6,26 @@ import json
 import os
 import typing
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal
 
 from mesh_transformer import old_names
-from mesh_transformer.config_checks import check
-from mesh_transformer.families import BLOCKS, NORMS, PRESETS, Block, BlockName, NormKind, NormName
-from mesh_transformer.storage.mappings import read_mapping
-from mesh_transformer.util import InputError, describe, mismatch, without_paths
+from mesh_transformer.config_checks import check, typed
+from mesh_transformer.config_files import read_config
+from mesh_transformer.families import (
+    BLOCKS,
+    NORMS,
+    OBJECTIVES,
+    PRESETS,
+    Block,
+    BlockName,
+    NormKind,
+    NormName,
+    ObjectiveKind,
+)
+from mesh_transformer.util import InputError, mismatch
 
 # Backends of attention; see docs/attention.md.
 Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
-
-# The shipped configs are in the package if it is installed, and beside it in a checkout.
-CONFIGS = Path(__file__).parent / "configs"
-if not CONFIGS.is_dir():
-    CONFIGS = Path(__file__).parent.parent / "configs"
 
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
 # Keys that earlier checkpoints may contain, with what to use instead; null was their default.
@@ -238,6 +242,15 @@ class Config(Model):
     int8_cache: bool = False  # for generation, quantize keys and values to 8 bits
     bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
 
+    # Objective: what training minimises (docs/finetune.md).
+    objective: Literal["dpo", "ipo", "orpo", "simpo", "kto"] | None = None  # None: cross entropy
+    beta: float | None = None  # of the objective.  None: 2 for simpo, else 0.1
+    margin: float = 0.5  # of rewards, which simpo asks for
+    desirable_weight: float = 1.0  # of the losses of desirable completions, with kto
+    undesirable_weight: float = 1.0  # the same, of undesirable ones
+    # The model that training compares with: "base", the initial weights, or a checkpoint's path.
+    reference: str = "base"
+
     # Optimizer.
     per_replica_batch: int = 1  # sequences per microbatch and replica
     gradient_accumulation_steps: int = 1  # microbatches per update
@@ -313,7 +326,7 @@ class Config(Model):
 
     def __post_init__(self) -> None:
         for key, annotation in typing.get_type_hints(type(self)).items():
-            value = _typed(key, getattr(self, key), annotation)
+            value = typed(key, getattr(self, key), annotation)
             object.__setattr__(self, key, value)
         for key, value in self.defaults().items():
             if getattr(self, key) is None:
@@ -341,6 +354,7 @@ class Config(Model):
             "sliding_layers": None if self.sliding_window is None else list(range(self.layers)),
             "anneal_steps": max(1, anneal),
             "weight_bits": 8 if self.int8_weights else None,
+            "beta": kind.beta if (kind := self.objective_kind) else None,
             "momentum": {"muon": 0.95, "sgd": 0.9}.get(self.optimizer, 0.0),
             "tpu_size": self.cores_per_replica,
             "lora_alpha": float(self.lora_rank),
@@ -364,6 +378,11 @@ class Config(Model):
     def drops(self) -> bool:
         """Whether training uses dropout."""
         return max(self.dropout_embedding, self.dropout_attention, self.dropout_residual) > 0
+
+    @property
+    def objective_kind(self) -> ObjectiveKind | None:
+        """What the objective needs (see `families.OBJECTIVES`); None for cross entropy."""
+        return None if self.objective is None else OBJECTIVES[self.objective]
 
     @property
     def watched_set(self) -> str | None:
@@ -445,7 +464,7 @@ class Config(Model):
           changes: config keys whose values replace those in the file and of the preset.
           model: the name of a preset, whose keys replace those in the file that describe the model.
         """
-        values = {} if path is None else _read_mapping(path)
+        values = {} if path is None else read_config(path)
         if version is not None:
             values = {k: v for k, v in values.items() if k not in ("block", "partitioning")}
             values["version"] = version
@@ -559,43 +578,3 @@ def _key_hint(key: str, otherwise: str) -> str:
     """Return "did you mean 'seq'?" if `key` is similar to the config key seq, else `otherwise`."""
     close = difflib.get_close_matches(str(key), typing.get_type_hints(Config), n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
-
-
-def _named(path: str) -> Path | None:
-    """Return the config file that a name such as "tiny" refers to; None if there is none.
-
-    The file is searched for in ./configs/ and then among the configs shipped with the library.  If
-    `path` is itself an existing path, it is not treated as a name, and the result is None.
-    """
-    folder, name = os.path.split(path)
-    if os.path.exists(path) or folder not in ("", "configs"):
-        return None
-    files = [place / f"{name.removesuffix('.json')}.json" for place in (Path("configs"), CONFIGS)]
-    return next((file for file in files if file.exists()), None)
-
-
-def _read_mapping(path: str) -> dict[str, Any]:
-    """Return the mapping in a config file, or a preset; see `Config.load` for `path`."""
-    named = _named(path)
-    if path in PRESETS and named is None and not os.path.exists(path):
-        return with_preset({}, path)
-    try:
-        return read_mapping(os.fspath(named or path), f"config {path}")
-    except OSError as error:
-        names = sorted(file.stem for file in CONFIGS.glob("*.json"))
-        lower = {name.lower(): name for name in (*names, *PRESETS)}
-        close = difflib.get_close_matches(os.path.basename(path).lower(), lower, n=1)
-        hint = f"did you mean {lower[close[0]]}? else " if close else ""
-        raise InputError(
-            f"config {path} cannot be read ({error.strerror}); {hint}give the path of a JSON or "
-            f"YAML file, one of {', '.join(names)}, or a preset: {', '.join(PRESETS)}"
-        ) from None
-
-
-def _typed(key: str, value: Any, annotation: Any) -> Any:
-    value = without_paths(value)
-    if key == "val_set" and (value is None or isinstance(value, str)):
-        return {"val": value} if value else {}
-    if expected := mismatch(value, annotation):
-        raise InputError(f"{key} is {describe(value)}, {expected}")
-    return float(value) if annotation is float else value

@@ -11,7 +11,7 @@ from mesh_transformer.families import (
     ROTARY_SCALINGS,
     SAMPLING,
 )
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, describe, mismatch, without_paths
 
 MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
 # Optimizers that update each number by itself.
@@ -55,7 +55,7 @@ def check(c: Any) -> None:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
     if c.seed < -(2**63):
         raise InputError(f"seed is {c.seed}, expected at least -2**63")
-    for key in ("clip_norm", "val_batch_multiplier"):
+    for key in ("clip_norm", "val_batch_multiplier", "desirable_weight", "undesirable_weight"):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
     or_null = "total_steps early_stop anneal_tokens warmup_tokens eval_harness_limit"
@@ -63,7 +63,7 @@ def check(c: Any) -> None:
         least = int(key != "warmup_tokens")
         if (value := getattr(c, key)) is not None and value < least:
             raise InputError(f"{key} is {value}, expected at least {least}")
-    for key in ("train_set", "bucket", "model_dir", "tokenizer", "tune_model_path"):
+    for key in ("train_set", "bucket", "model_dir", "tokenizer", "tune_model_path", "reference"):
         if getattr(c, key) == "":
             raise InputError(f"{key} is an empty string; give a value, or remove the key")
     if c.skip_spikes is not None and c.skip_spikes <= 1:
@@ -84,6 +84,7 @@ def check(c: Any) -> None:
     _check_exact(c)
     _check_int8_matmuls(c)
     _check_offload(c)
+    _check_objective(c)
     if unknown := sorted(set(c.sampling) - set(SAMPLING)):
         raise InputError(f"sampling has {unknown[0]!r}, expected settings of {', '.join(SAMPLING)}")
     if outside := [token for token in c.end_tokens or () if not 0 <= token < c.n_vocab]:
@@ -365,3 +366,20 @@ def _check_exact(c: Any) -> None:
     }
     if c.exact and (names := [name for name, is_set in other.items() if is_set]):
         raise InputError(f"exact is true, but {names[0]} is set, too; change one of them")
+
+
+def _check_objective(c: Any) -> None:
+    if c.beta is not None and c.beta <= 0:
+        raise InputError(f"beta is {c.beta}, expected above 0")
+    if c.objective is None and c.beta is not None:
+        raise InputError(f"beta is {c.beta}, but objective is null; set objective")
+
+
+def typed(key: str, value: Any, annotation: Any) -> Any:
+    """Return the value of a config key; raise InputError if it has another type."""
+    value = without_paths(value)
+    if key == "val_set" and (value is None or isinstance(value, str)):
+        return {"val": value} if value else {}
+    if expected := mismatch(value, annotation):
+        raise InputError(f"{key} is {describe(value)}, {expected}")
+    return float(value) if annotation is float else value

@@ -390,6 +390,31 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class ObjectiveKind:
+    """What an objective (`training.objectives.OBJECTIVES`) needs.
+
+    Attributes:
+      beta: the default of the config key `beta`.
+      needs_reference: whether it compares the model with the reference.
+      records: the kind of records: "pairs" of a chosen and a rejected text, or "labels".
+    """
+
+    beta: float
+    needs_reference: bool = False
+    records: str = "pairs"
+
+
+# The kinds of objectives, by the value of the config key `objective`.
+OBJECTIVES = {
+    "dpo": ObjectiveKind(0.1, needs_reference=True),
+    "ipo": ObjectiveKind(0.1, needs_reference=True),
+    "orpo": ObjectiveKind(0.1),
+    "simpo": ObjectiveKind(2.0),
+    "kto": ObjectiveKind(0.1, needs_reference=True, records="labels"),
+}
+
+
+@dataclass(frozen=True)
 class Size:
     """A model size: its architecture, and the learning rate for training it from scratch."""
 

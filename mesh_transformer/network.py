@@ -6,7 +6,7 @@ and `RestartingCluster` on a fleet that is started again when one of its hosts f
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, ClassVar, Protocol
@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.calls import MICROBATCH_ROWS, ROWS, Call, Result, StateCall
 from mesh_transformer.config import Config
-from mesh_transformer.data.batches import check_batch, check_tokens
+from mesh_transformer.data.batches import check_batch, check_groups, check_tokens
 from mesh_transformer.generation.batch import BadWeights, Batch, Embed, Score, filled
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.pool import Pool
@@ -24,7 +24,7 @@ from mesh_transformer.generation.prompts import check_pooled, check_prompts
 from mesh_transformer.generation.sampling_settings import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.storage.access import AnyPath, local_path
-from mesh_transformer.util import bucket
+from mesh_transformer.util import InputError, bucket
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +33,11 @@ class Eval(Call[dict[str, Any]]):
 
     batch: dict[str, np.ndarray] = field(metadata=ROWS)
     returns_rows: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Checksum(Call[str]):
+    """See `Network.checksum`."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +234,8 @@ class Network:
 
         Args:
           sample: a dict of token ids `obs` and `target` [B, T] with any B; optionally `segment_ids`
-            [B, T], as for `train`.  The keys `loss_mask` and `ctx_length` are not used.
+            [B, T], as for `train`.  The keys `loss_mask`, `reference` and `ctx_length` are not
+            used.
 
         Returns:
           `all_loss` (in nats) and `correct` (whether `target` was the most likely token), both
@@ -237,8 +243,16 @@ class Network:
           position), both [B].
         """
         batch = check_batch(self.config, "eval", sample, 2, ignored="ctx_length")
-        batch.pop("loss_mask", None)
+        for key in ("loss_mask", "reference"):
+            batch.pop(key, None)
         return self.run(Eval(batch))
+
+    def checksum(self) -> str:
+        """Return a digest of the parameters, which is the same on every mesh.
+
+        LoRA adapters that change nothing, as new ones, do not count.
+        """
+        return self.run(Checksum())
 
     def score(
         self,
@@ -353,9 +367,11 @@ class TrainableNetwork(Network):
       step: number of completed optimizer updates.
       notice: the event that announces the shutdown of a host's machine, such as "host 1 received
         SIGTERM"; "" if there is none.
+      objective: see `set_objective`.
     """
 
     step: int
+    objective: Callable[[Any], Any] | None = None
     notice: str = ""
     noise_batches: tuple[int, int]
     peak_flops: float | None
@@ -464,6 +480,19 @@ class TrainableNetwork(Network):
         """Return why a restart would give the run a larger mesh; "" if it would not."""
         return ""
 
+    def set_objective(self, objective: Callable[[Any], Any] | None) -> None:
+        """Let `train` minimise a function of log-probabilities; None for the config's objective.
+
+        Args:
+          objective: a function of `training.objectives.Texts`, which returns a loss per group
+            [B, N] or per text [B, N, K].  It may also return a dict of metrics: per group, per
+            text (which gives two, `name/chosen` and `name/rejected`), or scalars.
+
+        Raises:
+          InputError: if the network is not in this process, or the function does not return this.
+        """
+        raise InputError("a function as objective needs a network in this process; give its name")
+
     def open_train_set(self) -> TrainSet:
         """Open `config.train_set`; return an iterator over batches that `train` accepts."""
         raise NotImplementedError
@@ -482,7 +511,9 @@ class TrainableNetwork(Network):
             elsewhere; losses are then means over all targets of the update that count, and if none
             counts, the update is skipped with an `UncountedWarning`.  Optionally
             `segment_ids` [A, B, T]: each run of equal numbers marks one text, which is processed as
-            if it were in a sequence of its own.
+            if it were in a sequence of its own.  An objective requires both, and may require
+            `reference` [A, B, T], f32: in each row, the sums of log p of its texts under the
+            reference, in the order of their segment numbers from 1, then zeros.
 
         Returns:
           Scalars: `loss` (z-loss included), `last_loss` (the loss at the last position of each
@@ -490,10 +521,13 @@ class TrainableNetwork(Network):
           (before clipping), `grad_norm_micro` and `grad_square_micro` (the mean norm and mean
           squared norm of the gradients of small batches; see `noise_batches`), `learning_rate`,
           `counted` (0 if no target counts in the loss, else 1), and `skipped` (1 if the update was
-          skipped, else 0).
+          skipped, else 0).  With an objective, `loss` and `last_loss` are its own loss, and
+          its metrics follow, with `objective/` before their names.
         """
         multiple = self.config.shards if self.config.shard_activations else 1
         batch = check_batch(self.config, "train", sample, 3, multiple=multiple)
+        if self.objective is not None or self.config.objective is not None:
+            check_groups(batch)
         return self.run(Train(batch))
 
     def close(self) -> None:

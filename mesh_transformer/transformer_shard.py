@@ -1,6 +1,7 @@
 """`CausalTransformer`, a GPT-J model sharded over a mesh of devices, and `load` to open one."""
 
 import functools
+import hashlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer import old_names
 from mesh_transformer.calls import Call
 from mesh_transformer.checkpoint import adapters, loading, step_folders
+from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
 from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.checkpoint.source import Source, check_vacant
-from mesh_transformer.checkpoint.state_tree import check_same_run
+from mesh_transformer.checkpoint.state_tree import check_same_run, leaves
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import check_tokens
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
@@ -32,6 +34,7 @@ from mesh_transformer.mesh.program import check_not_traced
 from mesh_transformer.network import (
     AddAdapters,
     AddDraft,
+    Checksum,
     Claim,
     Eval,
     Init,
@@ -45,6 +48,7 @@ from mesh_transformer.network import (
     Wait,
 )
 from mesh_transformer.storage.access import AnyPath
+from mesh_transformer.training import objectives
 from mesh_transformer.training import step as steps
 from mesh_transformer.util import InputError, NonFiniteError, UncountedWarning
 
@@ -171,9 +175,16 @@ class CausalTransformer(TrainableNetwork):
         """Replicas whose batch rows this process passes in and gets back."""
         return self._eval_rows.replicas
 
+    def set_objective(self, objective: objectives.Objective | None) -> None:
+        """Let `train` minimise a function; see `TrainableNetwork.set_objective`."""
+        head = objectives.head_of(self.config, objective)
+        if objective != self.objective:
+            self._train = steps.compile_train(self._layout, head)
+        self.objective = objective
+
     @functools.cached_property
     def _train(self) -> Any:
-        return steps.compile_train(self._layout)
+        return steps.compile_train(self._layout, objectives.head_of(self.config))
 
     @functools.cached_property
     def _eval(self) -> Any:
@@ -231,6 +242,17 @@ class CausalTransformer(TrainableNetwork):
         outputs = self._eval(self._params(), placed)
         limit_in_flight(outputs["loss"])
         return {name: rows.fetch(x, count) for name, x in outputs.items()}
+
+    @_dispatch.register
+    def _checksum(self, _: Checksum) -> str:
+        state = self._loaded()
+        own = leaves(self._layout.unpadded({key: state[key] for key in ("params", "frozen")}))
+        sums = tree_checksums(own)
+        last = [path for path in own if path[-1].endswith("_lora_b")]
+        zeros = (host_checksum(np.zeros(own[path].shape, own[path].dtype)) for path in last)
+        if all(sum(sums[path]) % 2**32 == zero for path, zero in zip(last, zeros, strict=True)):
+            sums = {path: sums[path] for path in sums if "_lora_" not in path[-1]}
+        return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()
 
     def logits(self, tokens: np.ndarray) -> Array | np.ndarray:
         """Return the next-token logits f32 [B, T, n_vocab] at each position of `tokens` [B, T]."""

@@ -30,7 +30,8 @@ ROOMS = {
     "storage": "util | etils tensorflow tensorstore tqdm yaml",
     "families": "|",
     "config_checks": "families util |",
-    "config": "old_names util storage families config_checks |",
+    "config_files": "util storage families |",
+    "config": "old_names util storage families config_checks config_files |",
     "mesh": "util config | haiku jax numpy",
     "calls": "mesh | jax numpy",
     "data": (
@@ -66,7 +67,7 @@ ROOMS = {
         "util families config mesh data model generation training | jax matplotlib numpy tqdm"
     ),
     "cli": (
-        "util storage families config mesh data model generation evaluation training "
+        "util storage families config_files config mesh data model generation evaluation training "
         "checkpoint transformer_shard serving pod performance | jax tqdm yaml"
     ),
     "__main__": "util cli |",

@@ -26,7 +26,8 @@ from mesh_transformer.cli.arguments import (
     positive,
     settings,
 )
-from mesh_transformer.config import CONFIGS, Config
+from mesh_transformer.config import Config
+from mesh_transformer.config_files import CONFIGS
 from mesh_transformer.families import PRESETS
 from mesh_transformer.util import InputError
 

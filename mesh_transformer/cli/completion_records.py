@@ -19,10 +19,14 @@ With `--pack`, a record holds as many texts as fit, which wastes less computatio
 additional feature, `segment_ids`, numbers the texts in a record.  Texts do not attend to each
 other, so each trains as it would in its own record.
 
+With `--preferences`, a record holds the texts of a prompt with its answers (see
+`data/preferences.py`), which are strings, or lists of messages for the chat template.
+
 Records are in the order of the rows.
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -40,6 +44,7 @@ from mesh_transformer.data.inputs import (
     find_files,
     format_counts,
 )
+from mesh_transformer.data.preferences import Answers, encode, pack_groups
 from mesh_transformer.data.same_tokenizer import encoding
 from mesh_transformer.data.tables import Columns, rows_of
 from mesh_transformer.data.tfrecords import write_set
@@ -49,6 +54,7 @@ from mesh_transformer.util import InputError
 
 SHAREGPT = "conversations"  # the column of messages in ShareGPT's format
 ALPACA = ("instruction", "output")
+PLURALS = ("prompts", "completions", "messages", "chosen answers", "rejected answers", "labels")
 
 
 class Names(NamedTuple):
@@ -57,6 +63,17 @@ class Names(NamedTuple):
     prompt: str = "prompt"
     completion: str = "completion"
     messages: str = "messages"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    label: str = "label"
+
+    @property
+    def preferences(self) -> dict[str, tuple[str, str, str]]:
+        """The columns of each kind of preferences."""
+        return {
+            "pairs": (self.prompt, self.chosen, self.rejected),
+            "labels": (self.prompt, self.completion, self.label),
+        }
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -67,14 +84,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="name of the record set, written as NAME_<number of records>.tfrecords and NAME.index",
     )
     add_record_arguments(parser)
-    for name in Names._fields:
+    for name, plural in zip(Names._fields, PLURALS, strict=True):
         parser.add_argument(
             f"--{name}-column",
             default=name,
             metavar="NAME",
-            help=f"column of the {name.removesuffix('s')}s, or their key in .jsonl files (default "
-            "%(default)s)",
+            help=f"column of the {plural}, or their key in .jsonl files (default %(default)s)",
         )
+    parser.add_argument(
+        "--preferences",
+        choices=tuple(Names().preferences),
+        help="the rows have a prompt with a chosen and a rejected answer, or a prompt with a "
+        "completion and its label, true or false; for the config key objective",
+    )
     parser.add_argument(
         "--chat-template",
         metavar="FILE",
@@ -88,13 +110,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def no_pairs_error(path: str, bad: BadInputHandler) -> InputError:
+def no_pairs_error(path: str, bad: BadInputHandler, kind: str | None = None) -> InputError:
     """Return the error to raise if the files at `path` have no usable pair or conversation.
 
     Args:
       bad: the handler that has counted the unusable rows, for the message.
+      kind: the kind of preferences that was expected, if any.
     """
     skipped = f" (skipped: {format_counts(bad.counts)})" if bad.count else ""
+    if kind is not None:
+        columns = ", ".join(Names().preferences[kind])
+        return InputError(f"{path}: found no preferences{skipped}; give rows with {columns}")
     return InputError(
         f'{path}: found no pairs{skipped}; give files with lines like {{"prompt": "...", '
         '"completion": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
@@ -119,6 +145,25 @@ def read_texts(
     for where, value in rows_of(path, columns, bad, progress):
         try:
             yield _text(value, where, names)
+        except BadInputError as error:
+            bad(error)
+
+
+def read_preferences(
+    path: str, kind: str, bad: BadInputHandler, progress: Callable[[int], object], names: Names
+) -> Iterator[Answers]:
+    """Yield the prompt and answers in each row of a file; see `read_texts`.
+
+    Args:
+      kind: "pairs" or "labels".
+    """
+    columns = names.preferences[kind]
+    of = {"pairs": Answers.of_pair, "labels": Answers.of_label}[kind]
+    choices = (columns, columns[1:])  # conversations may have no column of prompts
+    flags = "name the columns with --prompt-column, --chosen-column and so on"
+    for where, value in rows_of(path, Columns(choices, flags), bad, progress):
+        try:
+            yield of(value, where, columns)
         except BadInputError as error:
             bad(error)
 
@@ -155,19 +200,25 @@ def main(arguments: list[str] | None = None) -> None:
     bad = BadInputHandler(options.skip_bad)
     template = read_template(tokenizer, options.chat_template)
     inputs = find_files(options.input_path, TABLE_TYPES, options.split, options.subset)
-    names = Names(options.prompt_column, options.completion_column, options.messages_column)
+    names = Names(*(getattr(options, f"{name}_column") for name in Names._fields))
+    kind, end = options.preferences, tokenizer.eos_token_id
     encoder = Encoder(tokenizer, options.seq, bad, template)
     with tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar:
-        rows = (row for file in inputs for row in read_texts(file, bad, bar.update, names))
-        texts = encoder.texts(rows)
-        records = pack_texts(texts, tokenizer.eos_token_id, options.seq, pack=options.pack)
+        if kind is None:
+            rows = (row for file in inputs for row in read_texts(file, bad, bar.update, names))
+            records = pack_texts(encoder.texts(rows), end, options.seq, pack=options.pack)
+        else:
+            read = functools.partial(read_preferences, kind=kind, names=names)
+            answers = (row for f in inputs for row in read(f, bad=bad, progress=bar.update))
+            records = pack_groups(encode(encoder, answers), end, options.seq, pack=options.pack)
         first = next(records, None)
         if first is None:
-            raise no_pairs_error(options.input_path, bad)
+            raise no_pairs_error(options.input_path, bad, kind)
         written, index, count = write_set(options.output_dir, options.name, chain([first], records))
     made = {"name": options.tokenizer or "gpt2", "encoding": encoding(tokenizer)}
     path = f"{index.removesuffix('.index')}.manifest.json"
-    files.write_text(path, json.dumps({"tokenizer": made}, indent=2) + "\n")
+    manifest = {"tokenizer": made} | ({"preferences": kind} if kind else {})
+    files.write_text(path, json.dumps(manifest, indent=2) + "\n")
     notes = [f"chat template: {encoder.template.source}"] if encoder.template else []
     if encoder.cut:
         notes.append(f"cut: {encoder.cut} conversations into {encoder.parts} parts")

@@ -86,11 +86,17 @@ def main() -> int | None:
     config, folder, options = run_arguments(args)
 
     from mesh_transformer.evaluation import all_steps, validation
-    from mesh_transformer.training import loop
+    from mesh_transformer.training import loop, references
 
+    if args.mode == "eval_all" and config.objective is not None:
+        raise InputError(
+            f"--mode eval_all: objective is {config.objective}, but it scores every token; give "
+            "--mode eval, or --set objective=null"
+        )
     with _network(args, config) as network:
         if args.mode == "eval":
-            validation.validate(network, args.tune_model_path or folder)
+            validate = validation.validate if config.objective is None else references.validate
+            validate(network, args.tune_model_path or folder)
             return None
         if args.mode == "eval_all":
             from mesh_transformer.checkpoint.source import saved_steps

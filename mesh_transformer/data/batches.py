@@ -8,7 +8,11 @@ from numpy.typing import ArrayLike
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 
-BATCH_KEYS = ("obs", "target", "loss_mask", "segment_ids")  # the first two are required
+# The first two are required.
+BATCH_KEYS = ("obs", "target", "loss_mask", "segment_ids", "reference")
+# Texts per group in the records of preferences: the chosen one, the rejected one, and one with the
+# answer to another prompt.
+GROUP = 3
 
 
 def check_batch(
@@ -46,6 +50,8 @@ def check_batch(
         if not np.issubdtype(segments.dtype, np.integer):
             raise InputError(f"{method}: segment_ids has dtype {segments.dtype}, expected integers")
         batch["segment_ids"] = segments.astype(np.int32)
+    if "reference" in sample:
+        batch["reference"] = np.asarray(sample["reference"], np.float32)
     for key, array in batch.items():
         if array.shape != batch["obs"].shape:
             raise InputError(
@@ -58,6 +64,29 @@ def check_batch(
             "the mp of the mesh, because shard_activations is true"
         )
     return batch
+
+
+def check_groups(batch: dict[str, np.ndarray]) -> None:
+    """Check that a batch has what an objective needs; see `training.objectives`.
+
+    Args:
+      batch: the result of `check_batch`.
+
+    Raises:
+      InputError: if an array is missing, or a number in `segment_ids` is out of range.
+    """
+    if missing := {"loss_mask", "segment_ids"} - batch.keys():
+        raise InputError(
+            f"train: the batch has no {min(missing)!r}, which the objective needs; give records of "
+            "preferences, or set objective to null"
+        )
+    most = batch["obs"].shape[-1] // GROUP * GROUP
+    segments = batch["segment_ids"]
+    if segments.min() < 0 or segments.max() > most:
+        raise InputError(
+            f"train: segment_ids has {min(segments.min(), 0) or segments.max()}, expected 0 to "
+            f"{most}: with an objective, they number the texts of groups of {GROUP}"
+        )
 
 
 def check_tokens(
@@ -97,7 +126,8 @@ def _check_keys(method: str, sample: Any, ignored: str | None) -> None:
       method: the name of the calling method, for error messages.
       ignored: a further key that is allowed, or None.
     """
-    expected = "expected a dict of obs, target, and optionally loss_mask and segment_ids"
+    optional = " and ".join([", ".join(BATCH_KEYS[2:-1]), BATCH_KEYS[-1]])
+    expected = f"expected a dict of obs, target, and optionally {optional}"
     if not isinstance(sample, dict):
         raise InputError(f"{method}: the batch is of type {type(sample).__name__}, {expected}")
     for key in BATCH_KEYS[:2]:

@@ -1,7 +1,7 @@
 """Records of prompts with completions, and of conversations, with loss on the answers only."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -67,10 +67,12 @@ class Text:
     Attributes:
       tokens: the tokens, the last of which ends the last answer.
       has_loss: for each token, whether it counts in the loss.
+      place: its place in a group of preferences; see `preferences`.
     """
 
     tokens: list[int]
     has_loss: list[bool]
+    place: int = 0
 
     def __len__(self) -> int:
         """Return the number of positions that the text takes in a record.
@@ -106,7 +108,7 @@ class Encoder:
         """Yield the text of each pair, and the texts of each conversation or of its parts."""
         items = iter(items)
         while batch := list(islice(items, TOKENIZER_BATCH)):
-            for item, texts in self._encoded(self._usable(batch)):
+            for item, texts in self.encoded(self.usable(batch)):
                 if max(map(len, texts)) <= self.seq:
                     self.several += len(texts) > 1
                     yield from texts
@@ -133,20 +135,20 @@ class Encoder:
         return max(map(len, self._texts(conversation)))
 
     def _texts(self, conversation: Conversation) -> list[Text]:
-        ((_, texts),) = self._encoded([(conversation, self._segments(conversation))])
+        ((_, texts),) = self.encoded([(conversation, self.segments(conversation))])
         return texts
 
-    def _usable(self, items: list[Item]) -> list[tuple[Item, Segments]]:
+    def usable(self, items: list[Item]) -> list[tuple[Item, Segments]]:
         """Return (item, the segments of its texts) for each item that can be tokenised."""
         usable = []
         for item in items:
             try:
-                usable.append((item, self._segments(item)))
+                usable.append((item, self.segments(item)))
             except BadInputError as error:
                 self.bad(error)
         return usable
 
-    def _encoded(self, items: list[tuple[Item, Segments]]) -> Iterator[tuple[Item, list[Text]]]:
+    def encoded(self, items: list[tuple[Item, Segments]]) -> Iterator[tuple[Item, list[Text]]]:
         """Yield (item, its texts) for each item."""
         pieces = [
             piece for item, texts in items for text in texts for piece in self._pieces(item, text)
@@ -162,7 +164,7 @@ class Encoder:
         whole = isinstance(item, Conversation) and self.tokenizer.is_fast
         return [text] if whole else [[segment] for segment in text]
 
-    def _segments(self, item: Item) -> Segments:
+    def segments(self, item: Item) -> Segments:
         """Return the segments of an item's texts.
 
         Raises:
@@ -225,39 +227,60 @@ def pack_texts(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield training records of texts, each as a dict of features (see `record`).
 
-    Each record holds one text or, if `pack` is true, as many consecutive texts as fit.
+    Each record holds one text or, if `pack` is true, as many consecutive texts as fit.  The texts
+    are then segments 1, 2 and so on.
 
     Args:
       end: the id of the end-of-text token.
       seq: tokens per record.
     """
-    waiting: list[Text] = []
-    for text in texts:
-        if waiting and not (pack and sum(map(len, waiting)) + len(text) <= seq):
-            yield record(waiting, end, seq, pack=pack)
+    for fitting in fill_records(([text] for text in texts), seq, seq if pack else 1):
+        together = [text for (text,) in fitting]
+        yield record(together, end, seq, range(1, len(together) + 1) if pack else None)
+
+
+def fill_records(
+    groups: Iterable[Sequence[Text]], seq: int, most: int
+) -> Iterator[list[Sequence[Text]]]:
+    """Yield lists of consecutive groups of texts, each as long as fits a record.
+
+    Args:
+      seq: tokens per record.
+      most: the maximum number of groups per record.
+    """
+    waiting: list[Sequence[Text]] = []
+    for group in groups:
+        if waiting and (len(waiting) == most or sum(map(len, chain(*waiting, group))) > seq):
+            yield waiting
             waiting = []
-        waiting.append(text)
+        waiting.append(group)
     if waiting:
-        yield record(waiting, end, seq, pack=pack)
+        yield waiting
 
 
-def record(texts: list[Text], end: int, seq: int, *, pack: bool) -> dict[str, np.ndarray]:
+def record(
+    texts: Sequence[Text], end: int, seq: int, numbers: Iterable[int] | None
+) -> dict[str, np.ndarray]:
     """Return a record as a dict from each feature's name to an array of shape [seq].
 
     Each array holds the values of the first text, then those of the second, and so on, followed by
-    padding.  If `pack` is true, the record also has the feature `segment_ids`.
+    padding.
 
     Args:
-      texts: the texts in the record; one if `pack` is false.
+      texts: the texts in the record; one if `numbers` is None.
       end: the id of the end-of-text token, which also serves as padding.
+      numbers: the numbers of the texts in the feature `segment_ids`, in which the padding has 0;
+        None for no such feature.
     """
     columns: dict[str, list[list[Any]]] = {
         "input_ids": [text.tokens[:-1] for text in texts],
         "labels": [text.tokens[1:] for text in texts],
         "input_mask": [text.has_loss[1:] for text in texts],
     }
-    if pack:  # the texts are segments 1, 2 and so on, and the padding is segment 0
-        columns["segment_ids"] = [[n] * len(text) for n, text in enumerate(texts, 1)]
+    if numbers is not None:
+        columns["segment_ids"] = [
+            [number] * len(text) for number, text in zip(numbers, texts, strict=True)
+        ]
     padding = dict.fromkeys(columns, 0) | {"input_ids": end, "labels": end}
     return {
         name: np.array([*chain(*parts), *[padding[name]] * (seq - sum(map(len, texts)))], int)

@@ -12,7 +12,14 @@ import numpy as np
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.prefetch import Prefetch
-from mesh_transformer.data.record_set import Position, RecordSet, Row, check_tokenizer, random
+from mesh_transformer.data.record_set import (
+    Position,
+    RecordSet,
+    Row,
+    check_preferences,
+    check_tokenizer,
+    random,
+)
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.util import InputError, brief
 
@@ -54,6 +61,8 @@ class TFRecordNewInputs:
       restore_state: the position to resume from, as returned by `state`.
       first_size: a function from the number of earlier batches to the first dimension of the next
         batch (default: always that of `batch_size`).
+      reference: whether batches have `reference`, f32: in each row, the log-probabilities of the
+        record's texts from the file NAME.reference.json beside the records, then zeros.
 
     Raises:
       InputError: if a file is missing or damaged, or if its records do not fit `sample_size` or
@@ -74,6 +83,7 @@ class TFRecordNewInputs:
         seed: int = 0,
         restore_state: dict | None = None,
         first_size: Callable[[int], int] | None = None,
+        reference: bool = False,
     ):
         self._shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         mixture = index_path if isinstance(index_path, Mapping) else {index_path: 1.0}
@@ -82,7 +92,9 @@ class TFRecordNewInputs:
         self._selected = everything if columns is None else everything[..., list(columns)]
         self._validation_arguments = (index_path, batch_size, sample_size, n_vocab)
         sets = [
-            RecordSet(path, sample_size, n_vocab, shuffle=shuffle_buffer, seed=seed)
+            RecordSet(
+                path, sample_size, n_vocab, shuffle=shuffle_buffer, seed=seed, reference=reference
+            )
             for path in weights
         ]
         if len(sets) == 1 and not partial:
@@ -178,16 +190,25 @@ class TFRecordNewInputs:
 
 
 def open_train_set(
-    config: Config, batch_size: int, columns: Sequence[int] | np.ndarray | None = None
+    config: Config,
+    batch_size: int,
+    columns: Sequence[int] | np.ndarray | None = None,
+    *,
+    reference: bool | None = None,
 ) -> TFRecordNewInputs:
     """Return a loader of a config's training set, whose arrays have shape [A, batch_size, T].
 
     A is the number of microbatches of the update (`Config.microbatches`), and T is the config's
-    `seq`.  For `columns`, see `TFRecordNewInputs`.
+    `seq`.  For `columns` and `reference`, see `TFRecordNewInputs`; by default, the config's
+    objective decides whether batches have the reference, and which records are accepted.
     """
     assert config.train_set is not None
     for path in [config.train_set] if isinstance(config.train_set, str) else config.train_set:
         check_tokenizer(path, config.tokenizer)
+        if reference is None:
+            check_preferences(path, config)
+    if reference is None:
+        reference = config.objective_kind is not None and config.objective_kind.needs_reference
     return TFRecordNewInputs(
         config.train_set,
         (config.gradient_accumulation_steps, batch_size),
@@ -197,6 +218,7 @@ def open_train_set(
         shuffle_buffer=config.shuffle_buffer,
         seed=config.seed,
         first_size=config.microbatches,
+        reference=reference,
     )
 
 

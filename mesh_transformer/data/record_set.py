@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh_transformer.config import Config
+from mesh_transformer.data import references
 from mesh_transformer.data.same_tokenizer import check_encoding
 from mesh_transformer.data.tfrecords import (
     RecordFiles,
@@ -27,7 +29,8 @@ DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
 # The purposes for which random numbers are drawn; each has its own random stream.
 STREAMS = ("files", "records", "sets")
 # One sequence.  obs and target: uint32 [T].  Optional: loss_mask, uint8 [T], 1 where a token bears
-# loss; segment_ids, int32 [T], the number of the record's text that each token belongs to.
+# loss; segment_ids, int32 [T], the number of the record's text that each token belongs to;
+# reference, f32 [T], see `TFRecordNewInputs`.
 Row = dict[str, np.ndarray]
 
 
@@ -100,6 +103,18 @@ def check_tokenizer(index_path: str, tokenizer: str) -> None:
     check_encoding(made.get("name"), made.get("encoding"), tokenizer, index_path)
 
 
+def check_preferences(index_path: str, config: Config) -> None:
+    """Raise InputError if records are not of the kind of texts that a config's objective needs."""
+    known, objective = manifest(index_path), config.objective_kind
+    actual, kind = known.get("preferences"), objective and objective.records
+    if not known or actual == kind:
+        return
+    what = f"preferences ({actual})" if actual else "no preferences"
+    remedy = f"give records of `completion-records --preferences {kind}`"
+    remedy = remedy if kind else "set objective, such as dpo or kto"
+    raise InputError(f"{index_path} has {what}, but objective is {config.objective}; {remedy}")
+
+
 def manifest_tokenizer(index_path: str) -> dict[str, Any]:
     """Return what a manifest says of the tokenizer that an index's records were created with.
 
@@ -109,12 +124,22 @@ def manifest_tokenizer(index_path: str) -> dict[str, Any]:
     Raises:
       InputError: if the manifest is damaged.
     """
+    return manifest(index_path).get("tokenizer", {})
+
+
+def manifest(index_path: str) -> dict[str, Any]:
+    """Return the manifest of an index's records; {} if there is none.
+
+    Raises:
+      InputError: if the manifest is damaged.
+    """
     path = f"{find_index(index_path).removesuffix('.index')}.manifest.json"
     if not files.is_file(path):
         return {}
     try:
         with files.open_file(path) as file:
-            return dict(json.loads(file.read()).get("tokenizer", {}))
+            values = json.loads(file.read())
+            return values | {"tokenizer": dict(values.get("tokenizer", {}))}
     except (ValueError, AttributeError, TypeError) as error:
         raise InputError(
             f"{path}: not the manifest of a record set; create the records again"
@@ -122,10 +147,16 @@ def manifest_tokenizer(index_path: str) -> dict[str, Any]:
 
 
 class Record(NamedTuple):
-    """An unparsed record; `where` names its file and number, for error messages."""
+    """An unparsed record.
+
+    Attributes:
+      where: names its file and number, for error messages.
+      place: the index of its file, and its number in the file.
+    """
 
     payload: bytes
     where: str
+    place: tuple[int, int]
 
 
 class RecordSet:
@@ -146,6 +177,7 @@ class RecordSet:
         of files, and the records are shuffled in blocks of `shuffle` records.  One block is held in
         memory, and a resumed run reads its current block again.
       seed: the random seed for shuffling.
+      reference: whether rows have `reference`; see `TFRecordNewInputs`.
 
     Attributes:
       source: the index or folder, for error messages.
@@ -154,7 +186,14 @@ class RecordSet:
     """
 
     def __init__(
-        self, index_path: str, seq: int, n_vocab: int | None, *, shuffle: int = 0, seed: int = 0
+        self,
+        index_path: str,
+        seq: int,
+        n_vocab: int | None,
+        *,
+        shuffle: int = 0,
+        seed: int = 0,
+        reference: bool = False,
     ):
         self.source, entries, self.paths = RecordFiles.of(index_path)
         # Hash the entries as written, not as resolved, so that a data folder can be moved.
@@ -162,7 +201,8 @@ class RecordSet:
         with ThreadPoolExecutor(16) as pool:  # an index may list thousands of remote files
             self.sizes = list(pool.map(functools.partial(size, self.source), self.paths))
         self.seq, self.n_vocab = seq, n_vocab
-        self.shuffle, self.seed = shuffle, seed
+        self.shuffle, self.seed, self.reference = shuffle, seed, reference
+        self._index_path = index_path
         first, _ = next(frames(self.paths[0], 0))
         arrays = features(first, _where(self.paths[0], 0))
         self.extras: frozenset[str] = frozenset()
@@ -244,10 +284,23 @@ class RecordSet:
             the record lacks such a key, the array is filled with ones: all targets then count in
             the loss, and all tokens belong to the same text.
         """
-        row = self._row(features(*record), record.where)
+        row = self._row(features(record.payload, record.where), record.where)
+        if self.reference:
+            row["reference"] = self._references.row(*record.place, self.seq)
         for key in set(extras) - row.keys():
             row[key] = np.ones(self.seq, DTYPES[key])
         return row
+
+    @functools.cached_property
+    def _references(self) -> references.References:
+        """What the file beside the records holds; read with the first row, as a run writes it."""
+        found = references.read(self._index_path)
+        if found is None:
+            raise InputError(
+                f"{references.file_of(self._index_path)} is missing; training with these records "
+                "as train_set or val_set writes it"
+            )
+        return found
 
     def _files(self, epoch: int) -> list[int]:
         """Return the indices of all files, in the order in which the given epoch reads them."""
@@ -266,7 +319,8 @@ class RecordSet:
             for place, file in list(enumerate(self._files(position.epoch)))[position.file :]:
                 path = self.paths[file]
                 for payload, offset in frames(path, position.offset):
-                    record = Record(payload, _where(path, position.record))
+                    where = _where(path, position.record)
+                    record = Record(payload, where, (file, position.record))
                     position = Position(position.epoch, place, position.record + 1, offset)
                     yield record, position
                 position = Position(position.epoch, place + 1)

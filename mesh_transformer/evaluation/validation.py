@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from mesh_transformer.data.in_memory import InOrder
 from mesh_transformer.data.loader import TFRecordNewInputs
-from mesh_transformer.data.record_set import check_tokenizer
+from mesh_transformer.data.record_set import check_preferences, check_tokenizer
 from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import harness
 from mesh_transformer.generation.finite import check_finite
@@ -89,20 +89,31 @@ HEADING = (
 )
 
 
-def open_set(network: TrainableNetwork, source: Any) -> TFRecordNewInputs | InOrder:
+def open_set(
+    network: TrainableNetwork, source: Any, *, reference: bool = False
+) -> TFRecordNewInputs | InOrder:
     """Open a validation set, to be read once in its order.
 
     The last batch may be smaller than the others.
 
     Args:
       source: the path of an index or of a folder of records, or data in memory (see `InOrder`).
+      reference: see `TFRecordNewInputs`.
     """
     config, rows = network.config, batch_size(network)
     if not isinstance(source, str):
         return InOrder(source, config.seq, rows)
     check_tokenizer(source, config.tokenizer)
+    if network.objective is None:
+        check_preferences(source, config)
     return TFRecordNewInputs(
-        source, rows, config.seq, n_vocab=config.n_vocab, repeat=False, partial=True
+        source,
+        rows,
+        config.seq,
+        n_vocab=config.n_vocab,
+        repeat=False,
+        partial=True,
+        reference=reference,
     )
 
 
@@ -113,7 +124,7 @@ def batch_size(network: TrainableNetwork) -> int:
     return replicas * max(1, int(rows * network.config.val_batch_multiplier))
 
 
-def _pad_batch(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
+def pad_batch(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]:
     """Pad a batch to `size` rows, so that all batches have the same shape and compile only once.
 
     The loss mask of the added rows is 0, so they do not count.
@@ -153,7 +164,7 @@ def score(
         for batch in tqdm(islice(batches, most), name, unit="batch", disable=not show):
             if stopped():
                 raise StoppedScoringError
-            sample = _pad_batch(batch, batch_size(network))
+            sample = pad_batch(batch, batch_size(network))
             losses = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
             pending.append((sample, losses))
             if len(pending) > IN_FLIGHT:

@@ -93,8 +93,8 @@ def weights_of(params: Params, config: Config, adapters: Sequence[Adapter] = ())
     """Convert parameters to the weights that generation uses.
 
     The layers are unstacked, LoRA adapters are merged except with `exact`, and arrays are cast to
-    `config.dtype`.  If the config sets `weight_bits`, the matrices of the layers and of the output head are quantized
-    instead of cast.
+    `config.dtype`.  If the config sets `weight_bits`, the matrices of the layers and of the output
+    head are quantized instead of cast.
 
     Args:
       adapters: LoRA adapters that rows may choose from.  These are joined, not merged.

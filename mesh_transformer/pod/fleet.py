@@ -41,6 +41,7 @@ from mesh_transformer.pod.runner import MeshPlace, marker_in
 from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.storage.access import is_uri
+from mesh_transformer.training.objectives import head_of
 from mesh_transformer.training.step import MEASURED
 from mesh_transformer.util import HostError, InputError, NonFiniteError
 
@@ -237,7 +238,13 @@ class Fleet(TrainableNetwork):
         reading = DispatchedStep(self.step, self._submit("run", *zip(calls)))
         self._unread.append(reading)
         seconds = [f"host_seconds/{rank}" for rank in range(len(self.members))]
-        return {name: PendingMetric(self.read, reading, name) for name in (*METRICS, *seconds)}
+        names = (*METRICS, *self._objective_metrics, *seconds)
+        return {name: PendingMetric(self.read, reading, name) for name in names}
+
+    @functools.cached_property
+    def _objective_metrics(self) -> tuple[str, ...]:
+        head = head_of(self.config)
+        return () if head is None else head.names
 
     def _save(self, call: Save | Wait) -> None:
         if isinstance(call, Save) and call.folder not in self._shared:

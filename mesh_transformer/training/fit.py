@@ -12,6 +12,7 @@ from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import loop
+from mesh_transformer.training.objectives import Objective, head_of
 from mesh_transformer.util import InputError, brief, check_number
 
 Hook = Callable[[dict[str, Any]], None]  # called with the metrics row of each step
@@ -25,6 +26,7 @@ def fit(
     steps: int | None = None,
     val: Any = None,
     hooks: Sequence[Hook] = (),
+    objective: Objective | None = None,
 ) -> list[dict[str, Any]]:
     """Train a network on data in memory or on a record set, and return its metrics.
 
@@ -43,6 +45,8 @@ def fit(
         steps.  The loss is the metric `val/loss_val`.  For `keep_best` and `early_stop`, set
         `val_set` to {"val": "in memory"} in the config.
       hooks: functions that are called with the metrics row of each step, such as `print`.
+      objective: a function to minimise in place of the config's `objective`, for data in groups of
+        texts; see `TrainableNetwork.set_objective`.
 
     Returns:
       The metrics rows of the steps of this call, such as {"step": 1, "train/loss": 4.2, ...}.  If
@@ -62,6 +66,11 @@ def fit(
         check_number("steps", steps, 1)
     if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
         raise InputError(f"hooks is {brief(repr(hooks))}, expected a list of functions")
+    if config.reference != "base" and (objective or config.objective):  # it would be loaded
+        raise InputError(
+            f"config: reference is {config.reference!r}, but fit compares with the network's own "
+            "weights; set reference to base"
+        )
     if getattr(network, "state", None) is None:
         raise InputError(
             "the network has no weights to train; call its init or load, and not only_generate"
@@ -80,6 +89,9 @@ def fit(
             hook(row)
 
     with contextlib.ExitStack() as stack:
+        if objective is not None:
+            network.set_objective(objective)
+            stack.callback(network.set_objective, None)
         if folder is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="unsaved-model-"))
             fitted: Any = _Unsaved(network, data)
@@ -121,7 +133,9 @@ class _Fitted:
     def open_train_set(self) -> TrainSet:
         config, rows = self.config, self._network.batch_size
         if isinstance(self._data, str):
-            return open_train_set(config, rows)
+            own = self._network.objective
+            head = None if own is None else head_of(config, own)
+            return open_train_set(config, rows, reference=head and head.needs_reference)
         return InMemoryTrainSet(
             self._data, config.seq, lambda step: (config.microbatches(step), rows), config.seed
         )

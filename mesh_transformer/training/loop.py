@@ -20,9 +20,11 @@ from tqdm import tqdm
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath, local_path
+from mesh_transformer.training import references
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, StepClock, row_of, start_wandb
+from mesh_transformer.training.objectives import Head, head_of
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes, warmup_remark
@@ -148,13 +150,21 @@ def _train(
             stack.callback(wandb.close)
         eval_tasks = harness.load_harness(config) if validate else None
         loader = stack.enter_context(contextlib.closing(network.open_train_set()))
+        head = head_of(config, network.objective)
+        sets = [] if head is None else references.record_sets(config, loader, val_sets)
         for source in val_sets.values():  # report an unusable set now, not after hours
             validation.open_set(network, source).close()
         with ledger.spending("restore"):
             network.claim(folder)
+            reference = None
+            if head is not None and head.needs_reference and config.reference != "base":
+                network.load(config.reference, only_params=True)
+                reference = references.prepare(network, sets)
             aux = _restore(network, folder, tune_model_path, fall_back)
             if aux is None:
                 start_weights(network, tune_model_path, fresh_opt)
+            if head is not None and head.needs_reference and reference is None:
+                reference = references.prepare(network, sets, (aux or {}).get("reference"))
         if aux is None:
             aux = {}
         elif tune_model_path is not None and not config.lora_rank:
@@ -200,6 +210,8 @@ def _train(
             total=total,
             logged=logged,
             temporary=temporary,
+            head=head,
+            reference=reference,
         )
         run.run(unscored)
 
@@ -282,6 +294,7 @@ class _Run:
 
     `total` is the step to train to, and `logged` the last step whose metrics have been logged.
     `saved` is what the checkpoint that the run continues holds beside the network's state.
+    `head` is the objective, and `reference` the digest of its reference's weights, if any.
     """
 
     network: TrainableNetwork
@@ -297,6 +310,8 @@ class _Run:
     total: int
     logged: int
     temporary: bool
+    head: Head | None
+    reference: str | None
 
     def __post_init__(self):
         network = self.network
@@ -464,7 +479,12 @@ class _Run:
         kind = self.ledger.switch("validation")
         try:
             for name, path in self.val_sets.items():
-                loss = validation.score(self.network, path, stopped=stopped).loss
+                if self.head is None:
+                    loss = validation.score(self.network, path, stopped=stopped).loss
+                else:
+                    results = references.score(self.network, path, self.head, stopped=stopped)
+                    loss = results.pop("loss")
+                    scores |= {f"val/{key}_{name}": value for key, value in results.items()}
                 scores[f"val/loss_{name}"] = loss
                 summary.append(f"validation loss {name} {loss:.4f}")
             if self.eval_tasks:
@@ -509,6 +529,7 @@ class _Run:
             **self.rows.state(),
             "best": self.best.state(),
             "wandb": self.log.wandb_id,
+            **({} if self.reference is None else {"reference": self.reference}),
         }
 
     def _report(self, line: str) -> None:

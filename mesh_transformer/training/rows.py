@@ -9,6 +9,7 @@ from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import NoiseScale
+from mesh_transformer.training.objectives import PREFIX
 from mesh_transformer.util import InputError, StoppedError
 
 
@@ -127,6 +128,9 @@ class MetricsRows:
         for name in (*measured, "learning_rate"):
             if math.isfinite(values[name]):
                 row[f"train/{name}"] = values[name]
+        for name, value in values.items():
+            if name.startswith(PREFIX) and math.isfinite(value):
+                row[f"train/{name.removeprefix(PREFIX)}"] = value
         if self.config.skip_nonfinite or self.config.skip_spikes or self._skipped["total"]:
             row["train/skipped"] = self._skipped["total"]
         sequences = self._sequences(step.number - 1)

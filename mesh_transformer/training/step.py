@@ -33,6 +33,7 @@ from mesh_transformer.model.dropout import sequence_keys
 from mesh_transformer.model.loss import loss_weights, losses, train_loss
 from mesh_transformer.model.transformer import Params
 from mesh_transformer.training import offload, spikes
+from mesh_transformer.training.objectives import Head, objective_loss, objective_weights
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.training.schedule import learning_rate
 from mesh_transformer.util import InputError
@@ -237,8 +238,11 @@ def gradients(
     *,
     config: Config,
     par: Parallel,
+    head: Head | None = None,
 ) -> tuple[Any, dict[str, Array]]:
     """Return the gradients of `params`, sharded like the state, and the metrics in `MEASURED`.
+
+    With an objective, its own metrics follow.
 
     The gradients are averaged over the microbatches and over dp, with all sums in f32.  If there is
     one microbatch and one replica, nothing is summed, and they are in the compute dtype.
@@ -249,19 +253,26 @@ def gradients(
         `CausalTransformer.train`), and with dropout `key` [A, B] (see `sequence_keys`).  Inside a
         `shard_map`, B counts only the device's sequences.
       microbatches: the number of microbatches to use, from the first (default: all A).
+      head: the objective; None for cross entropy.
     """
     every = transformer.declarations(config)
     declared, fixed = partition(every, every)
     params = par.compute_copy(params, declared, config.dtype)
     frozen = par.compute_copy(frozen, fixed, config.dtype)
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
-    weights = None if mask is None else loss_weights(mask, par, segments)
+    weights: Any = None
+    if head is not None:
+        weights = objective_weights(batch["loss_mask"], batch["segment_ids"], par, head)
+    elif mask is not None:
+        weights = loss_weights(mask, par, segments)
     if microbatches is not None:  # the mean of the weights is 1 over the microbatches to use
         weights = jax.tree.map(lambda w: w * (microbatches / len(w)), weights)
     squares = Optimizer(config, declared).squares
 
     def loss_of(params: Any, *sample: Any) -> tuple[Array, Array]:
         whole = combine(frozen, par.mark_varying(params, declared))
+        if head is not None:
+            return objective_loss(whole, *sample, config=config, par=par, head=head)
         return train_loss(whole, sample[0], sample[1], config, par, *sample[2:])
 
     grad_fn = jax.value_and_grad(loss_of, has_aux=True)
@@ -276,24 +287,34 @@ def gradients(
         return jax.tree.map(jnp.add, sums, to_f32(grads)), measured
 
     samples = (batch["obs"], batch["target"], weights, segments, batch.get("key"))
+    if head is not None:
+        samples += (mask, batch.get("reference"))
     accumulation = len(batch["obs"]) if microbatches is None else microbatches
     sums = par.accumulator(params, declared)
     if microbatches is not None:
-        sums, measured = _sum_of_first(microbatch, sums, samples, microbatches, par)
+        size = 4 if head is None else 4 + 2 * len(head.names)
+        sums, measured = _sum_of_first(microbatch, sums, samples, microbatches, par, size)
     else:
         if accumulation == 1 and par.dp == 1:  # nothing to add
             sums, of_each = one(jax.tree.map(lambda x: x[0], samples))
         else:
             sums, of_each = jax.lax.scan(microbatch, sums, samples)
         loss, last_loss, micro_square = of_each
-        measured = jnp.stack(
-            (loss.mean(), last_loss.mean(), jnp.sqrt(micro_square).mean(), micro_square.mean())
+        measured = _stacked(
+            loss.mean(),
+            last_loss.mean() if head is None else last_loss.mean(axis=range(last_loss.ndim - 1)),
+            jnp.sqrt(micro_square).mean(),
+            micro_square.mean(),
         )
     grads = par.mean(jax.tree.map(lambda g: g / accumulation, sums), declared)
     if weights is not None:
-        measured = jnp.append(measured, weights.every_BT.mean())
-    loss, last_loss, norm_micro, square_micro, *mean_weight = par.mean_over_dp(measured)
-    return grads, {
+        measured = jnp.append(measured, jax.tree.leaves(weights)[0].mean())
+    loss, last_loss, norm_micro, square_micro, *rest = par.mean_over_dp(measured)
+    own = {}
+    if head is not None:
+        own = {name: rest[i] / rest[i + len(head.names)] for i, name in enumerate(head.names)}
+    mean_weight = rest[-1:]
+    return grads, own | {
         "loss": loss,
         "last_loss": last_loss,
         "grad_norm": jnp.sqrt(par.total(squares(grads), declared)),
@@ -304,7 +325,12 @@ def gradients(
 
 
 def _sum_of_first(
-    microbatch: Callable[..., Any], sums: Any, samples: Any, microbatches: Array, par: Parallel
+    microbatch: Callable[..., Any],
+    sums: Any,
+    samples: Any,
+    microbatches: Array,
+    par: Parallel,
+    size: int,
 ) -> tuple[Any, Array]:
     """Accumulate gradients and metrics over the first `microbatches` of `samples`.
 
@@ -314,21 +340,32 @@ def _sum_of_first(
     Args:
       microbatch: see `gradients`.
       sums: the gradient sums to add to.
+      size: the number of metrics, see `_stacked`.
 
     Returns:
-      The new sums, and the means of the loss, of `last_loss`, and of the gradient's norm and
-      squared norm, [4].
+      The new sums, and the means over microbatches of `_stacked`.
     """
 
     def body(index: Array, carry: Any) -> Any:
         sums, totals = carry
         sample = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), samples)
         sums, (loss, last_loss, square) = microbatch(sums, sample)
-        return sums, totals + jnp.stack((loss, last_loss, jnp.sqrt(square), square))
+        return sums, totals + _stacked(loss, last_loss, jnp.sqrt(square), square)
 
-    totals = par.zeros((4,), jnp.float32, "dp")
+    totals = par.zeros((size,), jnp.float32, "dp")
     sums, totals = jax.lax.fori_loop(0, microbatches, body, (sums, totals))
     return sums, totals / microbatches
+
+
+def _stacked(loss: Array, last_loss: Array, norm: Array, square: Array) -> Array:
+    """Return the metrics of microbatches as a vector.
+
+    With an objective, `last_loss` is a vector of its metrics, which follow the others, and the loss
+    takes its place.
+    """
+    if not last_loss.ndim:
+        return jnp.stack((loss, last_loss, norm, square))
+    return jnp.concatenate((jnp.stack((loss, loss, norm, square)), last_loss))
 
 
 MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro", "counted")
@@ -345,8 +382,10 @@ def _is_skipped(config: Config, state: State, metrics: dict[str, Array]) -> Arra
     return skipped
 
 
-def compile_train(layout: StateLayout) -> Callable[..., Any]:
+def compile_train(layout: StateLayout, head: Head | None = None) -> Callable[..., Any]:
     """Return the compiled training step: a function (state, batch) -> (state, metrics).
+
+    It minimises the objective `head` or, by default, the cross entropy.
 
     If the config sets `batch_ramp_steps`, the function takes a third argument: the number of
     microbatches to use, int32 [], of the A = `gradient_accumulation_steps` microbatches of `batch`.
@@ -357,10 +396,11 @@ def compile_train(layout: StateLayout) -> Callable[..., Any]:
     config, specs = layout.config, layout.specs
     batch = P(None, "dp")  # for all arrays of the batch
     microbatches = (P(),) if config.batch_ramp_steps else ()
+    measured = MEASURED if head is None else (*MEASURED, *head.names)
     measure = layout.partitioned(
-        gradients,
+        functools.partial(gradients, head=head),
         (specs["params"], specs["frozen"], batch, *microbatches),
-        (specs["params"], dict.fromkeys(MEASURED, P())),
+        (specs["params"], dict.fromkeys(measured, P())),
         attention=layout.attention,
         split_stream=config.shard_activations and config.shards > 1,
     )

@@ -18,6 +18,7 @@ import pytest
 from mesh_transformer.checkpoint.native import find
 from mesh_transformer.cli import train
 from mesh_transformer.config import Config
+from mesh_transformer.data import references
 from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.evaluation import harness
 from mesh_transformer.pod.every_host import find_place
@@ -36,6 +37,7 @@ from tests.support.small_run import (
     write_config,
 )
 from tests.support.waiting import SECONDS
+from tests.training.test_objectives import config_of, write_preferences
 
 # f32 rounds to 6e-8, and several processes add in a different order than one, over 30 updates.
 OTHER_PROCESSES = 1e-5
@@ -137,6 +139,26 @@ def test_rows_are_those_of_a_pod_and_of_one_process(tmp_path, monkeypatch, versi
             assert driver.process.wait(SECONDS) == 0, driver.log.read_text()[-3000:]
         assert_same_rows(rows_of(folder / "model"), rows_of(pod))
         assert_close_rows(rows_of(folder / "model"), rows_of(tmp_path / "one"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts_read", [False, True])
+def test_preferences_have_the_rows_of_one_process(tmp_path, monkeypatch, hosts_read):
+    """With KTO, whose estimate of a KL divergence is a mean over all replicas."""
+    records = write_preferences(tmp_path, "kto", 20)
+    sets = {"train_set": records, "val_set": {"held_out": records}, "val_batches": 2}
+    short = {"total_steps": 3, "val_every": 3, "tpu_size": 8, "cores_per_replica": 4}
+    values = config_of("kto", **sets, **short, hosts_read=hosts_read, dtype="float32").as_dict()
+    config = write_config(tmp_path / "config.json", values)
+    train_here(monkeypatch, config, tmp_path / "one")
+    expected = rows_of(tmp_path / "one")
+    Path(references.file_of(records)).unlink()
+    run_to_end(tmp_path / "two", config, 2)
+    for row, base in zip(rows_of(tmp_path / "two" / "model"), expected, strict=True):
+        names = [name for name in base if name.startswith(("train/", "val/"))]
+        assert {"train/kl", "train/rewards/rejected"} < set(names)
+        for name in set(names) - {"train/tokens_per_sec"}:
+            assert row[name] == pytest.approx(base[name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,7 @@ class Counter:
 
     batch_size, dp = 4, 1
     noise_batches = (4, 8)
+    objective = None
     peak_flops = 1e9
 
     def __init__(self, config: Config, saved: dict[int, Any] | None = None):
