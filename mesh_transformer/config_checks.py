@@ -355,17 +355,27 @@ def _check_virtual_mesh(c: Any) -> None:
 
 
 def _check_exact(c: Any) -> None:
-    """Check that every matmul of a config with `exact` can be computed in blocks of rows."""
-    other = {
-        "partitioning": c.partitioning == "jit" and c.shards > 1,  # XLA would gather each block
-        "shard_activations": c.shard_activations and c.shards > 1,  # blocks would cross devices
-        "int8_matmuls": c.int8_matmuls,  # in training only
-        "int8_cache": c.int8_cache,  # in generation only
+    """Check that a config with `exact` can keep what docs/same-bits.md promises."""
+    if not c.exact:
+        return
+    if c.shards > 1 and c.virtual_mesh is None:  # the compiler would choose the order of sums
+        raise InputError(
+            f"exact is true and cores_per_replica is {c.cores_per_replica}, but virtual_mesh is "
+            f"null; set it, for example to [1, {c.cores_per_replica}]"
+        )
+    excluded = {
+        "attention": None if c.attention in ("auto", "xla") else c.attention,
+        # Later positions would be in the slots of earlier ones.
+        "attention_window": c.attention_window if c.attention_window < c.seq else None,
         "dropout": c.drops,
-        "paged_attention": c.paged_attention != "xla",
+        "int8_cache": c.int8_cache,
+        "int8_matmuls": c.int8_matmuls,
+        "paged_attention": None if c.paged_attention == "xla" else c.paged_attention,
+        "shard_activations": c.shard_activations and c.shards > 1,
     }
-    if c.exact and (names := [name for name, is_set in other.items() if is_set]):
-        raise InputError(f"exact is true, but {names[0]} is set, too; change one of them")
+    for key, value in excluded.items():
+        if value:
+            raise InputError(f"exact is true, which excludes {key}, but it is {value}; unset one")
 
 
 def _check_objective(c: Any) -> None:

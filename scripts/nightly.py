@@ -8,6 +8,7 @@ page gives, and otherwise only what is released.
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -107,6 +108,7 @@ def main() -> int:
         "--always", action="store_true", help="test also if JAX is not newer than the lock's"
     )
     args = parser.parse_args()
+    shutil.rmtree(REPOSITORY / args.venv, ignore_errors=True)  # of an earlier night
     make = ["make", f"PYTHON={args.python}", f"VENV={args.venv}", "TORCH="]
     subprocess.run([*make, f"{args.venv}/test", "libtpu"], cwd=REPOSITORY, check=True)
     python = REPOSITORY / args.venv / "bin/python"

@@ -79,9 +79,9 @@ def check_vocabulary(draft: Config, model: Config, where: str) -> None:
 def within_window(draft: Config, model: Config) -> Config:
     """Return a draft's config with the model's window, if that is shorter.
 
-    The cache does not keep what is out of the model's window.
+    The cache does not keep what is out of the model's window, which `exact` would require.
     """
-    return draft.replace(attention_window=min(draft.window, model.window))
+    return draft.replace(attention_window=min(draft.window, model.window), exact=False)
 
 
 def draft_config(draft: Config, model: Config, where: str) -> Config:
@@ -107,7 +107,8 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
     return draft.for_inference().replace(
         cores_per_replica=mp,
         tpu_size=model.tpu_size,
-        virtual_mesh=None,
+        virtual_mesh=model.virtual_mesh if model.exact else None,
+        exact=model.exact,
         partitioning=model.partitioning,
         zero=0,
         attention=model.attention,

@@ -1,4 +1,4 @@
-"""Functions that the compiler compiles alike wherever they are called, and so with the same bits.
+"""Functions that compile to the same code, and give the same bits, wherever they are called.
 
 `kept_apart` separates a function from what calls it.  `by_rows` also gives it the same shapes
 everywhere: it computes a fixed number of rows at a time, so that the result for a row depends
@@ -12,18 +12,25 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+
+from mesh_transformer.mesh.jax_versions import varying_axes
 
 ROWS_ON_CPU, ROWS = 16, 128  # rows that are computed together
 
 
 class Exact(NamedTuple):
-    """How `by_rows` computes on a platform, such as "cpu"."""
+    """How `by_rows` computes on a platform.
+
+    Attributes:
+      platform: that of the devices, such as "cpu".
+    """
 
     platform: str
 
     @property
     def rows(self) -> int:
+        """The number of rows that are computed together."""
         return ROWS_ON_CPU if self.platform == "cpu" else ROWS
 
 
@@ -39,11 +46,11 @@ def kept_apart(function: Callable[..., Any], platform: str) -> Callable[..., Any
     """
     if calls_stay(platform):
 
-        def segment(*args: Any) -> Any:
+        def kept_apart(*args: Any) -> Any:  # `is_kept_apart` knows the name
             with set_xla_metadata(inlineable=None):  # not for the functions that it calls
                 return function(*args)
 
-        return set_xla_metadata(inlineable="false")(jax.jit(segment))
+        return set_xla_metadata(inlineable="false")(jax.jit(kept_apart))
 
     # The compiler for TPUs inlines all calls, but not a branch that it cannot predict.
     def branch(*args: Any) -> Any:
@@ -51,11 +58,23 @@ def kept_apart(function: Callable[..., Any], platform: str) -> Callable[..., Any
         shapes = jax.eval_shape(function, *args)
 
         def zeros(*_: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return jax.tree.map(_zeros, shapes)
 
         return lax.cond(runs, function, zeros, *args)
 
     return branch
+
+
+def is_kept_apart(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a call of a function that `kept_apart` returned for CPUs."""
+    return eqn.params.get("name") == kept_apart.__name__
+
+
+def _zeros(shape: Any) -> Array:
+    """Return zeros of the type of a result, which inside `shard_map` names mesh axes."""
+    axes = tuple(sorted(varying_axes(shape)))
+    zeros = jnp.zeros(shape.shape, shape.dtype)
+    return lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
 def by_rows(function: Callable[..., Any], exact: Exact) -> Callable[..., Any]:

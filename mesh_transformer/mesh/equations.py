@@ -16,6 +16,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
+from mesh_transformer.mesh.apart import is_kept_apart, kept_apart
 from mesh_transformer.mesh.jax_versions import carry_of
 
 AXES = ("dp", "mp")
@@ -154,7 +155,8 @@ def _evaluate_one(eqn: JaxprEqn, args: list[Any], index: Index) -> Sequence[Any]
         return lax.switch(args[0], branches, *args[1:])
     function = called(eqn)
     if function is not None:
-        return _evaluate_function(*function, args, index)
+        run = functools.partial(_evaluate_function, *function, index=index)
+        return (kept_apart(run, "cpu") if is_kept_apart(eqn) else run)(args)
     if name == "div" and jnp.issubdtype(jnp.result_type(args[1]), jnp.floating):
         # The compiler rewrites some divisions like this, depending on what is around them.
         return [lax.mul(args[0], lax.div(lax.full_like(args[1], 1), args[1]))]

@@ -148,6 +148,14 @@ def prng_name(dtype: Any) -> str:
     return dtype._impl.name
 
 
+def varying_axes(shape: jax.ShapeDtypeStruct) -> frozenset[str]:
+    """Return the mesh axes along which a result of `jax.eval_shape` differs, inside `shard_map`.
+
+    JAX 0.9 has renamed this attribute, and does not document it.
+    """
+    return getattr(shape.manual_axis_type, "varying", frozenset())  # type: ignore[attr-defined]
+
+
 def _wrap(module: str, name: str, wrap: Callable[..., Callable[..., Any]]) -> None:
     function = private(module, name)
     if function is not None:

@@ -31,11 +31,11 @@ def attend_exactly(
 
     A result depends on the query, on the keys and values that it attends to and on their order: not
     on the number of queries, rows or slots.  Queries are computed in blocks of `exact.rows`, and
-    the slots of a text in blocks of `SLOTS` from its first one; a masked one adds exactly 0.
+    the slots of a text in blocks of `SLOTS` from its first one; masked ones add exactly 0.
     The gradient is that of `attention.attend`.
 
     Args:
-      first_BT: the slot of the first token of each query's text.
+      first_BT: the slot of the first token of each query's text; earlier ones must be masked.
     """
     (B, T, H, K), slots = q_BTHK.shape, rows.k_BHSK.shape[2]
     queries, width = exact.rows, SLOTS
@@ -80,7 +80,7 @@ def attend_exactly(
             return first, jnp.where(is_own_T[:, None, None], new_1THK, y_1THK)
 
         last = jnp.max(first_T)
-        begun = (jnp.min(first_T) * 0 - 1, q_1THK * 0)
+        begun = (jnp.min(first_T) - 1, q_1THK * 0)
         return jax.lax.while_loop(lambda carry: carry[0] < last, of_text, begun)[1][0]
 
     y = jax.lax.map(block, jnp.arange(B * blocks))

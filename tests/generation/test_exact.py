@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from mesh_transformer.generation.sampling_settings import sampler_settings
+from mesh_transformer.mesh import apart
 from mesh_transformer.mesh.apart import Exact
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -50,6 +52,26 @@ def test_training_evaluation_and_scoring_agree(small, changes):
         np.testing.assert_array_equal(other, trained_and_scored(network)[0])
 
 
+@pytest.mark.slow
+def test_a_draft_changes_no_bits(small, tmp_path):
+    """On one device of a virtual mesh that divides the heads of neither model."""
+    keys = GPTJ | {"virtual_mesh": [1, 4], "tpu_size": 1, "n_heads": 2, "tokenizer": "gpt2"}
+    draft = CausalTransformer(small(**keys, layers=1), devices=jax.devices()[:1])
+    draft.save(str(tmp_path), {})
+    draft.wait()
+    network = CausalTransformer(small(**keys), devices=jax.devices()[:1])
+    network.add_draft(str(tmp_path))
+    prompt = random_batch(network.config, 1)["obs"][0, :9]
+    batch = network.batch(1, guesses=2)
+    settings = sampler_settings({"temp": 0.0}, 1)
+    first = batch.insert([0], [prompt], [20], settings, alternatives=1)
+    chosen = batch.decode(6, alternatives=1, speculate=True)
+    answer = [*first.token, *chosen.token[0, : 19 - batch.left[0]]]
+    text = np.concatenate((prompt, answer)).astype(np.uint32)[None]
+    logprobs = np.array([*first.logprob, *chosen.logprob[0, : len(answer) - 1]])
+    np.testing.assert_array_equal(network.score(text, 0).logprob[0, len(prompt) - 1 :], logprobs)
+
+
 def test_adapters_have_the_same_bits_in_training_and_generation(small, tmp_path):
     base = CausalTransformer(small(**GPTJ))
     base.save(str(tmp_path), {})
@@ -72,14 +94,29 @@ def test_adapters_have_the_same_bits_in_training_and_generation(small, tmp_path)
         {"dropout_residual": 0.1},
         {"int8_cache": True},
         {"paged_attention": "pallas"},
-        {"partitioning": "jit", "cores_per_replica": 2},
-        {"shard_activations": True, "cores_per_replica": 2},
+        {"attention_window": 8},
+        {"attention": "blocks"},
+        {"cores_per_replica": 2},
+        {"shard_activations": True, "cores_per_replica": 2, "virtual_mesh": [1, 2]},
     ],
     ids=str,
 )
 def test_what_cannot_be_computed_in_blocks_is_refused(small, changes):
-    with pytest.raises(InputError, match="exact is true, but"):
+    with pytest.raises(InputError, match="exact is true"):
         small(exact=True, **changes)
+
+
+@pytest.mark.slow
+def test_functions_that_are_branches_train_too(small, monkeypatch):
+    """As on TPUs, whose compiler inlines all calls."""
+    monkeypatch.setattr(apart, "calls_stay", lambda platform: False)
+    keys = GPTJ | {"virtual_mesh": [2, 2], "cores_per_replica": 2, "tpu_size": 4, "layers": 1}
+    network = CausalTransformer(small(**keys), devices=jax.devices()[:4])
+    batch = random_batch(network.config, 1, network.batch_size)
+    evaluated = network.eval({name: x[0] for name, x in batch.items()})["all_loss"]
+    scored = network.score(batch["obs"][0], 0).logprob
+    np.testing.assert_array_equal(scored, -evaluated[:, :-1])
+    assert np.isfinite(network.train(batch)["loss"])
 
 
 @pytest.mark.slow
@@ -97,10 +134,8 @@ def test_by_default_it_differs_by_rounding():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cores_per_replica": 4},
-        pytest.param(
-            {"block": "llama", "key_heads": 2, "cores_per_replica": 2}, marks=pytest.mark.slow
-        ),
+        {"cores_per_replica": 4, "virtual_mesh": [2, 4]},
+        pytest.param({"block": "llama", "key_heads": 2}, marks=pytest.mark.slow),
         pytest.param(
             {"block": "gpt2", "cores_per_replica": 4, "virtual_mesh": [2, 4], "zero": 1},
             marks=pytest.mark.slow,

@@ -1,9 +1,9 @@
-"""Asks for the probabilities of the same tokens in many ways, and compares their bits.
+"""Ask for the probabilities of the same tokens in many ways, and compare their bits.
 
 `python -m tests.long.one_probability 1000` sends random requests to an engine, in random company:
 prompts that begin alike, chunks, guesses, all sampling settings.  The logprobs of prompts and
-answers must equal those of `network.score`, of `network.eval` and of training's own program, on
-each of four meshes.  `--default` does the same without `exact`, and prints the differences.
+answers must equal those of `network.score` on each of four meshes, and of `network.eval`.
+`--default` does the same without `exact`, and prints the differences.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def differences(count: int, longest: int, answer: int, seed: int, **changes: Any
     """
     rng = np.random.default_rng(seed)
     networks = [network_on(*mesh, **changes) for mesh in MESHES]
-    found = []
+    results = []
     prompts = texts(count, longest, seed)
     parts = np.array_split(np.arange(count), len(networks))
     with tqdm(total=count, unit="text") as bar:
@@ -149,10 +149,10 @@ def differences(count: int, longest: int, answer: int, seed: int, **changes: Any
             options = {"speculate": int(rng.integers(0, 4)), "chunk": int(rng.choice([16, 64]))}
             for text, logprobs in answered(network, own, answer, seed, **options):
                 for other in networks:
-                    found.append(difference(logprobs, scored(other, text, rng)))
-                found.append(difference(logprobs, evaluated(network, text)))
+                    results.append(difference(logprobs, scored(other, text, rng)))
+                results.append(difference(logprobs, evaluated(network, text)))
                 bar.update()
-    return found
+    return results
 
 
 def main() -> None:
@@ -162,9 +162,11 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     changes = {"exact": False} if args.default else {}
-    found = np.array(differences(args.count, 512, 32, seed=0, **changes))
-    print(f"{len(found)} comparisons, {np.count_nonzero(found)} with other bits")
-    print("largest differences (0, 50, 90, 99, 100 %):", np.percentile(found, [0, 50, 90, 99, 100]))
+    results = np.array(differences(args.count, 512, 32, seed=0, **changes))
+    print(f"{len(results)} comparisons, {np.count_nonzero(results)} with other bits")
+    print(
+        "largest differences (0, 50, 90, 99, 100 %):", np.percentile(results, [0, 50, 90, 99, 100])
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from packaging.requirements import Requirement
 
-from mesh_transformer.mesh.jax_versions import PRIVATE, carry_of, erfc, private, prng_name
+from mesh_transformer.mesh.jax_versions import (
+    PRIVATE,
+    carry_of,
+    erfc,
+    private,
+    prng_name,
+    varying_axes,
+)
 from tests.support.pages import ROOT
 
 
@@ -83,3 +90,16 @@ def test_the_numbers_of_constants_and_carried_arrays_of_a_scan():
 @pytest.mark.parametrize("name", ["threefry2x32", "rbg"])
 def test_the_name_of_a_generator(name):
     assert prng_name(jax.random.key(0, impl=name).dtype) == name
+
+
+def test_the_axes_along_which_a_result_varies():
+    seen = []
+
+    def run(x):
+        seen.append(varying_axes(jax.eval_shape(lambda x: 2 * x, x)))
+        return x
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "mp"))
+    jax.shard_map(run, mesh=mesh, in_specs=P("mp"), out_specs=P("mp"))(jnp.ones(4))
+    run(jnp.ones(4))
+    assert seen == [{"mp"}, set()]
