@@ -29,8 +29,8 @@ def versions(python: Path) -> dict[str, str]:
     """Return the versions of `VERSIONS` in an environment, those that it has."""
     command = [python, "-m", "pip", "list", "--format=json", "--disable-pip-version-check"]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = {package["name"]: package["version"] for package in json.loads(output)}
-    return {name: found[name] for name in VERSIONS if name in found}
+    installed = {package["name"]: package["version"] for package in json.loads(output)}
+    return {name: installed[name] for name in VERSIONS if name in installed}
 
 
 def causes(xml: str) -> dict[str, list[tuple[str, str]]]:
@@ -38,27 +38,25 @@ def causes(xml: str) -> dict[str, list[tuple[str, str]]]:
 
     A cause is the message of an exception, with numbers and addresses left out.
     """
-    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    failures: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for case in ElementTree.fromstring(xml).iter("testcase"):
         for result in case:
             if result.tag in ("failure", "error"):
                 message = next(iter((result.get("message") or "").splitlines()), "no message")
                 cause = re.sub(r"0x[0-9a-f]+|\d+", "N", message)[:200]
                 test = f"{case.get('classname')}::{case.get('name')}"
-                found[cause].append((test, result.text or ""))
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+                failures[cause].append((test, result.text or ""))
+    return dict(sorted(failures.items(), key=lambda item: -len(item[1])))
 
 
 def counts(xml: str) -> dict[str, int]:
     """Return the numbers of tests of a JUnit file, by result."""
     (suite,) = ElementTree.fromstring(xml).iter("testsuite")
-    number = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
-    failed = number["failures"] + number["errors"]
-    return {
-        "passed": number["tests"] - failed - number["skipped"],
-        "failed": failed,
-        "skipped": number["skipped"],
-    }
+    total, failures, errors, skipped = (
+        int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")
+    )
+    failed = failures + errors
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
 
 
 def report(

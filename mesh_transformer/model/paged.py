@@ -255,7 +255,7 @@ def in_turn(
 
     Args:
       read: a function from the number of a turn to the keys and values, and their bias.
-      turns: the number of turns, of which those before `first` are left out.
+      turns: the end of the range of turns, which begins with `first`.
       exact: if it is given, a turn is computed alike wherever it is.
     """
     return on_matrix_unit(lambda q_BTHK: _turns(q_BTHK, read, turns, cap, first, exact), q_BTHK)
