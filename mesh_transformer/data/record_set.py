@@ -294,13 +294,13 @@ class RecordSet:
     @functools.cached_property
     def _references(self) -> references.References:
         """What the file beside the records holds; read with the first row, as a run writes it."""
-        found = references.read(self._index_path)
-        if found is None:
+        result = references.read(self._index_path)
+        if result is None:
             raise InputError(
                 f"{references.file_of(self._index_path)} is missing; training with these records "
                 "as train_set or val_set writes it"
             )
-        return found
+        return result
 
     def _files(self, epoch: int) -> list[int]:
         """Return the indices of all files, in the order in which the given epoch reads them."""

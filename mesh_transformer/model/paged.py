@@ -174,8 +174,8 @@ def write_and_attend(
 
     Every query attends to the `used_B` first slots of its row.
 
-    The kernel masks by addition, so that a NaN in a masked slot would spread.  Therefore the keys
-    of the written page that are masked become 0, and the first page stands for those after it.
+    The kernel masks by addition, so that a NaN in a masked slot would spread.  Therefore masked
+    keys of the written page become 0, and unused entries of a table name the row's first page.
 
     Args:
       q_BTHK: the queries of one position; T is the number of those that share a head of keys.

@@ -21,7 +21,7 @@ def junit(*failures: tuple[str, str, str]) -> str:
 
 
 def test_failures_are_grouped_by_their_cause():
-    """The most frequent cause first, each with one error, of which the last lines are shown."""
+    """Causes are in order of frequency, each with the last lines of one error."""
     traceback = "\n".join(f"line {number}" for number in range(100))
     failures = [("one", "ValueError: bad", "elsewhere")]
     failures += [

@@ -121,14 +121,14 @@ def test_functions_that_are_branches_train_too(small, monkeypatch):
 
 @pytest.mark.slow
 def test_a_token_has_the_same_probability_everywhere():
-    found = one_probability.differences(4, 60, 6, seed=1, seq=128)
-    assert not any(found)
+    results = one_probability.differences(4, 60, 6, seed=1, seq=128)
+    assert not any(results)
 
 
 @pytest.mark.slow
 def test_by_default_it_differs_by_rounding():
-    found = one_probability.differences(4, 60, 6, seed=1, seq=128, exact=False)
-    assert 0 < max(found) < 1e-4
+    results = one_probability.differences(4, 60, 6, seed=1, seq=128, exact=False)
+    assert 0 < max(results) < 1e-4
 
 
 @pytest.mark.parametrize(

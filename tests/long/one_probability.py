@@ -48,7 +48,7 @@ def network_on(dp: int, mp: int, **changes: Any) -> CausalTransformer:
 
 
 def texts(count: int, longest: int, seed: int) -> list[np.ndarray]:
-    """Return random prompts, of which half begin as an earlier one."""
+    """Return random prompts; half of them begin as an earlier one."""
     rng = np.random.default_rng(seed)
     prompts: list[np.ndarray] = []
     for _ in range(count):

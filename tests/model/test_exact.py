@@ -39,7 +39,7 @@ def test_results_match_plain_attention_and_its_gradient(window):
     actual, own_pull = jax.vjp(lambda *args: computed(*args, bias_BHTS, first), q_BTHK, keys)
     # Sums of up to 300 terms of order 1 in another order.
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
-    g_BTHK = normal(3, *q_BTHK.shape)
+    g_BTHK = normal(3, *q_BTHK.shape)  # whose gradients are such sums, too
     for a, b in zip(*(jax.tree.leaves(f(g_BTHK)) for f in (own_pull, pull)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 

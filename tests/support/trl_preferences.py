@@ -121,9 +121,9 @@ def make() -> dict[str, Any]:
             }
             own["beta"] = SIMPO_BETA
             loss = CPOTrainer.cpo_loss(trainer(**own), *leaf.chunk(2))[0].mean()
-        found = gradient(loss, leaf)
-        found["gradient"] = (np.array(found["gradient"]) / mask.sum(1)).tolist()
-        result[name] = found
+        values = gradient(loss, leaf)
+        values["gradient"] = (np.array(values["gradient"]) / mask.sum(1)).tolist()
+        result[name] = values
 
     labels = torch.tensor([True] * PAIRS + [False] * PAIRS)
     other, other_mask = texts(rng, 2 * PAIRS)

@@ -102,14 +102,14 @@ def test_sums_are_those_of_scores(records: str, base: str, tmp_path: Path) -> No
     network = CausalTransformer(Config.from_dict(TINY), init=False)
     network.load(base, only_params=True)
     batch = random_groups(config_of("dpo"), 1, 10)
-    found = references.read(records)
-    assert found is not None
-    assert found.counts == [10]
+    stored = references.read(records)
+    assert stored is not None
+    assert stored.counts == [10]
     rows = {key: x.reshape(10, -1) for key, x in batch.items()}
     for number, (obs, target, mask, segments) in enumerate(
         zip(*(rows[key] for key in ("obs", "target", "loss_mask", "segment_ids")), strict=True)
     ):
-        for text in range(1, found.sums.shape[1] + 1):
+        for text in range(1, stored.sums.shape[1] + 1):
             at = np.flatnonzero(segments == text)
             expected = 0.0
             if len(at):  # alone, so that nothing before it can matter
@@ -117,7 +117,9 @@ def test_sums_are_those_of_scores(records: str, base: str, tmp_path: Path) -> No
                 sample = {"obs": tokens[None, :-1], "target": target[at][None]}
                 expected = -(np.asarray(network.eval(sample)["all_loss"])[0] * mask[at]).sum()
             # f32 sums of a text in a record, and of the text alone.
-            np.testing.assert_allclose(found.sums[number, text - 1], expected, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                stored.sums[number, text - 1], expected, rtol=1e-5, atol=1e-5
+            )
 
 
 def test_resumed_runs_keep_their_reference(records: str, base: str, tmp_path: Path) -> None:
