@@ -161,6 +161,10 @@ class Model(Architecture):
     # "input_gradients" and "weight_gradients"; see docs/training.md.
     int8_matmuls: list[str] = field(default_factory=list, hash=False)
     z_loss: float = 1e-4  # weight of the z-loss; see `Losses`
+    # With a teacher: the KL divergence to minimise, of the student from the teacher ("forward") or
+    # of the teacher from the student.
+    distill_kl: Literal["forward", "reverse"] = "forward"
+    distill_temperature: float = 1.0  # both models' logits are divided by it
 
     # Dropout: probabilities with which training sets activations to 0 (`model.dropout`).
     dropout_embedding: float = 0.0  # of the embedding
@@ -250,6 +254,10 @@ class Config(Model):
     undesirable_weight: float = 1.0  # the same, of undesirable ones
     # The model that training compares with: "base", the initial weights, or a checkpoint's path.
     reference: str = "base"
+    # A checkpoint of any architecture with the same vocabulary, whose probabilities training learns
+    # (docs/finetune.md).  None: none
+    teacher: str | None = None
+    distill_weight: float = 0.5  # of the KL divergence; that of the cross entropy is the rest of 1
 
     # Optimizer.
     per_replica_batch: int = 1  # sequences per microbatch and replica

@@ -55,7 +55,9 @@ def check(c: Any) -> None:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
     if c.seed < -(2**63):
         raise InputError(f"seed is {c.seed}, expected at least -2**63")
-    for key in ("clip_norm", "val_batch_multiplier", "desirable_weight", "undesirable_weight"):
+    above_0 = "clip_norm val_batch_multiplier desirable_weight undesirable_weight "
+    above_0 += "distill_temperature distill_weight"
+    for key in above_0.split(" "):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
     or_null = "total_steps early_stop anneal_tokens warmup_tokens eval_harness_limit"
@@ -63,7 +65,8 @@ def check(c: Any) -> None:
         least = int(key != "warmup_tokens")
         if (value := getattr(c, key)) is not None and value < least:
             raise InputError(f"{key} is {value}, expected at least {least}")
-    for key in ("train_set", "bucket", "model_dir", "tokenizer", "tune_model_path", "reference"):
+    paths = "train_set bucket model_dir tokenizer tune_model_path reference teacher"
+    for key in paths.split(" "):
         if getattr(c, key) == "":
             raise InputError(f"{key} is an empty string; give a value, or remove the key")
     if c.skip_spikes is not None and c.skip_spikes <= 1:
@@ -383,6 +386,12 @@ def _check_objective(c: Any) -> None:
         raise InputError(f"beta is {c.beta}, expected above 0")
     if c.objective is None and c.beta is not None:
         raise InputError(f"beta is {c.beta}, but objective is null; set objective")
+    if c.distill_weight > 1:
+        raise InputError(f"distill_weight is {c.distill_weight}, expected at most 1")
+    if c.objective is not None and c.teacher is not None:
+        raise InputError(
+            f"objective is {c.objective}, but teacher is {c.teacher!r}; set one of them to null"
+        )
 
 
 def typed(key: str, value: Any, annotation: Any) -> Any:

@@ -63,6 +63,7 @@ class CausalTransformer(TrainableNetwork):
         _generator           weights as generation needs them      a step, `init`, `load`, `restore`
         _generator.adapters  LoRA adapters to choose from          `init`, `load`, `restore`
         _generator.draft     the draft model of `add_draft`        the end of the network
+        _teacher             parameters of the config's `teacher`  `only_generate`
         a `Batch`            its KV cache and settings             the end of the batch
 
     Each program is compiled when it is first needed, once per network: those of `train`, `eval` and
@@ -178,13 +179,20 @@ class CausalTransformer(TrainableNetwork):
     def set_objective(self, objective: objectives.Objective | None) -> None:
         """Let `train` minimise a function; see `TrainableNetwork.set_objective`."""
         head = objectives.head_of(self.config, objective)
+        if objective is not None and self.config.teacher is not None:
+            raise InputError("objective: the config has a teacher; set teacher to null")
         if objective != self.objective:
-            self._train = steps.compile_train(self._layout, head)
+            self._train = steps.compile_train(self._layout, head, self._teacher.layout)
         self.objective = objective
 
     @functools.cached_property
     def _train(self) -> Any:
-        return steps.compile_train(self._layout, objectives.head_of(self.config))
+        head = objectives.head_of(self.config)
+        return steps.compile_train(self._layout, head, self._teacher.layout)
+
+    @functools.cached_property
+    def _teacher(self) -> loading.LoadedTeacher:
+        return loading.load_teacher(self._layout)
 
     @functools.cached_property
     def _eval(self) -> Any:
@@ -230,7 +238,8 @@ class CausalTransformer(TrainableNetwork):
             line = "train: no target of the batch counts in the loss, so its update is skipped"
             warnings.warn(line, UncountedWarning, stacklevel=5)  # of `train`
         batch, *count = steps.whole_batch(self.config, batch)
-        self.state, metrics = self._train(state, self._rows.place(batch, P(None, "dp")), *count)
+        placed = self._rows.place(batch, P(None, "dp"))
+        self.state, metrics = self._train(state, placed, *count, *self._teacher.params)
         self.step += 1
         limit_in_flight(metrics["loss"])
         return metrics
@@ -283,6 +292,7 @@ class CausalTransformer(TrainableNetwork):
     def _only_generate(self, _: OnlyGenerate) -> None:
         self._generator.cache_weights(self._params())
         self.state = None
+        vars(self).pop("_teacher", None)
 
     @_dispatch.register
     def _claim(self, call: Claim) -> None:
@@ -328,6 +338,7 @@ class CausalTransformer(TrainableNetwork):
 
     @_dispatch.register
     def _restore(self, call: Restore) -> tuple[int, dict[str, Any] | None]:
+        self._teacher  # noqa: B018  # loaded now, so that an unusable one is reported early
         checkpoints = self._writer(call.folder)
         newest = checkpoints.newest()
         if newest is None:

@@ -23,11 +23,13 @@ from mesh_transformer.checkpoint.state_tree import (
     put_on_devices,
 )
 from mesh_transformer.config import Config
+from mesh_transformer.data.same_tokenizer import check_encoding
 from mesh_transformer.generation.finite import describe_bad_weights
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.host_memory import device_copies
 from mesh_transformer.model.lora import Adapter
 from mesh_transformer.storage.access import AnyPath
+from mesh_transformer.training.distillation import teacher_layout
 from mesh_transformer.training.step import State, StateLayout, init_state
 from mesh_transformer.util import InputError, NonFiniteError
 
@@ -94,6 +96,40 @@ def load(source: Source, layout: StateLayout, *, optimizer: bool) -> Loaded:
     state = _read_adapters(source, config, template)
     frozen, base = load_base(source.path, layout, [recorded.path], recorded)
     return Loaded(state | {"frozen": frozen}, base)
+
+
+class LoadedTeacher(NamedTuple):
+    """The teacher of a run (see `training.distillation`).
+
+    Attributes:
+      layout: the layout of its parameters; None if there is no teacher.
+      params: its parameters, or nothing.
+    """
+
+    layout: StateLayout | None
+    params: tuple[Any, ...]
+
+
+def load_teacher(layout: StateLayout) -> LoadedTeacher:
+    """Load the teacher that a config names, if any, onto the mesh of its student.
+
+    Args:
+      layout: the student's.
+
+    Raises:
+      InputError: if it cannot be read, or cannot teach the student.
+      NonFiniteError: if some of its parameters are NaN or infinite.
+    """
+    config = layout.config
+    if config.teacher is None:
+        return LoadedTeacher(None, ())
+    source = Source(config.teacher)
+    own = teacher_layout(layout, source.config, config.teacher)
+    check_encoding(source.tokenizer, None, config.tokenizer, f"teacher {config.teacher}")
+    params = own.padded({"params": load(source, own, optimizer=False).state["params"]})["params"]
+    if bad := describe_bad_weights(params, layout.mesh):
+        raise NonFiniteError(f"teacher {config.teacher}: {bad}")
+    return LoadedTeacher(own, (params,))
 
 
 def load_adapter(source: Source, layout: StateLayout, params: Any) -> Adapter:

@@ -129,9 +129,9 @@ class Layout:
     @functools.cached_property
     def par(self) -> Parallel:
         """The interface to the mesh's collectives that the config selects."""
-        return self._parallel()
+        return self.parallel()
 
-    def _parallel(self, **choices: Any) -> Parallel:
+    def parallel(self, **choices: Any) -> Parallel:
         """Return `par` with other choices; see `partitioned`.
 
         The config key `partitioning` selects its class.  On a mesh of one device, the result has no
@@ -164,7 +164,7 @@ class Layout:
           choices: `attention` and `split_stream` (see `Parallel`).
         """
         config, mesh = self.config, self.mesh
-        par = self._parallel(**choices)
+        par = self.parallel(**choices)
 
         def program(*args: Any) -> Any:
             # By default TPUs and newer GPUs round f32 matmul inputs to fewer bits.

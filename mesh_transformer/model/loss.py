@@ -1,7 +1,10 @@
-"""Cross entropy over a vocabulary split over mp, computed in chunks of positions to save memory.
+"""Losses over a vocabulary split over mp, computed in chunks of positions to save memory.
+
+These are the cross entropy, and the KL divergence between a model and its teacher.
 
 Array names end in their shape: B batch, T position, C positions of one chunk, V vocabulary, D
-model.  V is the vocabulary's size per mp shard (`Manual`) or in all (`Auto`), see `Parallel`.
+model, E the teacher's model.  V is the vocabulary's size per mp shard (`Manual`) or in all
+(`Auto`), see `Parallel`.
 
 Which targets count is decided long before: `data.completions` and `data.chat` write each token's
 loss mask into the records, `data.record_set` and `data.in_memory` read it, `data.batches` checks it
@@ -10,7 +13,7 @@ and `training.step` passes it here.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +72,12 @@ def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
     return _Part(max_BT, sum_BT, target_BT, best_BT)
 
 
+def _own_part(logits_BTV: Array, targets_BT: Array, par: Parallel) -> _Part:
+    """Return the result of `_part` for this device's shard."""
+    first = par.rank() * logits_BTV.shape[-1]
+    return par.by_rows(functools.partial(_part, first=first))(logits_BTV, targets_BT)
+
+
 def _joined(part: _Part, targets_BT: Array, par: Parallel) -> Losses:
     """Compute the losses from the intermediate values of all mp shards."""
     part = part._replace(max_BT=jax.lax.stop_gradient(part.max_BT))
@@ -97,9 +106,7 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array, par: Parallel) -> Losses
     Args:
       targets_BT: the target token ids, numbered over the whole vocabulary.
     """
-    first = par.rank() * logits_BTV.shape[-1]
-    part = par.by_rows(functools.partial(_part, first=first))(logits_BTV, targets_BT)
-    return _joined(part, targets_BT, par)
+    return _joined(_own_part(logits_BTV, targets_BT, par), targets_BT, par)
 
 
 def chunked_cross_entropy(
@@ -114,30 +121,70 @@ def chunked_cross_entropy(
       head: the output head, from x_BTD to f32 logits_BTV.
       chunk: the number of positions per chunk.
     """
-    length = x_BTD.shape[1]
+
+    def part(x_BCD: Array, targets_BC: Array) -> _Part:
+        return _own_part(head(x_BCD), targets_BC, par)
+
+    return _joined(_by_chunks(part, chunk, x_BTD, targets_BT), targets_BT, par)
+
+
+def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
+    """Return `function(*arrays)`, computed for `chunk` positions at a time.
+
+    The backward pass computes the function again, unless there is only one chunk.
+
+    Args:
+      function: a function without collectives, of arrays [B, T, ...] to a tree of arrays [B, T].
+    """
+    length = arrays[0].shape[1]
     if length <= chunk:
-        return cross_entropy(head(x_BTD), targets_BT, par)
+        return function(*arrays)
     chunks = -(-length // chunk)
 
-    def cut(x: Array, axis: int) -> Array:
-        """Split x along `axis` into chunks on a new axis 0; the last chunk is padded with zeros."""
-        widths = [(0, chunks * chunk - length if i == axis else 0) for i in range(x.ndim)]
-        shape = (*x.shape[:axis], chunks, chunk, *x.shape[axis + 1 :])
-        return jnp.moveaxis(jnp.pad(x, widths).reshape(shape), axis, 0)
-
-    @jax.checkpoint
-    def chunk_part(x_BCD: Array, targets_BC: Array) -> _Part:
-        logits_BCV = head(x_BCD)
-        of_shard = functools.partial(_part, first=par.rank() * logits_BCV.shape[-1])
-        return par.by_rows(of_shard)(logits_BCV, targets_BC)
-
-    parts = jax.lax.map(lambda inputs: chunk_part(*inputs), (cut(x_BTD, 1), cut(targets_BT, 1)))
+    def cut(x: Array) -> Array:
+        """Split x [B, T, ...] into chunks on a new axis 0; the last one is padded with zeros."""
+        widths = [(0, chunks * chunk - length if axis == 1 else 0) for axis in range(x.ndim)]
+        shape = (len(x), chunks, chunk, *x.shape[2:])
+        return jnp.moveaxis(jnp.pad(x, widths).reshape(shape), 1, 0)
 
     def whole(chunked: Array) -> Array:
-        padded_BT = jnp.moveaxis(chunked, 0, 1).reshape(targets_BT.shape[0], -1)
+        padded_BT = jnp.moveaxis(chunked, 0, 1).reshape(chunked.shape[1], -1)
         return padded_BT[:, :length]
 
-    return _joined(jax.tree.map(whole, parts), targets_BT, par)
+    of_chunk = jax.checkpoint(lambda inputs: function(*inputs))
+    return jax.tree.map(whole, jax.lax.map(of_chunk, tuple(map(cut, arrays))))
+
+
+class _DivergencePart(NamedTuple):
+    """Intermediate values of sum(p log(p / q)) at every position, for one shard of the vocabulary.
+
+    p and q are the softmax of two arrays of logits.
+    """
+
+    max_p_BT: Array  # of the logits of p
+    max_q_BT: Array
+    sum_p_BT: Array  # the sum of exp(logit - max)
+    sum_q_BT: Array
+    mean_BT: Array  # the sum of exp(p - max_p) * ((p - max_p) - (q - max_q)), of logits p and q
+
+
+def _divergence_part(p_BTV: Array, q_BTV: Array) -> _DivergencePart:
+    max_p_BT, max_q_BT = (jax.lax.stop_gradient(x.max(axis=-1)) for x in (p_BTV, q_BTV))
+    p_BTV, q_BTV = p_BTV - max_p_BT[..., None], q_BTV - max_q_BT[..., None]
+    exp_BTV = jnp.exp(p_BTV)
+    sum_p_BT, sum_q_BT = exp_BTV.sum(axis=-1), jnp.exp(q_BTV).sum(axis=-1)
+    mean_BT = jnp.sum(exp_BTV * (p_BTV - q_BTV), axis=-1)
+    return _DivergencePart(max_p_BT, max_q_BT, sum_p_BT, sum_q_BT, mean_BT)
+
+
+def _joined_divergence(part: _DivergencePart, par: Parallel) -> Array:
+    """Compute sum(p log(p / q)) at every position, in nats, from the values of all mp shards."""
+    max_2BT = jax.lax.stop_gradient(jnp.stack((part.max_p_BT, part.max_q_BT)))
+    p_BT, q_BT = max_2BT - par.max(max_2BT)
+    mean_BT = part.mean_BT + part.sum_p_BT * (p_BT - q_BT)
+    own = part.sum_p_BT * jnp.exp(p_BT), part.sum_q_BT * jnp.exp(q_BT), mean_BT * jnp.exp(p_BT)
+    sum_p_BT, sum_q_BT, mean_BT = par.sum(jnp.stack(own))
+    return mean_BT / sum_p_BT - jnp.log(sum_p_BT) + jnp.log(sum_q_BT)
 
 
 def losses(
@@ -156,6 +203,14 @@ def losses(
       dropout: see `transformer.residual_stream`.
     """
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT, dropout)
+    head, x_BTD = _head_and_input(params, x_BTD, config, par)
+    return chunked_cross_entropy(head, x_BTD, targets_BT, par, config.loss_chunk)
+
+
+def _head_and_input(
+    params: Params, x_BTD: Array, config: Model, par: Parallel
+) -> tuple[Callable[[Array], Array], Array]:
+    """Return the output head, from normed x_BTD to f32 logits_BTV, and the normed x_BTD."""
     whole = collect_projection(params, config, par)
     projection = transforms(config, par)["proj"].apply
     weights = to_f32(whole)  # so that the chunks' gradients are summed in f32
@@ -164,8 +219,53 @@ def losses(
         cast = jax.tree.map(lambda w: w.astype(config.dtype), weights)
         return projection(cast, x_BTD, norm=False)
 
-    x_BTD = projection(whole, x_BTD, head=False)
-    return chunked_cross_entropy(head, x_BTD, targets_BT, par, config.loss_chunk)
+    return head, projection(whole, x_BTD, head=False)
+
+
+class Teacher(NamedTuple):
+    """A model whose probabilities of every token another one learns.
+
+    It has the same vocabulary, and no gradient.
+    """
+
+    params: Params
+    config: Model
+    par: Parallel
+
+
+def distillation_losses(
+    params: Params,
+    teacher: Teacher,
+    tokens_BT: Array,
+    targets_BT: Array,
+    config: Model,
+    par: Parallel,
+    segments_BT: Array | None = None,
+    dropout: Dropout | None = None,
+) -> tuple[Losses, Array]:
+    """Compute the model's losses, and its KL divergence from the teacher, at every position.
+
+    The divergence, in nats, is that of the two models' probabilities at the temperature
+    `config.distill_temperature`: the sum over the vocabulary of p log(p / q), where p is the
+    teacher's if `config.distill_kl` is "forward", else the model's.  The vocabulary stays split
+    over mp; five numbers per position cross the mesh, besides those of the losses.
+
+    Args:
+      segments_BT, dropout: see `transformer.residual_stream`.
+    """
+    x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT, dropout)
+    head, x_BTD = _head_and_input(params, x_BTD, config, par)
+    x_BTE = residual_stream(teacher.params, tokens_BT, teacher.config, teacher.par, segments_BT)
+    teacher_head, x_BTE = _head_and_input(teacher.params, x_BTE, teacher.config, teacher.par)
+
+    def part(x_BTD: Array, x_BTE: Array, targets_BT: Array) -> tuple[_Part, _DivergencePart]:
+        logits_BTV, teacher_BTV = head(x_BTD), teacher_head(x_BTE)
+        pair = teacher_BTV / config.distill_temperature, logits_BTV / config.distill_temperature
+        p_BTV, q_BTV = pair if config.distill_kl == "forward" else pair[::-1]
+        return _own_part(logits_BTV, targets_BT, par), _divergence_part(p_BTV, q_BTV)
+
+    parts, divergence = _by_chunks(part, config.loss_chunk, x_BTD, x_BTE, targets_BT)
+    return _joined(parts, targets_BT, par), _joined_divergence(divergence, par)
 
 
 class LossWeights(NamedTuple):

@@ -30,9 +30,9 @@ from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.casts import to_bf16, to_f32
 from mesh_transformer.model.dropout import sequence_keys
-from mesh_transformer.model.loss import loss_weights, losses, train_loss
+from mesh_transformer.model.loss import Teacher, loss_weights, losses, train_loss
 from mesh_transformer.model.transformer import Params
-from mesh_transformer.training import offload, spikes
+from mesh_transformer.training import distillation, offload, spikes
 from mesh_transformer.training.objectives import Head, objective_loss, objective_weights
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.training.schedule import learning_rate
@@ -134,6 +134,12 @@ class StateLayout(Layout):
     def attention(self) -> str:
         """The backend for attention over whole sequences; see `attention_backend`."""
         return attention_backend(self.config, self.mesh.devices.flat[0])
+
+    @property
+    def train_choices(self) -> dict[str, Any]:
+        """The choices of `partitioned` for training steps."""
+        split_stream = self.config.shard_activations and self.config.shards > 1
+        return {"attention": self.attention, "split_stream": split_stream}
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
@@ -239,10 +245,11 @@ def gradients(
     config: Config,
     par: Parallel,
     head: Head | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Any, dict[str, Array]]:
     """Return the gradients of `params`, sharded like the state, and the metrics in `MEASURED`.
 
-    With an objective, its own metrics follow.
+    With an objective or a teacher, its own metrics follow.
 
     The gradients are averaged over the microbatches and over dp, with all sums in f32.  If there is
     one microbatch and one replica, nothing is summed, and they are in the compute dtype.
@@ -254,6 +261,7 @@ def gradients(
         `shard_map`, B counts only the device's sequences.
       microbatches: the number of microbatches to use, from the first (default: all A).
       head: the objective; None for cross entropy.
+      teacher: the teacher, if there is one, with parameters for the step.
     """
     every = transformer.declarations(config)
     declared, fixed = partition(every, every)
@@ -268,11 +276,16 @@ def gradients(
     if microbatches is not None:  # the mean of the weights is 1 over the microbatches to use
         weights = jax.tree.map(lambda w: w * (microbatches / len(w)), weights)
     squares = Optimizer(config, declared).squares
+    names, own_loss = (), None
+    if head is not None:
+        names, own_loss = head.names, functools.partial(objective_loss, head=head)
+    elif teacher is not None:
+        names, own_loss = distillation.NAMES, functools.partial(distillation.loss, teacher=teacher)
 
     def loss_of(params: Any, *sample: Any) -> tuple[Array, Array]:
         whole = combine(frozen, par.mark_varying(params, declared))
-        if head is not None:
-            return objective_loss(whole, *sample, config=config, par=par, head=head)
+        if own_loss is not None:
+            return own_loss(whole, *sample, config=config, par=par)
         return train_loss(whole, sample[0], sample[1], config, par, *sample[2:])
 
     grad_fn = jax.value_and_grad(loss_of, has_aux=True)
@@ -292,7 +305,7 @@ def gradients(
     accumulation = len(batch["obs"]) if microbatches is None else microbatches
     sums = par.accumulator(params, declared)
     if microbatches is not None:
-        size = 4 if head is None else 4 + 2 * len(head.names)
+        size = 4 + 2 * len(names)
         sums, measured = _sum_of_first(microbatch, sums, samples, microbatches, par, size)
     else:
         if accumulation == 1 and par.dp == 1:  # nothing to add
@@ -302,7 +315,7 @@ def gradients(
         loss, last_loss, micro_square = of_each
         measured = _stacked(
             loss.mean(),
-            last_loss.mean() if head is None else last_loss.mean(axis=range(last_loss.ndim - 1)),
+            last_loss.mean(axis=range(last_loss.ndim - 1)) if names else last_loss.mean(),
             jnp.sqrt(micro_square).mean(),
             micro_square.mean(),
         )
@@ -310,9 +323,7 @@ def gradients(
     if weights is not None:
         measured = jnp.append(measured, jax.tree.leaves(weights)[0].mean())
     loss, last_loss, norm_micro, square_micro, *rest = par.mean_over_dp(measured)
-    own = {}
-    if head is not None:
-        own = {name: rest[i] / rest[i + len(head.names)] for i, name in enumerate(head.names)}
+    own = {name: rest[i] / rest[i + len(names)] for i, name in enumerate(names)}
     mean_weight = rest[-1:]
     return grads, own | {
         "loss": loss,
@@ -360,8 +371,8 @@ def _sum_of_first(
 def _stacked(loss: Array, last_loss: Array, norm: Array, square: Array) -> Array:
     """Return the metrics of microbatches as a vector.
 
-    With an objective, `last_loss` is a vector of its metrics, which follow the others, and the loss
-    takes its place.
+    With an objective or a teacher, `last_loss` is a vector of its metrics, which follow the others,
+    and the loss takes its place.
     """
     if not last_loss.ndim:
         return jnp.stack((loss, last_loss, norm, square))
@@ -382,27 +393,47 @@ def _is_skipped(config: Config, state: State, metrics: dict[str, Array]) -> Arra
     return skipped
 
 
-def compile_train(layout: StateLayout, head: Head | None = None) -> Callable[..., Any]:
+def compile_train(
+    layout: StateLayout, head: Head | None = None, teacher: StateLayout | None = None
+) -> Callable[..., Any]:
     """Return the compiled training step: a function (state, batch) -> (state, metrics).
 
     It minimises the objective `head` or, by default, the cross entropy.
 
     If the config sets `batch_ramp_steps`, the function takes a third argument: the number of
     microbatches to use, int32 [], of the A = `gradient_accumulation_steps` microbatches of `batch`.
-    `whole_batch` returns these arguments.
+    `whole_batch` returns these arguments.  If it sets `teacher`, the last argument is the teacher's
+    parameters.
 
     The buffers of the state that is passed in are donated.
+
+    Args:
+      teacher: the layout of the teacher; see `distillation.teacher_layout`.
     """
     config, specs = layout.config, layout.specs
+    if (config.teacher is None) != (teacher is None):
+        raise InputError(
+            f"config: teacher is {config.teacher!r}, which only training and plans know; set it to "
+            "null"
+        )
     batch = P(None, "dp")  # for all arrays of the batch
     microbatches = (P(),) if config.batch_ramp_steps else ()
     measured = MEASURED if head is None else (*MEASURED, *head.names)
+    taught = ()
+    if teacher is not None:
+        taught, measured = (teacher.specs["params"],), (*MEASURED, *distillation.NAMES)
+
+    def gradients_of(params: Any, frozen: Any, taught: tuple[Any, ...], *rest: Any, **own: Any):
+        one = teacher and distillation.teacher_of(
+            *taught, teacher.config, teacher.parallel(**teacher.train_choices)
+        )
+        return gradients(params, frozen, *rest, head=head, teacher=one, **own)
+
     measure = layout.partitioned(
-        functools.partial(gradients, head=head),
-        (specs["params"], specs["frozen"], batch, *microbatches),
+        gradients_of,
+        (specs["params"], specs["frozen"], taught, batch, *microbatches),
         (specs["params"], dict.fromkeys(measured, P())),
-        attention=layout.attention,
-        split_stream=config.shard_activations and config.shards > 1,
+        **layout.train_choices,
     )
 
     update_on_virtual_mesh = None
@@ -414,21 +445,20 @@ def compile_train(layout: StateLayout, head: Head | None = None) -> Callable[...
             results,
         )
 
-    def train_step(
-        state: State, batch: Batch, *microbatches: Array
-    ) -> tuple[State, dict[str, Array]]:
+    def train_step(state: State, batch: Batch, *extra: Any) -> tuple[State, dict[str, Array]]:
+        count = len(microbatches)
         params, moments, step = state["params"], state["opt_state"], state["step"]
         if config.drops:
             accumulation, rows, _ = batch["obs"].shape
             batch = batch | {"key": sequence_keys(config.seed, step, (accumulation, rows))}
         copies = device_copies(params, layout.optimizer.declared, config, config.dtype)
-        grads, metrics = measure(copies, state["frozen"], batch, *microbatches)
+        grads, metrics = measure(copies, state["frozen"], extra[count:], batch, *extra[:count])
         rows = batch["obs"].shape[1]
         rate = learning_rate(config, step, state.get("sequences"), rows)
         norm = metrics["grad_norm"]
         new: State = {"step": step + 1}
         if "sequences" in state:
-            used = microbatches[0] if microbatches else len(batch["obs"])
+            used = extra[0] if count else len(batch["obs"])
             new["sequences"] = state["sequences"] + used * rows
         may_skip = "loss_mask" in batch or config.skip_nonfinite or config.skip_spikes
         skipped = _is_skipped(config, state, metrics)
@@ -457,7 +487,7 @@ def compile_train(layout: StateLayout, head: Head | None = None) -> Callable[...
 
     return jax.jit(
         train_step,
-        in_shardings=(layout.shardings, *named(layout.mesh, (batch, *microbatches))),
+        in_shardings=(layout.shardings, *named(layout.mesh, (batch, *microbatches, *taught))),
         out_shardings=(layout.shardings, named(layout.mesh, P())),
         donate_argnums=0,
         compiler_options=compiler_options(layout),
