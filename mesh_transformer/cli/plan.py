@@ -138,6 +138,7 @@ def main() -> None:
     if args.topology != "gpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
 
+    from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.config import Config
     from mesh_transformer.performance.analytic import sequences_per_step
     from mesh_transformer.performance.plan import decode_plan, priced_plan
@@ -148,6 +149,11 @@ def main() -> None:
     slice_ = slice_named(args.topology)
     # Plans are for the full batch size.
     config = load_config(args).replace(batch_ramp_steps=0)
+    if config.teacher is not None and (args.search or args.scaling):
+        raise InputError(
+            f"config: teacher is {config.teacher!r}, which --search and --scaling do not estimate; "
+            "plan one mesh, or set teacher to null"
+        )
     changes = changes_of(args, slice_.devices, config.cores_per_replica)
     if args.scaling:
         generation = topology(args.topology).generation
@@ -161,7 +167,8 @@ def main() -> None:
     if args.search:
         result = search(config, slice_, fixed=changes, limit=args.limit, in_full=not args.fast)
     else:
-        make_plan = priced_plan
+        teacher = None if config.teacher is None else Source(config.teacher).config
+        make_plan = functools.partial(priced_plan, teacher=teacher)
         if args.decode:
             make_plan = functools.partial(
                 decode_plan,

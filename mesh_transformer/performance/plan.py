@@ -44,6 +44,7 @@ from mesh_transformer.performance.roofline import (
 )
 from mesh_transformer.performance.topology import Slice
 from mesh_transformer.training import step
+from mesh_transformer.training.distillation import teacher_layout
 from mesh_transformer.util import InputError
 
 # Compiler options that make compilation fast.  They do not change the collectives.  They change the
@@ -79,11 +80,12 @@ class Plan:
 
     Attributes:
       dp, mp: number of data-parallel replicas, and of devices per replica.
-      state_bytes: parameters and optimizer state, without those in host memory.
+      state_bytes: parameters, also of a teacher, and optimizer state, without those in host memory.
       host_bytes: parameters and optimizer state in host memory.
       hbm_bytes: memory that a program may use on one device.
       fits: whether `peak_bytes` is at most `hbm_bytes`.
-      flops: FLOPs of one step on all devices together, counted as in the PaLM paper.
+      flops: FLOPs of one step on all devices together, counted as in the PaLM paper, without those
+        of a teacher.
       collectives, estimate: collectives of one step, and its estimated speed.  Both are None if the
         compiler rejected the program because it needs too much memory.
       fast: whether the step was compiled with reduced optimisation (`FAST_OPTIONS`), which makes
@@ -211,7 +213,9 @@ def mesh_of(config: Config, topology: Slice) -> Mesh:
     return topology.mesh(topology.devices // mp, mp)
 
 
-def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
+def plan(
+    config: Config, topology: Slice, *, fast: bool = False, teacher: Config | None = None
+) -> Plan:
     """Compile a config's training step for a slice, and predict its memory, collectives and speed.
 
     Args:
@@ -220,6 +224,7 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
       topology: the devices to compile for.
       fast: whether to compile with reduced optimisation, which takes a fraction of the time and
         makes the figures less exact.
+      teacher: the config of the config's `teacher`, if it has one.
 
     Raises:
       InputError: if mp does not divide the number of devices, if libtpu is missing, or if
@@ -231,7 +236,12 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     state, batch = layout.abstract, abstract_batch(layout)
-    memory = compiled(topology.name, step.compile_train(layout), state, batch, fast=fast)
+    own, taught = None, []
+    if teacher is not None:
+        own = teacher_layout(layout, teacher, str(config.teacher))
+        taught = [own.abstract["params"]]
+    train = step.compile_train(layout, None, own)
+    memory = compiled(topology.name, train, state, batch, *taught, fast=fast)
     tokens = math.prod(batch["obs"].shape)
     traffic = speed = None
     if memory.text is not None:
@@ -247,6 +257,8 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
             slice_bytes=traffic.between_slices,
             host_bytes=_bytes_with_hosts(state),
             attention=layout.attention,
+            # A third of a training step is the forward pass.
+            teacher_flops=flops.palm_flops_per_token(own.config) // 3 if own else 0,
         )
     per_token = flops.palm_flops_per_token(config)
     return Plan(
@@ -262,7 +274,7 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
         per_replica_batch=config.per_replica_batch,
         accumulation=config.gradient_accumulation_steps,
         parameters=flops.n_params(config),
-        state_bytes=bytes_on_one_device(state),
+        state_bytes=bytes_on_one_device([state, taught]),
         host_bytes=bytes_in_host(state),
         peak_bytes=memory.peak,
         hbm_bytes=limit,
@@ -277,17 +289,17 @@ def plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
     )
 
 
-def priced_plan(config: Config, topology: Slice, *, fast: bool = False) -> Plan:
+def priced_plan(config: Config, topology: Slice, **options: Any) -> Plan:
     """Return the result of `plan`, compared with the plain step if the config sets `virtual_mesh`.
 
     The plain step trains on the same sequences.  See `plan` for the arguments and errors.
     """
-    result = plan(config, topology, fast=fast)
+    result = plan(config, topology, **options)
     if config.virtual_mesh is None:
         return result
     rows = config.per_replica_batch * config.virtual_replicas(result.dp)
     plain = config.replace(virtual_mesh=None, per_replica_batch=rows)
-    return dataclasses.replace(result, plain=plan(plain, topology, fast=fast))
+    return dataclasses.replace(result, plain=plan(plain, topology, **options))
 
 
 def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:

@@ -176,6 +176,7 @@ def estimate(
     slice_bytes: int = 0,
     host_bytes: tuple[int, int] = (0, 0),
     attention: str = "xla",
+    teacher_flops: int = 0,
 ) -> Estimate:
     """Estimate the time and speed of a training step.
 
@@ -184,9 +185,11 @@ def estimate(
       peak_bytes, hbm_traffic_bytes, link_bytes, slice_bytes, host_bytes: bytes per device in one
         step; see `Estimate`.
       attention: attention backend, as `attention_backend` returns it.
+      teacher_flops: FLOPs per token of a teacher.  MFU and HFU do not count them.
     """
     peak = hardware.peak * devices
-    compute = tokens / devices * compute_seconds(config, hardware, attention)
+    of_token = compute_seconds(config, hardware, attention) + teacher_flops / hardware.peak
+    compute = tokens / devices * of_token
     memory = hbm_traffic_bytes / hardware.hbm
     links = link_seconds(link_bytes, hardware)
     known = slice_bytes == 0 or hardware.network is not None

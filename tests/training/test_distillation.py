@@ -14,7 +14,9 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
+from mesh_transformer.performance import plan
 from mesh_transformer.performance.roofline import traffic_of
+from mesh_transformer.performance.topology import slice_named
 from mesh_transformer.training import distillation, loop, step
 from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
@@ -240,9 +242,9 @@ def test_a_resumed_run_keeps_its_bits(large: str, records: str, tmp_path: Path, 
 
 def test_unusable_teachers_are_refused(large: str, records: str, tmp_path: Path) -> None:
     def message(**changes: Any) -> str:
-        config = config_of(**RUN | {"train_set": records, "teacher": large} | changes)
+        values = RUN | {"train_set": records, "teacher": large} | changes
         with pytest.raises(InputError) as error:
-            train(config, tmp_path / "run")
+            train(config_of(**values), tmp_path / "run")
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -256,3 +258,16 @@ def test_unusable_teachers_are_refused(large: str, records: str, tmp_path: Path)
         network.set_objective(lambda texts: texts.sum_BNK)
     with pytest.raises(InputError, match="which only training and plans know"):
         step.compile_train(step.StateLayout(config_of(), mesh_of(1, 1)))
+
+
+def test_plans_count_the_teacher() -> None:
+    config, devices = config_of(teacher="large", seq=16), slice_named("cpu-2")
+    config = config.replace(cores_per_replica=2)
+    taught = plan.plan(config, devices, teacher=LARGE)
+    plain = plan.plan(config.replace(teacher=None), devices)
+    size = sum(x.size for x in jax.tree.leaves(weights(LARGE)))
+    assert taught.flops == plain.flops
+    assert (
+        2 * size < taught.state_bytes - plain.state_bytes < 3 * size
+    )  # half of 4 bytes, and norms
+    assert taught.peak_bytes - plain.peak_bytes > taught.state_bytes - plain.state_bytes
