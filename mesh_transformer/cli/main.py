@@ -22,6 +22,8 @@ COMMANDS = {
     "sample": "sample",
     "serve": "serve",
     "eval": "evaluate",
+    "answers": "answers",
+    "score": "score",
     "convert": "convert",
     "plan": "plan",
     "bench": "benchmark",

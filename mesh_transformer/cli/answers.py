@@ -1,0 +1,62 @@
+"""Ask a server with OpenAI's API for answers to a file of prompts.
+
+A row of prompts has `prompt`, a text, or `messages`, a conversation, in which every user message
+that no answer follows is answered, one after the other.  The answers are JSON lines in the order of
+the prompts, which `completion-records` and `score` read.  The same command continues a file that
+was interrupted.  The environment variable OPENAI_API_KEY may have the server's API key.
+"""
+
+import argparse
+import json
+from typing import Any
+
+from mesh_transformer.cli.arguments import Parser, input_help, natural, positive
+from mesh_transformer.data.file_types import TABLE_TYPES
+
+
+def add_server_arguments(parser: argparse.ArgumentParser, url: str) -> None:
+    """Add the flags of a server and its requests, which `options_of` reads."""
+    parser.add_argument("--url", required=url == "--url", help="address, as http://localhost:8000")
+    parser.add_argument("--name", help="name of the server's model (default: its first)")
+    parser.add_argument("--in-flight", type=positive, default=8, help="requests at a time (8)")
+    parser.add_argument("--max-tokens", type=positive, help="tokens per answer (the server's)")
+    parser.add_argument("--temperature", type=float, help="temperature (the server's)")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="further key of the requests, such as top_p=0.9; the value is JSON or text",
+    )
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keys of each request that the flags of `add_server_arguments` give."""
+    options: dict[str, Any] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    for text in args.option:
+        key, _, value = text.partition("=")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def main() -> None:
+    parser = Parser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("prompts", help=input_help(TABLE_TYPES))
+    parser.add_argument("answers", help="file for the answers, as JSON lines")
+    add_server_arguments(parser, "--url")
+    parser.add_argument("--samples", type=positive, default=1, help="answers per prompt (1)")
+    parser.add_argument("--seed", type=natural, default=0, help="seed of each first answer (0)")
+    parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
+    parser.add_argument("--logprobs", action="store_true", help="store log-probabilities of tokens")
+    args = parser.parse_args()
+
+    from mesh_transformer.evaluation import answers
+    from mesh_transformer.evaluation.openai_client import Client
+
+    names = ("samples", "seed", "chat", "logprobs", "in_flight")
+    choices = {name: getattr(args, name) for name in names}
+    client = Client(args.url, args.name)
+    answers.write(args.prompts, args.answers, client, options_of(args), **choices)

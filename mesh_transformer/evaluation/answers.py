@@ -1,0 +1,225 @@
+"""A server's answers to a file of prompts, and what they are worth.
+
+A row of prompts has `prompt`, a text, or `messages`, a conversation.  Each user message that no
+answer follows is answered, one after the other.  A row of answers has the columns of the prompt's
+row, and `completion` (the last answer), `finish_reason`, `row` (the number of the prompt's row) and
+`sample`.  If it is a conversation, `messages` has the answers.  `completion-records` reads these
+rows.
+"""
+
+import importlib.util
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mesh_transformer.evaluation.openai_client import Client, read_rows, write_answers
+from mesh_transformer.util import InputError
+
+RESAMPLES = 1000  # of the bootstrap
+# The question to a judge.  {prompt}, {first} and {second} are replaced.
+JUDGE = """Compare two answers to the same request. Judge which one follows the request better, is \
+more correct and more helpful. Neither length nor order should matter.
+
+[Request]
+{prompt}
+
+[Answer A]
+{first}
+
+[Answer B]
+{second}
+
+Explain your judgement in a few sentences. Then end with exactly one of these lines:
+[[A]] if answer A is better, [[B]] if answer B is better, [[C]] if they are equally good."""
+
+
+def write(
+    prompts: str,
+    path: str,
+    client: Client,
+    options: dict[str, Any],
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    chat: bool = False,
+    logprobs: bool = False,
+    in_flight: int = 8,
+) -> None:
+    """Ask a server for answers, and write them in the order of the prompts; see `write_answers`.
+
+    Args:
+      prompts, path: the paths of the prompts and of the answers.
+      options: keys of the requests, such as temperature and max_tokens.
+      samples: number of answers per prompt, whose seeds are `seed`, `seed` + 1 and so on.
+      chat: whether a `prompt` is a conversation of one message.
+      logprobs: whether to ask for log-probabilities, too, those of the last answer.
+    """
+
+    def ask(item: tuple[int, int, str, dict[str, Any]]) -> dict[str, Any]:
+        number, sample, where, row = item
+        own = options | {"seed": seed + sample}
+        is_text = "messages" not in row and not chat
+        if logprobs:
+            own["logprobs"] = 1 if is_text else True  # a number of alternatives, or whether
+        answer: dict[str, Any] = {"row": number, "sample": sample}
+        if "messages" not in row and not isinstance(row.get("prompt"), str):
+            raise InputError(f"{where}: expected a text as prompt, or messages")
+        if is_text:
+            choice = client.answer(where, own, prompt=row["prompt"])
+            answer["completion"] = choice["text"]
+        else:
+            if "messages" not in row:
+                row = row | {"messages": [{"role": "user", "content": row["prompt"]}]}
+            messages, choice = [], None
+            roles = [message["role"] for message in row["messages"]]
+            for message, following in zip(row["messages"], [*roles[1:], None], strict=True):
+                messages.append(message)
+                if message["role"] == "user" and following != "assistant":
+                    choice = client.answer(where, own, messages=messages)
+                    answer["completion"] = choice["message"]["content"]
+                    messages.append({"role": "assistant", "content": answer["completion"]})
+            if choice is None:
+                raise InputError(f"{where}: messages has no user message without an answer")
+            answer["messages"] = messages
+        answer["finish_reason"] = choice.get("finish_reason")
+        if logprobs:
+            answer["logprobs"] = choice.get("logprobs")
+        return row | answer
+
+    rows = read_rows(prompts)
+    items = [(n, i, where, row) for n, (where, row) in enumerate(rows) for i in range(samples)]
+    settings = [client.model, options, seed, chat, logprobs]
+    write_answers(path, items, ask, client, settings=settings, in_flight=in_flight)
+
+
+def request_and_answer(row: dict[str, Any]) -> tuple[str, str]:
+    """Return the prompt and the answer in a row, or all those of its conversation, as two texts."""
+    if "messages" not in row:
+        return row["prompt"], row["completion"]
+    parts: tuple[list[str], list[str]] = [], []
+    for message in row["messages"]:
+        parts[message["role"] == "assistant"].append(message["content"])
+    return "\n\n".join(parts[0]), "\n\n".join(parts[1])
+
+
+def pass_at_k(count: int, passed: int, k: int) -> float:
+    """Return the unbiased estimate that one of k answers passes (Chen et al. 2021, equation 1).
+
+    Args:
+      count, passed: numbers of all answers and of those that passed.
+    """
+    return 1 - math.comb(count - passed, k) / math.comb(count, k)
+
+
+def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """Return the 95 percent interval of the mean of `values`, by a bootstrap."""
+    rng, array = np.random.default_rng(seed), np.asarray(values, float)
+    means = [array[rng.integers(0, len(array), len(array))].mean() for _ in range(RESAMPLES)]
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def mean_and_interval(values: Sequence[float]) -> dict[str, Any]:
+    """Return the mean of values of different prompts, and its interval."""
+    return {"mean": float(np.mean(values)), "interval": interval(values), "prompts": len(values)}
+
+
+def check_function(name: str) -> Callable[[str, str, dict[str, Any]], float]:
+    """Return the function that "file.py:function" names: of a prompt, its answer and the row."""
+    path, _, function = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("check", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"--check {name}: expected FILE.py:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return getattr(module, function)
+    except (OSError, AttributeError) as error:
+        raise InputError(f"--check {name}: {error}") from None
+
+
+def pass_rates(
+    rows: Sequence[dict[str, Any]], scores: Sequence[float], ks: Sequence[int]
+) -> dict[str, Any]:
+    """Return the mean score and pass@k of answers, with intervals over prompts.
+
+    Args:
+      rows: rows of answers.
+      scores: the score of each; an answer passes if it is at least 1.
+      ks: the values of k.
+
+    Raises:
+      InputError: if a prompt has fewer than k answers.
+    """
+    by_prompt = defaultdict[Any, list[float]](list)
+    for row, score in zip(rows, scores, strict=True):
+        by_prompt[row["row"]].append(float(score))
+    result = {"score": mean_and_interval([float(np.mean(own)) for own in by_prompt.values()])}
+    for k in ks:
+        if not 1 <= k <= (least := min(map(len, by_prompt.values()))):
+            raise InputError(f"--k has {k}, expected 1 to {least}, the answers per prompt")
+        rates = [pass_at_k(len(x), sum(y >= 1 for y in x), k) for x in by_prompt.values()]
+        result[f"pass@{k}"] = mean_and_interval(rates)
+    return result
+
+
+def win_rate(
+    answers: str,
+    others: str,
+    path: str,
+    client: Client,
+    options: dict[str, Any],
+    template: str = JUDGE,
+    *,
+    in_flight: int = 8,
+) -> dict[str, Any]:
+    """Return how often a judge prefers the answers in one file to those in another.
+
+    Each pair is judged in both orders.  It is won if the judgements are better on average, and tied
+    if they contradict each other.
+
+    Args:
+      answers, others: the paths of answers to the same prompts, in the same order.
+      path: the file of the judgements, as lines of JSON; see `write_answers`.
+      template: the question to the judge; see `JUDGE`.
+
+    Raises:
+      InputError: if the files have different prompts.
+    """
+    pairs = [[row for _, row in read_rows(x)] for x in (answers, others)]
+    texts = [[request_and_answer(row) for row in rows] for rows in pairs]
+    prompts, theirs = ([prompt for prompt, _ in rows] for rows in texts)
+    if prompts != theirs:
+        raise InputError(f"{answers} and {others}: expected answers to the same prompts, in order")
+
+    def ask(item: tuple[int, bool]) -> dict[str, Any]:
+        number, swapped = item
+        first, second = (rows[number][1] for rows in (texts[::-1] if swapped else texts))
+        parts = {"{prompt}": prompts[number], "{first}": first, "{second}": second}
+        question = re.sub("{prompt}|{first}|{second}", lambda match: parts[match[0]], template)
+        messages = [{"role": "user", "content": question}]
+        choice = client.answer(f"judgement of row {number}", options, messages=messages)
+        text = choice["message"]["content"]
+        verdicts = re.findall(r"\[\[([ABC])\]\]", text)
+        value = {"A": 1.0, "B": 0.0}.get(verdicts[-1], 0.5) if verdicts else None
+        if swapped and value is not None:
+            value = 1 - value
+        return {"row": number, "swapped": swapped, "win": value, "judgement": text}
+
+    items = [(n, swapped) for n in range(len(prompts)) for swapped in (False, True)]
+    settings = [client.model, options, template, texts]
+    write_answers(path, items, ask, client, settings=settings, in_flight=in_flight)
+    wins = [row["win"] for _, row in read_rows(path)]
+    values = [0.5 if win is None else win for win in wins]
+    means = np.mean(np.reshape(values, (-1, 2)), axis=1).tolist()
+    return {
+        "win rate": mean_and_interval(means),
+        "won": sum(x > 0.5 for x in means),
+        "tied": sum(x == 0.5 for x in means),
+        "lost": sum(x < 0.5 for x in means),
+        "unclear judgements": sum(win is None for win in wins),
+    }

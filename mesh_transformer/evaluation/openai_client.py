@@ -1,0 +1,167 @@
+"""A client of servers with OpenAI's API, and files of its answers that are written in order."""
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from tqdm import tqdm
+
+from mesh_transformer.data.file_types import TABLE_TYPES
+from mesh_transformer.data.inputs import BadInputHandler, find_files
+from mesh_transformer.data.tables import Columns, rows_of
+from mesh_transformer.util import InputError, brief
+
+ATTEMPTS = 6  # of a request that the server cannot answer now
+PAUSE_SECONDS = 1.0  # after the first attempt; it doubles after each
+KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+class Client:
+    """Sends requests to a server with OpenAI's API; threads may share it.
+
+    The API key, if the environment variable `OPENAI_API_KEY` has one, is sent along.
+
+    Args:
+      url: the server's address, such as http://localhost:8000, with or without /v1.
+      model: the model's name (default: the server's first).
+      seconds: the longest time of a request.
+    """
+
+    def __init__(self, url: str, model: str | None = None, seconds: float = 600.0):
+        self.url, self._seconds = url.rstrip("/").removesuffix("/v1"), seconds
+        if not self.url.startswith(("http://", "https://")):
+            raise InputError(f"--url {url}: expected an address such as http://localhost:8000")
+        self._stopped = threading.Event()
+        self.model: str = model or self._send("models")["data"][0]["id"]
+
+    def stop(self) -> None:
+        """Let requests that have failed not be sent again."""
+        self._stopped.set()
+
+    def answer(self, where: str, options: dict[str, Any], **prompt: Any) -> dict[str, Any]:
+        """Return a choice of the server's, for a `prompt` or for `messages`.
+
+        Requests to a server that is busy, or cannot be reached, are sent again.
+
+        Args:
+          where: what the prompt is, for error messages.
+          options: further keys of the request, such as temperature.
+
+        Raises:
+          InputError: if the server refuses the request, or does not answer.
+        """
+        path = "chat/completions" if "messages" in prompt else "completions"
+        response = self._send(path, {"model": self.model} | options | prompt, where)
+        try:
+            return response["choices"][0]
+        except (KeyError, IndexError, TypeError):
+            raise InputError(f"{where}: {self.url} sent {brief(repr(response))}") from None
+
+    def _send(self, path: str, body: dict[str, Any] | None = None, where: str = "--url") -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/v1/{path}", data, headers)
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            if attempt and self._stopped.wait(PAUSE_SECONDS * 2 ** (attempt - 1)):
+                break
+            try:
+                with urllib.request.urlopen(request, timeout=self._seconds) as response:
+                    return json.load(response)
+            except urllib.error.HTTPError as error:
+                problem = f"status {error.code}: {_message(error)}"
+                if error.code not in (408, 409, 429) and error.code < 500:
+                    break
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                problem = str(error) or type(error).__name__
+        raise InputError(f"{where}: {request.full_url}: {brief(problem, 300)}")
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """Return the message in the body of an error of OpenAI's form, or else its status line."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.load(error)["error"]["message"]
+    return error.reason
+
+
+def read_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the location and the columns of each row of a table, such as lines of JSON."""
+    bad, rows = BadInputHandler(skip=False), []
+    for file in find_files(path, TABLE_TYPES):
+        for where, row in rows_of(file, Columns((), ""), bad, lambda count: None):
+            if not isinstance(row, dict):
+                raise InputError(f"{where}: expected an object with the columns of a row")
+            rows.append((where, row))
+    return rows
+
+
+def write_answers(
+    path: str,
+    items: Sequence[Any],
+    ask: Callable[[Any], dict[str, Any]],
+    client: Client,
+    *,
+    settings: Any,
+    in_flight: int,
+) -> None:
+    """Write `ask(item)` of each item as a line of JSON, in order.
+
+    The file appears when it is complete.  Until then, the lines are in a hidden file beside it,
+    whose name has a digest of items and settings.  A further call with the same ones continues it.
+
+    Args:
+      ask: sends requests with `client`.
+      settings: JSON values on which the answers depend, besides the items.
+      in_flight: number of items that are asked at a time.
+
+    Raises:
+      InputError: if the file exists already or cannot be written, or `ask` raises it.
+    """
+    if os.path.exists(path):
+        raise InputError(f"{path} exists; choose another file, or remove it")
+    digest = hashlib.sha256(json.dumps([settings, items]).encode()).hexdigest()[:12]
+    folder, name = os.path.split(path)
+    draft = os.path.join(folder, f".{name}.{digest}.partial")
+    try:
+        file = open(draft, "a+b")  # noqa: SIM115
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; choose another file") from None
+    with file:
+        file.seek(0)
+        lines = file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):  # the process was killed while it wrote
+            lines.pop()
+        file.truncate(sum(map(len, lines)))
+        bar = tqdm(total=len(items), initial=len(lines), unit="answer")
+        pool, pending = ThreadPoolExecutor(in_flight), deque[Future[dict[str, Any]]]()
+
+        def write_oldest() -> None:
+            file.write((json.dumps(pending.popleft().result()) + "\n").encode())
+            file.flush()
+            bar.update()
+
+        with bar:
+            try:
+                for item in items[len(lines) :]:
+                    pending.append(pool.submit(ask, item))
+                    if len(pending) == in_flight:
+                        write_oldest()
+                while pending:
+                    write_oldest()
+            except BaseException:
+                client.stop()
+                raise
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+    os.replace(draft, path)
