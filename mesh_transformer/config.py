@@ -161,8 +161,8 @@ class Model(Architecture):
     # "input_gradients" and "weight_gradients"; see docs/training.md.
     int8_matmuls: list[str] = field(default_factory=list, hash=False)
     z_loss: float = 1e-4  # weight of the z-loss; see `Losses`
-    # With a teacher: the KL divergence to minimise, of the student from the teacher ("forward") or
-    # of the teacher from the student.
+    # With a teacher, the KL divergence to minimise: weighted by the teacher's probabilities
+    # ("forward"), or by the student's.
     distill_kl: Literal["forward", "reverse"] = "forward"
     distill_temperature: float = 1.0  # both models' logits are divided by it
 

@@ -7,10 +7,12 @@ was interrupted.  The environment variable OPENAI_API_KEY may have the server's 
 """
 
 import argparse
-import json
+import functools
+import operator
 from typing import Any
 
 from mesh_transformer.cli.arguments import Parser, input_help, natural, positive
+from mesh_transformer.cli.evaluate import gen_kwargs
 from mesh_transformer.data.file_types import TABLE_TYPES
 
 
@@ -21,25 +23,15 @@ def add_server_arguments(parser: argparse.ArgumentParser, url: str) -> None:
     parser.add_argument("--in-flight", type=positive, default=8, help="requests at a time (8)")
     parser.add_argument("--max-tokens", type=positive, help="tokens per answer (the server's)")
     parser.add_argument("--temperature", type=float, help="temperature (the server's)")
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="further key of the requests, such as top_p=0.9; the value is JSON or text",
-    )
+    own = {"type": gen_kwargs, "nargs": "+", "default": [], "metavar": "KEY=VALUE"}
+    parser.add_argument("--options", **own, help="further keys of requests, such as top_p=0.9")
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keys of each request that the flags of `add_server_arguments` give."""
-    options: dict[str, Any] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
-    for text in args.option:
-        key, _, value = text.partition("=")
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
-    return {key: value for key, value in options.items() if value is not None}
+    options = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    given = {key: value for key, value in options.items() if value is not None}
+    return functools.reduce(operator.or_, args.options, given)
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ class Client:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/v1/{path}", data, headers)
         problem = ""
-        for attempt in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS if data else 1):
             if attempt and self._stopped.wait(PAUSE_SECONDS * 2 ** (attempt - 1)):
                 break
             try:
@@ -126,10 +126,12 @@ def write_answers(
       in_flight: number of items that are asked at a time.
 
     Raises:
-      InputError: if the file exists already or cannot be written, or `ask` raises it.
+      InputError: if the file exists already, is not called .jsonl or cannot be written, or `ask`
+        raises it.
     """
-    if os.path.exists(path):
-        raise InputError(f"{path} exists; choose another file, or remove it")
+    if os.path.exists(path) or not path.endswith(".jsonl"):
+        problem = "exists" if os.path.exists(path) else "does not end in .jsonl"
+        raise InputError(f"{path} {problem}; choose another file")
     digest = hashlib.sha256(json.dumps([settings, items]).encode()).hexdigest()[:12]
     folder, name = os.path.split(path)
     draft = os.path.join(folder, f".{name}.{digest}.partial")

@@ -424,9 +424,10 @@ def compile_train(
         taught, measured = (teacher.specs["params"],), (*MEASURED, *distillation.NAMES)
 
     def gradients_of(params: Any, frozen: Any, taught: tuple[Any, ...], *rest: Any, **own: Any):
-        one = teacher and distillation.teacher_of(
-            *taught, teacher.config, teacher.parallel(**teacher.train_choices)
-        )
+        one = None
+        if teacher is not None:
+            its_par = teacher.parallel(**teacher.train_choices)
+            one = distillation.teacher_of(taught[0], teacher.config, its_par)
         return gradients(params, frozen, *rest, head=head, teacher=one, **own)
 
     measure = layout.partitioned(
