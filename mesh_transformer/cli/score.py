@@ -30,15 +30,12 @@ def main() -> None:
         raise InputError("--against requires --url and --judgements; add them")
 
     from mesh_transformer.evaluation import answers
-    from mesh_transformer.evaluation.openai_client import Client, read_rows
+    from mesh_transformer.evaluation.openai_client import Client
     from mesh_transformer.storage import files
 
     if args.check:
-        check = answers.check_function(args.check)
-        rows = [row for _, row in read_rows(args.answers)]
-        prompts = [answers.request_and_answer(row)[0] for row in rows]
-        scores = [check(p, row["completion"], row) for p, row in zip(prompts, rows, strict=True)]
-        results = answers.pass_rates(rows, scores, args.k)
+        rows = answers.read_answers(args.answers)
+        results = answers.pass_rates(rows, answers.checked(args.check, rows), args.k)
     else:
         template = answers.JUDGE
         if args.judge_prompt:

@@ -52,6 +52,22 @@ class Segment(NamedTuple):
     has_loss: bool
 
 
+def messages_of(value: Any, where: str, row: dict[str, Any] | None = None) -> list[Message]:
+    """Return the messages in a cell of a table; see `Conversation.of`, which requires an answer."""
+    messages = []
+    for entry in _with_system(_entries(value), row or {}, where):
+        message = _message(entry)
+        if message is None:
+            keys = f", found the keys {join_keys(entry)}" if isinstance(entry, dict) else ""
+            expected = "expected a list of messages, each with the strings role and content"
+            raise BadInputError("no messages", f"{where}: {expected}{keys}")
+        if (weight := message.get("weight", 1)) not in (0, 1):
+            expected = f"the weight of a message is {brief(repr(weight))}, expected 0 or 1"
+            raise BadInputError("no messages", f"{where}: {expected}")
+        messages.append(message)
+    return messages
+
+
 class Conversation(NamedTuple):
     """The messages of a conversation, the last of which is an answer.
 
@@ -79,17 +95,7 @@ class Conversation(NamedTuple):
           BadInputError: if the value is something else, or no message is an answer; if the row has
             another system message than the conversation, or tools.
         """
-        messages = []
-        for entry in _with_system(_entries(value), row or {}, where):
-            message = _message(entry)
-            if message is None:
-                keys = f", found the keys {join_keys(entry)}" if isinstance(entry, dict) else ""
-                expected = "expected a list of messages, each with the strings role and content"
-                raise BadInputError("no messages", f"{where}: {expected}{keys}")
-            if (weight := message.get("weight", 1)) not in (0, 1):
-                expected = f"the weight of a message is {brief(repr(weight))}, expected 0 or 1"
-                raise BadInputError("no messages", f"{where}: {expected}")
-            messages.append(message)
+        messages = messages_of(value, where, row)
         ends = [end for end, message in enumerate(messages, 1) if _counts(message)]
         if not ends and any(message["role"] == ANSWERS for message in messages):
             raise BadInputError("no answer", f"{where}: every answer has the weight 0")

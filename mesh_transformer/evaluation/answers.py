@@ -11,11 +11,12 @@ import importlib.util
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from mesh_transformer.data.chat import ANSWERS, messages_of
 from mesh_transformer.evaluation.openai_client import Client, read_rows, write_answers
 from mesh_transformer.util import InputError
 
@@ -62,38 +63,56 @@ def write(
     def ask(item: tuple[int, int, str, dict[str, Any]]) -> dict[str, Any]:
         number, sample, where, row = item
         own = options | {"seed": seed + sample}
-        is_text = "messages" not in row and not chat
-        if logprobs:
-            own["logprobs"] = 1 if is_text else True  # a number of alternatives, or whether
-        answer: dict[str, Any] = {"row": number, "sample": sample}
-        if "messages" not in row and not isinstance(row.get("prompt"), str):
-            raise InputError(f"{where}: expected a text as prompt, or messages")
-        if is_text:
-            choice = client.answer(where, own, prompt=row["prompt"])
-            answer["completion"] = choice["text"]
-        else:
-            if "messages" not in row:
-                row = row | {"messages": [{"role": "user", "content": row["prompt"]}]}
-            messages, choice = [], None
-            roles = [message["role"] for message in row["messages"]]
-            for message, following in zip(row["messages"], [*roles[1:], None], strict=True):
+        messages: list[Any] = []
+        text, choice = None, {}
+        if "messages" in row or chat:
+            value = row["messages"] if "messages" in row else [_user(_prompt(row, where))]
+            asked = messages_of(value, where, row)
+            followed = [message["role"] == ANSWERS for message in asked[1:]]
+            for message, has_answer in zip(asked, [*followed, False], strict=True):
                 messages.append(message)
-                if message["role"] == "user" and following != "assistant":
-                    choice = client.answer(where, own, messages=messages)
-                    answer["completion"] = choice["message"]["content"]
-                    messages.append({"role": "assistant", "content": answer["completion"]})
-            if choice is None:
-                raise InputError(f"{where}: messages has no user message without an answer")
-            answer["messages"] = messages
-        answer["finish_reason"] = choice.get("finish_reason")
+                if message["role"] == "user" and not has_answer:
+                    more = {"logprobs": True} if logprobs else {}
+                    text, choice = client.answer(where, own | more, messages=messages)
+                    messages.append({"role": ANSWERS, "content": text})
+            row = row | {"messages": messages}
+        else:
+            more = {"logprobs": 1} if logprobs else {}  # number of alternatives
+            text, choice = client.answer(where, own | more, prompt=_prompt(row, where))
+        if text is None:
+            raise InputError(f"{where}: messages has no user message without an answer")
+        answer = {"completion": text, "finish_reason": choice.get("finish_reason")}
         if logprobs:
             answer["logprobs"] = choice.get("logprobs")
-        return row | answer
+        return row | {"row": number, "sample": sample} | answer
 
     rows = read_rows(prompts)
     items = [(n, i, where, row) for n, (where, row) in enumerate(rows) for i in range(samples)]
     settings = [client.model, options, seed, chat, logprobs]
     write_answers(path, items, ask, client, settings=settings, in_flight=in_flight)
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def _prompt(row: dict[str, Any], where: str) -> str:
+    if not isinstance(prompt := row.get("prompt"), str):
+        raise InputError(f"{where}: expected a text as prompt, or messages")
+    return prompt
+
+
+def read_answers(path: str) -> list[dict[str, Any]]:
+    """Return the rows of a file that `write` has written.
+
+    Raises:
+      InputError: if it has other rows.
+    """
+    rows = read_rows(path)
+    for where, row in rows:
+        if not {"row", "completion"} <= row.keys() or not {"prompt", "messages"} & row.keys():
+            raise InputError(f"{where}: expected an answer that the command answers has written")
+    return [row for _, row in rows]
 
 
 def request_and_answer(row: dict[str, Any]) -> tuple[str, str]:
@@ -102,7 +121,7 @@ def request_and_answer(row: dict[str, Any]) -> tuple[str, str]:
         return row["prompt"], row["completion"]
     parts: tuple[list[str], list[str]] = [], []
     for message in row["messages"]:
-        parts[message["role"] == "assistant"].append(message["content"])
+        parts[message["role"] == ANSWERS].append(message["content"])
     return "\n\n".join(parts[0]), "\n\n".join(parts[1])
 
 
@@ -128,18 +147,27 @@ def mean_and_interval(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": float(np.mean(values)), "interval": interval(values), "prompts": len(values)}
 
 
-def check_function(name: str) -> Callable[[str, str, dict[str, Any]], float]:
-    """Return the function that "file.py:function" names: of a prompt, its answer and the row."""
+def checked(name: str, rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the scores that a function of the prompt, its answer and the row gives to answers.
+
+    Args:
+      name: "file.py:function".
+
+    Raises:
+      InputError: if there is no such function, or it raises an error.
+    """
     path, _, function = name.rpartition(":")
     spec = importlib.util.spec_from_file_location("check", path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"--check {name}: expected FILE.py:FUNCTION")
-    module = importlib.util.module_from_spec(spec)
     try:
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        return getattr(module, function)
-    except (OSError, AttributeError) as error:
-        raise InputError(f"--check {name}: {error}") from None
+        check = getattr(module, function)
+        return [float(check(request_and_answer(x)[0], x["completion"], x)) for x in rows]
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise InputError(f"--check {name}: {problem}; expected FILE.py:FUNCTION") from None
 
 
 def pass_rates(
@@ -190,8 +218,7 @@ def win_rate(
     Raises:
       InputError: if the files have different prompts.
     """
-    pairs = [[row for _, row in read_rows(x)] for x in (answers, others)]
-    texts = [[request_and_answer(row) for row in rows] for rows in pairs]
+    texts = [list(map(request_and_answer, read_answers(x))) for x in (answers, others)]
     prompts, theirs = ([prompt for prompt, _ in rows] for rows in texts)
     if prompts != theirs:
         raise InputError(f"{answers} and {others}: expected answers to the same prompts, in order")
@@ -201,9 +228,8 @@ def win_rate(
         first, second = (rows[number][1] for rows in (texts[::-1] if swapped else texts))
         parts = {"{prompt}": prompts[number], "{first}": first, "{second}": second}
         question = re.sub("{prompt}|{first}|{second}", lambda match: parts[match[0]], template)
-        messages = [{"role": "user", "content": question}]
-        choice = client.answer(f"judgement of row {number}", options, messages=messages)
-        text = choice["message"]["content"]
+        where = f"judgement of row {number}"
+        text, _ = client.answer(where, options, messages=[_user(question)])
         verdicts = re.findall(r"\[\[([ABC])\]\]", text)
         value = {"A": 1.0, "B": 0.0}.get(verdicts[-1], 0.5) if verdicts else None
         if swapped and value is not None:

@@ -47,8 +47,10 @@ class Client:
         """Let requests that have failed not be sent again."""
         self._stopped.set()
 
-    def answer(self, where: str, options: dict[str, Any], **prompt: Any) -> dict[str, Any]:
-        """Return a choice of the server's, for a `prompt` or for `messages`.
+    def answer(
+        self, where: str, options: dict[str, Any], **prompt: Any
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the text of the server's answer to a `prompt` or to `messages`, and its choice.
 
         Requests to a server that is busy, or cannot be reached, are sent again.
 
@@ -62,7 +64,8 @@ class Client:
         path = "chat/completions" if "messages" in prompt else "completions"
         response = self._send(path, {"model": self.model} | options | prompt, where)
         try:
-            return response["choices"][0]
+            choice = response["choices"][0]
+            return choice["text"] if "prompt" in prompt else choice["message"]["content"], choice
         except (KeyError, IndexError, TypeError):
             raise InputError(f"{where}: {self.url} sent {brief(repr(response))}") from None
 
@@ -132,7 +135,7 @@ def write_answers(
     if os.path.exists(path) or not path.endswith(".jsonl"):
         problem = "exists" if os.path.exists(path) else "does not end in .jsonl"
         raise InputError(f"{path} {problem}; choose another file")
-    digest = hashlib.sha256(json.dumps([settings, items]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps([settings, items], default=str).encode()).hexdigest()[:12]
     folder, name = os.path.split(path)
     draft = os.path.join(folder, f".{name}.{digest}.partial")
     try:
@@ -149,7 +152,8 @@ def write_answers(
         pool, pending = ThreadPoolExecutor(in_flight), deque[Future[dict[str, Any]]]()
 
         def write_oldest() -> None:
-            file.write((json.dumps(pending.popleft().result()) + "\n").encode())
+            line = json.dumps(pending.popleft().result(), default=str)
+            file.write(f"{line}\n".encode())
             file.flush()
             bar.update()
 

@@ -193,6 +193,7 @@ def test_unusable_prompts_and_servers_are_refused(
         return str(error.value)
 
     assert "line 1: expected a text as prompt, or messages" in message({"question": "?"})
+    assert "each with the strings role and content" in message({"messages": [{"text": "?"}]})
     assert "expected an object" in message(3)
     answered = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert "no user message without an answer" in message({"messages": answered})
