@@ -65,7 +65,8 @@ class Client:
         response = self._send(path, {"model": self.model} | options | prompt, where)
         try:
             choice = response["choices"][0]
-            return choice["text"] if "prompt" in prompt else choice["message"]["content"], choice
+            text = choice["text"] if "prompt" in prompt else choice["message"]["content"]
+            return text or "", choice  # null if the server refuses
         except (KeyError, IndexError, TypeError):
             raise InputError(f"{where}: {self.url} sent {brief(repr(response))}") from None
 
