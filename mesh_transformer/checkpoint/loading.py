@@ -207,17 +207,19 @@ def _quantize(layout: StateLayout, sums: dict[str, dict[str, int]]) -> Convert:
     Args:
       sums: a dict to which the function adds the result of `_checksums` for each leaf.
     """
-    declared, shardings = transformer.declarations(layout.config), layout.stored["frozen"]
+    declared, stored = transformer.declarations(layout.config), layout.stored["frozen"]
+    bits = layout.config.frozen_bits
+    assert bits is not None
 
     def convert(path: Path, leaf: Array) -> Any:
         for dtype, own in _checksums(nested({path[1:]: leaf}), layout).items():
             sums.setdefault(dtype, {}).update(own)
-        d, to = (functools.reduce(operator.getitem, path[1:], x) for x in (declared, shardings))
-        if not matrices.is_quantized(to):
+        d, own = (functools.reduce(operator.getitem, path[1:], x) for x in (declared, stored))
+        if not matrices.is_quantized(own):
             return leaf
-        quantize = functools.partial(matrices.quantize, declared=d, bits=layout.config.frozen_bits)
-        to = jax.tree.map(lambda x: x.sharding, to)
-        return jax.block_until_ready(jax.jit(quantize, out_shardings=to)(leaf))
+        quantize = functools.partial(matrices.quantize, declared=d, bits=bits)
+        shardings = jax.tree.map(lambda x: x.sharding, own)
+        return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(leaf))
 
     return convert
 
@@ -252,7 +254,7 @@ def _read(source: Source, config: Config, template: State, convert: Convert | No
     if "opt_state" in host:  # of mesh-transformer-jax, whose optimizer is Adam
         check_optimizer(config, "adam", source.path)
     template = {key: leaf for key, leaf in template.items() if key in host}
-    return put_on_devices(host, template, *([] if convert is None else [convert]))
+    return put_on_devices(host, template, convert)
 
 
 def _read_adapters(source: Source, config: Config, template: State) -> State:

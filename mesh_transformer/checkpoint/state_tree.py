@@ -172,7 +172,7 @@ Convert = Callable[[Path, jax.Array], Any]
 
 
 def put_on_devices(
-    host: Any, template: Any, convert: Convert = lambda path, leaf: leaf, path: Path = ()
+    host: Any, template: Any, convert: Convert | None = None, path: Path = ()
 ) -> Any:
     """Copy a state from host memory to the devices, with the template's shardings and dtypes.
 
@@ -190,8 +190,8 @@ def put_on_devices(
             for key, leaf in template.items()
         }
     values = np.asarray(host).astype(template.dtype, copy=False)
-    sharding = template.sharding
-    return convert(path, jax.make_array_from_callback(template.shape, sharding, values.__getitem__))
+    leaf = jax.make_array_from_callback(template.shape, template.sharding, values.__getitem__)
+    return leaf if convert is None else convert(path, leaf)
 
 
 def declared_leaves(declared: Any, moments: dict[str, Any] | None = None) -> dict[Path, Any]:
