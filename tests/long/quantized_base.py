@@ -90,7 +90,7 @@ def main(seeds: str = "3", steps: str = "300") -> None:
         with tempfile.TemporaryDirectory() as folder:
             worst = max(worst, compare(folder, seed, int(steps)))
     print(f"largest difference {worst:.2%}, allowed {BOUND:.0%}")
-    sys.exit(worst > BOUND)
+    sys.exit(int(worst > BOUND))
 
 
 if __name__ == "__main__":
