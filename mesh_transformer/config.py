@@ -177,6 +177,8 @@ class Model(Architecture):
     # Matrices with adapters, by their names in `families.BLOCKS`.  None: fused_in in block geglu,
     # else q and v.
     lora_targets: list[str] | None = field(default=None, hash=False)
+    # The bits in which training stores the frozen matrices of the layers.  None: those of dtype
+    frozen_bits: Literal[4, 8] | None = None
 
     @property
     def model(self) -> "Model":
@@ -416,7 +418,7 @@ class Config(Model):
 
     def merged(self) -> "Config":
         """Return a copy without LoRA adapters, which describes the model that they merge into."""
-        return self.replace(lora_rank=0, lora_alpha=None, lora_targets=None)
+        return self.replace(lora_rank=0, lora_alpha=None, lora_targets=None, frozen_bits=None)
 
     def replace(self, **changes: Any) -> "Config":
         """Return a copy of this config with the keys in `changes` set to new values.

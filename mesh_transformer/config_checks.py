@@ -257,6 +257,11 @@ def _check_rotary_scaling(c: Any) -> None:
 def _check_lora(c: Any) -> None:
     if not 0 <= c.lora_rank <= c.d_model:
         raise InputError(f"lora_rank is {c.lora_rank}, expected 0 (off) to d_model ({c.d_model})")
+    if c.frozen_bits and not c.lora_rank:
+        raise InputError(
+            f"frozen_bits is {c.frozen_bits}, but lora_rank is 0, so that no matrix is frozen; set "
+            "lora_rank"
+        )
     assert c.lora_alpha is not None
     assert c.lora_targets is not None
     if c.lora_rank and c.lora_alpha <= 0:

@@ -1,12 +1,18 @@
 """Records of the base model that LoRA adapters were trained on, and merging into it."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mesh_transformer.checkpoint.host_arrays import LazyLeaf, cast
 from mesh_transformer.checkpoint.integrity import host_checksum
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.declaration import Declaration
+from mesh_transformer.model import matrices, transformer
 from mesh_transformer.model.lora import adapter_names
 from mesh_transformer.util import InputError
 
@@ -84,7 +90,7 @@ def saved_base(aux: Any, where: str) -> Base | None:
 def merged_leaves(
     params: dict[str, Any],
     adapters: dict[str, Any],
-    scale: float,
+    config: Config,
     base: Base,
     where: str,
     *,
@@ -100,17 +106,23 @@ def merged_leaves(
     Args:
       params: the parameters of the base model.
       adapters: nested dicts of adapter matrices, in the structure of `params`.
-      scale: the factor by which the product of an adapter's two matrices is multiplied.
+      config: the config of the adapters.  If it sets `frozen_bits`, they are merged into the
+        rounded matrices that they were trained on.
       base: the record of the base model that the adapters were trained on.
       where: the checkpoint of the adapters, for error messages.
       dtype: the dtype of the returned leaves (default: each leaf keeps its own).
     """
 
+    declared = transformer.declarations(config)
+
     def leaf(part: str, module: str, name: str, values: Any) -> LazyLeaf:
         module_adapters = adapters.get(part, {}).get(module, {})
         factors = [module_adapters[a] for a in adapter_names(name) if a in module_adapters]
         target = values.dtype if dtype is None else np.dtype(dtype)
-        return _merged(values, factors, scale, base, (part, module, name), target, where)
+        path, rounded = (part, module, name), None
+        if part == "layers" and config.frozen_bits is not None:
+            rounded = functools.partial(_rounded, declared[part][module][name].unstack(), config)
+        return _merged(values, factors, config.lora_scale, base, path, target, where, rounded)
 
     return {
         part: {
@@ -121,6 +133,13 @@ def merged_leaves(
     }
 
 
+def _rounded(declared: Declaration, config: Config, values: np.ndarray) -> np.ndarray:
+    """Return one layer of a leaf of the base model, with the values that training uses."""
+    assert config.frozen_bits is not None
+    w = matrices.quantize(jnp.asarray(values, config.dtype), declared, config.frozen_bits)
+    return np.asarray(matrices.dequantized(w)) if matrices.is_quantized(w) else values
+
+
 def _merged(
     source: Any,
     factors: list[Any],
@@ -129,6 +148,7 @@ def _merged(
     path: tuple[str, ...],
     dtype: np.dtype,
     where: str,
+    rounded: Callable[[np.ndarray], np.ndarray] | None,
 ) -> LazyLeaf:
     """Return one leaf of the base model, with its adapter merged in if it has one.
 
@@ -138,6 +158,7 @@ def _merged(
       source: the leaf's values in the base model, as an array or a `LazyLeaf`.
       factors: the adapter's two matrices; an empty list if the leaf has no adapter.
       path: the leaf's keys (part, module, name) in the nested dicts of parameters.
+      rounded: applied to each layer before the merge.
     """
     layers, name = path[0] == "layers", "/".join(path)
     sums: dict[int | None, int] = {}  # the checksum of each layer read so far
@@ -159,6 +180,8 @@ def _merged(
         values = np.asarray(source if layer is None else source[layer])
         if base.checksums:
             check(layer, values)
+        if rounded is not None:
+            values = rounded(values)
         if factors:
             a, b = (np.asarray(factor[layer], np.float32) for factor in factors)
             values = values.astype(np.float32) + np.float32(scale) * np.tensordot(a, b, 1)

@@ -127,7 +127,7 @@ def _merged(
     check_same_model(config, own.as_dict(), source.path)
     _, state = read(base, config, optimizer=False, lazy=True)
     params = merged_leaves(
-        state["params"], adapters["params"], own.lora_scale, recorded, source.path, dtype=dtype
+        state["params"], adapters["params"], own, recorded, source.path, dtype=dtype
     )
     return config, {"params": params, "step": adapters["step"]}
 

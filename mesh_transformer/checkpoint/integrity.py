@@ -50,8 +50,8 @@ def checksum(values: Array, *, layers: bool = False, first: Array | int = 0) -> 
     Args:
       first: the index of the first entry, if `values` are a part of an array.
     """
-    if values.dtype == jnp.bool:
-        values = values.astype(jnp.uint8)
+    if values.dtype in (jnp.bool, jnp.int4):
+        values = values.astype(jnp.int8)
     unsigned = _UNSIGNED[values.dtype.itemsize]
     bits = jax.lax.bitcast_convert_type(values, unsigned).astype(jnp.uint32)
     index = jnp.zeros(values.shape, jnp.uint32)

@@ -1,12 +1,14 @@
 """Loading checkpoints of any format onto a mesh, in the layout of the training state."""
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -16,9 +18,12 @@ from mesh_transformer.checkpoint.integrity import checksum
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.source import Source
 from mesh_transformer.checkpoint.state_tree import (
+    Convert,
+    Path,
     check_optimizer,
     check_same_model,
     leaves,
+    nested,
     optimizer_of,
     put_on_devices,
 )
@@ -27,6 +32,7 @@ from mesh_transformer.data.same_tokenizer import check_encoding
 from mesh_transformer.generation.finite import describe_bad_weights
 from mesh_transformer.mesh.devices import named
 from mesh_transformer.mesh.host_memory import device_copies
+from mesh_transformer.model import matrices, transformer
 from mesh_transformer.model.lora import Adapter
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training.distillation import teacher_layout
@@ -201,7 +207,8 @@ def load_base(
     Raises:
       InputError: if no checkpoint in `places` holds the base model.
     """
-    template = layout.stored["frozen"]
+    config = layout.config
+    template = layout.of(config.replace(frozen_bits=None)).stored["frozen"]
     rejected = []
     for place in places:
         try:
@@ -213,8 +220,10 @@ def load_base(
         if source.adapters is not None:
             rejected.append(f"{name} (adapters, not a base model)")
             continue
-        frozen = _read(source, layout.config.merged(), {"params": template})["params"]
-        base = Base(name, _checksums(frozen, layout))
+        sums: dict[str, dict[str, int]] = {}
+        convert = None if config.frozen_bits is None else _quantize(layout, sums)
+        frozen = _read(source, config.merged(), {"params": template}, convert)["params"]
+        base = Base(name, sums or _checksums(frozen, layout))
         changed = recorded and recorded.difference(base)
         if not changed:
             return frozen, base
@@ -224,6 +233,31 @@ def load_base(
         f"{where}: the base model that its adapters were trained on is not at "
         f"{', '.join(rejected)}; {BASE_MOVED_ADVICE}"
     )
+
+
+def _quantize(layout: StateLayout, sums: dict[str, dict[str, int]]) -> Convert:
+    """Return a function that quantizes leaves of the base model to `frozen_bits` as they are read.
+
+    The base model as a whole may be too large for the devices.
+
+    Args:
+      sums: a dict to which the function adds the result of `_checksums` for each leaf.
+    """
+    declared, stored = transformer.declarations(layout.config), layout.stored["frozen"]
+    bits = layout.config.frozen_bits
+    assert bits is not None
+
+    def convert(path: Path, leaf: Array) -> Any:
+        for dtype, own in _checksums(nested({path[1:]: leaf}), layout).items():
+            sums.setdefault(dtype, {}).update(own)
+        d, own = (functools.reduce(operator.getitem, path[1:], x) for x in (declared, stored))
+        if not matrices.is_quantized(own):
+            return leaf
+        quantize = functools.partial(matrices.quantize, declared=d, bits=bits)
+        shardings = jax.tree.map(lambda x: x.sharding, own)
+        return jax.block_until_ready(jax.jit(quantize, out_shardings=shardings)(leaf))
+
+    return convert
 
 
 def _checksums(frozen: Any, layout: StateLayout) -> dict[str, dict[str, int]]:
@@ -238,21 +272,25 @@ def _checksums(frozen: Any, layout: StateLayout) -> dict[str, dict[str, int]]:
     return sums_by_dtype
 
 
-def _read(source: Source, config: Config, template: State) -> State:
+def _read(source: Source, config: Config, template: State, convert: Convert | None = None) -> State:
     """Read a checkpoint into arrays with the template's shardings and dtypes.
 
     Top-level keys of the template that the checkpoint lacks, such as "opt_state", are left out.
     Adapters in the checkpoint are merged into their base model.
+
+    Args:
+      convert: a function of each leaf and its path, whose results are returned.
     """
     if source.step is not None and source.adapters is None:
-        return _read_native(source.step, config, template)
+        return _read_native(source.step, config, template, convert)
     dtype = template["params"]["embed"]["embedding"]["w"].dtype
     _, host = conversion.read(
         source, config, dtype=dtype, optimizer="opt_state" in template, lazy=True
     )
     if "opt_state" in host:  # of mesh-transformer-jax, whose optimizer is Adam
         check_optimizer(config, "adam", source.path)
-    return put_on_devices(host, {key: leaf for key, leaf in template.items() if key in host})
+    template = {key: leaf for key, leaf in template.items() if key in host}
+    return put_on_devices(host, template, convert)
 
 
 def _read_adapters(source: Source, config: Config, template: State) -> State:
@@ -264,9 +302,12 @@ def _read_adapters(source: Source, config: Config, template: State) -> State:
     return put_on_devices(host, {"params": template["params"]})
 
 
-def _read_native(step: SavedStep, config: Config, template: State) -> State:
+def _read_native(
+    step: SavedStep, config: Config, template: State, convert: Convert | None = None
+) -> State:
     check_same_model(config, step.config, str(step))
     saved = {path[0] for path in step.leaves}
     if "opt_state" in template.keys() & saved:
         check_optimizer(config, optimizer_of(Config.from_dict(step.config, str(step))), str(step))
-    return step.restore(template, only=[k for k in template if k in saved or k == "params"])
+    only = [k for k in template if k in saved or k == "params"]
+    return step.restore(template, only=only, convert=convert)

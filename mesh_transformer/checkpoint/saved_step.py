@@ -19,6 +19,7 @@ from mesh_transformer.checkpoint import integrity
 from mesh_transformer.checkpoint.host_arrays import LazyLeaf
 from mesh_transformer.checkpoint.integrity import Integrity, host_checksum, is_stacked
 from mesh_transformer.checkpoint.state_tree import (
+    Convert,
     Path,
     cast_groups,
     check_match,
@@ -122,7 +123,9 @@ class SavedStep:
         stored = attempt(lambda: tensorstore.open(spec, open=True, context=self._context[1]))
         return LazyLeaf(stored.shape, stored.dtype.numpy_dtype, read, layers=is_stacked(path))
 
-    def restore(self, template: Any, *, only: Sequence[str] | None = None) -> Any:
+    def restore(
+        self, template: Any, *, only: Sequence[str] | None = None, convert: Convert | None = None
+    ) -> Any:
         """Restore the saved tree, and read each leaf directly into its sharding.
 
         Args:
@@ -130,6 +133,7 @@ class SavedStep:
             template may omit top-level keys of the saved tree; under each key that it has, its
             structure must match the saved tree.  Floating leaves are cast to the template's dtypes.
           only: the template's top-level keys to read (default: all).
+          convert: a function of each leaf and its path, whose results are returned.
 
         Raises:
           InputError: if a leaf is missing or unexpected, or differs from the template in shape or
@@ -140,13 +144,19 @@ class SavedStep:
         expected = leaves(template)
         check_match(self.path, self.leaves, expected)
         restored: dict[Path, Any] = {}
-        for group in cast_groups(self.leaves, expected, _CAST_BYTES):
+
+        def converted(path: Path, leaf: jax.Array) -> Any:
+            dtype = expected[path].dtype
+            leaf = leaf if leaf.dtype == dtype else leaf.astype(dtype)
+            return leaf if convert is None else convert(path, leaf)
+
+        every = convert is not None
+        for group in cast_groups(self.leaves, expected, _CAST_BYTES, every=every):
             # Checksums are computed in the saved dtypes, so the leaves are cast after the check.
             read = self._read({path: expected[path] for path in group})
             integrity.check_leaves(self.path, self.record, read)
             for path in group:
-                leaf, dtype = read.pop(path), expected[path].dtype
-                restored[path] = leaf if leaf.dtype == dtype else leaf.astype(dtype)
+                restored[path] = converted(path, read.pop(path))
         return map_leaves(lambda path, _: restored[path], template)
 
     def _read(self, expected: dict[Path, Any]) -> dict[Path, jax.Array]:

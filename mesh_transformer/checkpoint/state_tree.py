@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import keystr
 
 from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.config import Architecture, Config
@@ -59,6 +60,12 @@ def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
     """
     check_same_model(config, saved, where)
     saved_config = Config.from_dict(saved, f"{where}: saved config")
+    if config.lora_rank and config.frozen_bits != saved_config.frozen_bits:
+        raise InputError(
+            f"{where} was saved by a run with frozen_bits {saved_config.frozen_bits}, but the "
+            f"config has {config.frozen_bits}; change it back, or choose another model folder, and "
+            "give this checkpoint as --tune-model-path"
+        )
     if bool(saved_config.lora_rank) != bool(config.lora_rank):
         kinds = ("a whole model", "adapters")
         raise InputError(
@@ -104,9 +111,9 @@ Path = tuple[str, ...]  # a leaf's keys, outermost first
 
 
 def leaves(tree: Any) -> dict[Path, Any]:
-    """Return {path: leaf} for all leaves of nested dicts."""
+    """Return {path: leaf} for all leaves of nested dicts, which may have quantized matrices."""
     flat, _ = jax.tree.flatten_with_path(tree)
-    return {tuple(key.key for key in path): leaf for path, leaf in flat}
+    return {tuple(keystr((key,), simple=True) for key in path): leaf for path, leaf in flat}
 
 
 def map_leaves(function: Callable[[Path, Any], Any], tree: Any) -> Any:
@@ -130,7 +137,7 @@ def nested(flat: dict[Path, Any]) -> dict[str, Any]:
 
 
 def cast_groups(
-    saved: dict[Path, Any], expected: dict[Path, Any], max_bytes: int
+    saved: dict[Path, Any], expected: dict[Path, Any], max_bytes: int, *, every: bool = False
 ) -> list[list[Path]]:
     """Divide a checkpoint's leaves into groups, to be restored and cast one group at a time.
 
@@ -142,11 +149,12 @@ def cast_groups(
     Args:
       saved: {path: leaf or its metadata}, with the saved shapes and dtypes.
       expected: {path: leaf or template}, with the dtypes to cast to.
+      every: whether all leaves are converted, even those that keep their dtype.
     """
     sizes = {
         path: math.prod(saved[path].shape) * saved[path].dtype.itemsize
         for path in expected
-        if saved[path].dtype != expected[path].dtype
+        if every or saved[path].dtype != expected[path].dtype
     }
     groups = [[path for path in expected if path not in sizes]]
     room = 0
@@ -159,7 +167,13 @@ def cast_groups(
     return [group for group in groups if group]
 
 
-def put_on_devices(host: Any, template: Any) -> Any:
+# What becomes of a leaf at a path as soon as it is on the devices.
+Convert = Callable[[Path, jax.Array], Any]
+
+
+def put_on_devices(
+    host: Any, template: Any, convert: Convert | None = None, path: Path = ()
+) -> Any:
     """Copy a state from host memory to the devices, with the template's shardings and dtypes.
 
     Leaves are copied one by one and removed from `host`, to save host memory.
@@ -167,11 +181,17 @@ def put_on_devices(host: Any, template: Any) -> Any:
     Args:
       host: nested dicts of numpy arrays or `LazyLeaf`s.
       template: nested dicts of `ShapeDtypeStruct`s with shardings.
+      convert: a function of each leaf and its path, whose results are returned.
+      path: the path of `host`.
     """
     if isinstance(template, dict):
-        return {key: put_on_devices(host.pop(key), leaf) for key, leaf in template.items()}
+        return {
+            key: put_on_devices(host.pop(key), leaf, convert, (*path, key))
+            for key, leaf in template.items()
+        }
     values = np.asarray(host).astype(template.dtype, copy=False)
-    return jax.make_array_from_callback(template.shape, template.sharding, values.__getitem__)
+    leaf = jax.make_array_from_callback(template.shape, template.sharding, values.__getitem__)
+    return leaf if convert is None else convert(path, leaf)
 
 
 def declared_leaves(declared: Any, moments: dict[str, Any] | None = None) -> dict[Path, Any]:

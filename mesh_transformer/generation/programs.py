@@ -64,7 +64,7 @@ def compile_weights(
       adapters: the configs of the adapters.
     """
     config, mp = source.config.replace(dtype=layout.config.dtype), layout.par.shards
-    declared = transformer.declarations(config)
+    declared = transformer.stored(config)
 
     def one(d: Declaration, x: Array) -> Array:  # a virtual mesh may have other padding
         return resized(resized(x, d.shape), d.padded(mp))

@@ -104,7 +104,7 @@ def weights_of(params: Params, config: Config, adapters: Sequence[Adapter] = ())
     factors = join(own, adapters) if adapters else {}
 
     def unstacked(layer: int) -> Any:
-        modules = jax.tree.map(lambda x: x[layer], params["layers"])
+        modules = matrices.dequantized(jax.tree.map(lambda x: x[layer], params["layers"]))
         if config.lora_rank and not config.exact:
             modules = lora.merged(modules, config.lora_scale)
         more = jax.tree.map(lambda x: x[layer].astype(config.dtype), factors)
@@ -132,7 +132,7 @@ def _usual(config: Config) -> Config:
 
     LoRA adapters are merged, unless the config sets `exact`: the sums would be others.
     """
-    return config if config.exact else config.merged()
+    return config.replace(frozen_bits=None) if config.exact else config.merged()
 
 
 def weight_declarations(config: Config) -> Weights:
@@ -173,7 +173,7 @@ class WeightLayout(Layout):
         for part, bits in quantized_parts(self.config).items():
             if bits == 4:
                 declared = weight_declarations(self.config.merged())[part]
-                matrices.check_groups(declared, self.par.shards)
+                matrices.check_groups(declared, self.par.shards, "weight_bits")
 
     @functools.cached_property
     def specs(self) -> Weights:

@@ -49,6 +49,7 @@ class Declaration:
       stacked: whether the first axis of the array is the layer axis, along which the parameters of
         all layers are stacked.
       unit: the axis that mp splits is split in multiples of this size, such as that of a head.
+      quantized: whether this is an array of a quantized matrix, which is never cast.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +61,7 @@ class Declaration:
     frozen: bool = False
     stacked: bool = False
     unit: int = 1
+    quantized: bool = False
 
     def padded(self, mp: int) -> tuple[int, ...]:
         """Return the global shape of the parameter's array on a mesh with mp shards.

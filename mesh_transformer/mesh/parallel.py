@@ -269,17 +269,19 @@ class Parallel(abc.ABC):
     def compute_copy(self, params: Any, declared: Any, dtype: Any) -> Any:
         """Cast the parameters to `dtype` for the forward pass; call this once per step.
 
+        Arrays of quantized matrices keep their dtype, here and in `collect`.
+
         With ZeRO 1, the parameters that ZeRO splits over dp are also all-gathered.  With ZeRO 3,
         they stay split until `collect` gathers them.  Until then the trained ones also stay in f32,
         so that their gradients are in f32.
         """
 
         def copy(d: Declaration, x: Array) -> Array:
-            axis = self._zero_axis(d)
+            axis, own = self._zero_axis(d), x.dtype if d.quantized else dtype
             if axis is None:
-                return self._as_varying(x.astype(dtype), "dp")
+                return self._as_varying(x.astype(own), "dp")
             if self.zero_stage == 3:
-                return x.astype(dtype if d.frozen else jnp.float32)
+                return x.astype(own if d.frozen else jnp.float32)
             return self._on_parts(lambda x: gather_cast(x, axis, dtype), d.spec)(x)
 
         return map_declared(copy, declared, params)
@@ -315,7 +317,8 @@ class Parallel(abc.ABC):
         def whole(d: Declaration, x: Array) -> Array:
             axis = self._zero_axis(d) if self.zero_stage == 3 else None
             if axis is not None:
-                x = self._on_parts(lambda x: gather_cast(x, axis, dtype), d.spec)(x)
+                own = x.dtype if d.quantized else dtype
+                x = self._on_parts(lambda x: gather_cast(x, axis, own), d.spec)(x)
             # This also constrains the gradients.  Without it, TPUs would keep some gradients in
             # another layout and convert them by all-to-alls.
             return self.shard(x, *d.spec)

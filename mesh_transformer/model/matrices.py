@@ -1,10 +1,11 @@
 """The matmuls of weight matrices, which may be quantized to integers of 8 or 4 bits.
 
-Only generation stores such weights.  With 8 bits, each output column has a scale, and rounding
-changes a weight by at most 1/254 of the largest magnitude in its column.  With 4 bits, each column
-has a scale for every `GROUP` inputs, and rounding changes most weights by at most 1/16 of the
-largest magnitude in the group, and none by more than about 1/8.  Norms, biases and embeddings are
-not quantized, and the KV cache is only with `int8_cache`.
+Generation stores such weights, and training stores frozen ones.  With 8 bits, each output column
+has a scale, and rounding changes a weight by at most 1/254 of the largest magnitude in its column.
+With 4 bits, each column has a scale for every `GROUP` inputs, and rounding changes most weights by
+at most 1/16 of the largest magnitude in the group, and none by more than about 1/8.  Norms, biases
+and embeddings are not quantized, and the KV cache is only with `int8_cache`.  Training multiplies
+with the floats that `dequantized` returns, one layer at a time.
 
 Training may round the operands of a matmul to 8 bits just for this matmul (`rounded_matmul`), which
 many accelerators compute twice as fast as in bfloat16.
@@ -12,6 +13,7 @@ many accelerators compute twice as fast as in bfloat16.
 Array names end in their shape, as in `layers`.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Collection
@@ -24,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from mesh_transformer.mesh.declaration import Declaration, count_input_axes, map_declared
+from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.model.casts import to_int8
 from mesh_transformer.util import InputError
 
@@ -91,54 +93,85 @@ def quantize(weights: Any, declared: Any, bits: int) -> Any:
     def quantized(d: Declaration, w: Array) -> Array | Quantized:
         if not _is_matrix(d):
             return w
-        inputs = count_input_axes(tuple(d.spec))
-        if bits == 8:
-            return Int8(*to_int8(w, axis=tuple(range(inputs))))
-        return _to_int4(w, inputs - 1, _group(d))
+        if d.stacked:  # one layer at a time, as the rounding is in f32
+            return jax.lax.map(functools.partial(quantized, d.unstack()), w)
+        inputs, _ = d.matrix_axes
+        return Int8(*to_int8(w, inputs)) if bits == 8 else _to_int4(w, inputs[-1], _group(d))
 
     return map_declared(quantized, declared, weights)
 
 
-def layout(declared: Any, bits: int) -> Any:
-    """Return the PartitionSpecs of the arrays that `quantize` returns.
+def stored(declared: Any, bits: int) -> Any:
+    """Return the declarations of the arrays that `quantize` returns.
 
     Args:
       declared: the same tree as for `quantize`, and `bits` likewise.
     """
 
-    def spec_of(d: Declaration) -> P | Quantized:
+    def arrays_of(d: Declaration) -> Any:
         if not _is_matrix(d):
-            return d.spec
-        inputs = count_input_axes(tuple(d.spec))
+            return d
+        own, (inputs, _) = dataclasses.replace(d, quantized=True), d.matrix_axes
+
+        def scale(d: Declaration, axes: Collection[int]) -> Declaration:
+            shape = tuple(1 if axis in axes else size for axis, size in enumerate(d.shape))
+            return dataclasses.replace(d, shape=shape, decay=False)
+
         if bits == 8:
-            return Int8(d.spec, P(*(None,) * inputs, *d.spec[inputs:]))
-        spec = P(*d.spec[:inputs], None, *d.spec[inputs:])
-        return Int4(spec, spec)
+            spec = P(*(None if axis in inputs else name for axis, name in enumerate(d.spec)))
+            return Int8(own, dataclasses.replace(scale(own, inputs), spec=spec))
+        last, group = inputs[-1], _group(d)
+        value = dataclasses.replace(
+            own,
+            shape=(*d.shape[:last], d.shape[last] // group, group, *d.shape[last + 1 :]),
+            spec=P(*d.spec[: last + 1], None, *d.spec[last + 1 :]),
+            unit=math.lcm(d.unit, group) // group if d.spec[last] == "mp" else d.unit,
+        )
+        return Int4(value, scale(value, (last + 1,)))
 
-    return map_declared(spec_of, declared)
+    return map_declared(arrays_of, declared)
 
 
-def check_groups(declared: Any, mp: int) -> None:
+def layout(declared: Any, bits: int) -> Any:
+    """Return the PartitionSpecs of the arrays that `quantize` returns; see `stored`."""
+    return map_declared(lambda d: d.spec, stored(declared, bits))
+
+
+def dequantized(weights: Any, dtype: DTypeLike = jnp.float32) -> Any:
+    """Return a tree of weights whose quantized matrices are floats of `dtype`.
+
+    The products with the scales are rounded to f32, then to `dtype`.  Other arrays are unchanged.
+    """
+
+    def floats(w: Any) -> Any:
+        if not is_quantized(w):
+            return w
+        product = w.value.astype(jnp.float32) * w.scale.astype(jnp.float32)
+        return product.astype(dtype).reshape(w.shape)
+
+    return jax.tree.map(floats, weights, is_leaf=is_quantized)
+
+
+def check_groups(declared: Any, mp: int, key: str) -> None:
     """Raise InputError if a matrix cannot be quantized to 4 bits on a mesh with mp shards.
 
     Args:
       declared: the same tree as for `quantize`.
+      key: the config key that is 4.
     """
 
     def check(d: Declaration) -> None:
         if not _is_matrix(d):
             return
-        axis, group = count_input_axes(tuple(d.spec)) - 1, _group(d)
-        has = f"weight_bits is 4, but a matrix of the model has {d.shape[axis]} inputs"
+        axis, group = d.matrix_axes[0][-1], _group(d)
+        has = f"{key} is 4, but a matrix of the model has {d.shape[axis]} inputs"
         if group < SMALLEST_GROUP:
-            raise InputError(
-                f"{has}, expected a multiple of {SMALLEST_GROUP}; set weight_bits to 8"
-            )
+            raise InputError(f"{has}, expected a multiple of {SMALLEST_GROUP}; set {key} to 8")
         own = d.padded(mp)[axis] // (mp if d.spec[axis] == "mp" else 1)
         if own % group:
             raise InputError(
                 f"{has}, {own} per device, expected a multiple of {group}, the size of a group; "
-                "lower cores_per_replica, or set weight_bits to 8"
+                f"lower cores_per_replica, or set {key} to 8"
             )
 
     map_declared(check, declared)
@@ -150,7 +183,7 @@ def _is_matrix(d: Declaration) -> bool:
 
 def _group(d: Declaration) -> int:
     """Return how many inputs of a matrix in 4 bits share a scale; the same on every mesh."""
-    return math.gcd(d.shape[count_input_axes(tuple(d.spec)) - 1], GROUP)
+    return math.gcd(d.shape[d.matrix_axes[0][-1]], GROUP)
 
 
 def _to_int4(w: Array, axis: int, group: int) -> Int4:

@@ -70,7 +70,8 @@ of q_norm and k_norm have the norm's initial value, or do not exist, as the tabl
 In a fused block, I = 3 K + 2 F / H and O = K + F / H.  A LoRA adapter of a weight
 w [inputs, outputs] adds two parameters: w_lora_a [inputs, R], initially truncated(inputs**-0.5),
 and w_lora_b [R, outputs], initially 0.  Trained parameters are in f32 or, with early_cast, in bf16.
-Frozen parameters are in the compute dtype.
+Frozen parameters are in the compute dtype, but with frozen_bits the matrices of the layers are
+quantized (see `matrices`).
 
 In the code, array names end in their shape: B batch, T query, S key, D model, H heads, V
 vocabulary.
@@ -89,11 +90,13 @@ from mesh_transformer.config import Model
 from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.declaration import (
     Declaration,
+    combine,
     map_declared,
     partition,
     record_declarations,
 )
 from mesh_transformer.mesh.parallel import GATHERED, Auto, Parallel
+from mesh_transformer.model import matrices
 from mesh_transformer.model.attention import (
     ATTENDED,
     MASKED,
@@ -223,6 +226,29 @@ def trained(config: Model) -> Params:
     return partition(declared, declared)[0]
 
 
+def frozen(config: Model) -> Params:
+    """Return the declarations of the arrays that hold the frozen parameters; see `quantized`."""
+    declared = declarations(config)
+    fixed = partition(declared, declared)[1]
+    if config.frozen_bits is None:
+        return fixed
+    return fixed | {"layers": matrices.stored(fixed["layers"], config.frozen_bits)}
+
+
+def stored(config: Model) -> Params:
+    """Return the declarations of the arrays that hold all parameters in training."""
+    return combine(frozen(config), trained(config))
+
+
+def quantized(params: Params, config: Model) -> Params:
+    """Return frozen parameters, in which the matrices of the layers have `frozen_bits`."""
+    if config.frozen_bits is None:
+        return params
+    declared = declarations(config)
+    fixed = partition(declared, declared)[1]["layers"]
+    return params | {"layers": matrices.quantize(params["layers"], fixed, config.frozen_bits)}
+
+
 def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
     """Wrap `run` so that the backward pass recomputes what the remat policy does not save.
 
@@ -277,7 +303,7 @@ def residual_stream(
       segments_BT: see `logits`.
       dropout: the microbatch's random numbers; None for no dropout.
     """
-    parts, declared = transforms(config, par), declarations(config)
+    parts, declared = transforms(config, par), stored(config)
     positions_BT, run_BT = jnp.arange(tokens_BT.shape[-1])[None], None
     if segments_BT is not None:
         run_BT, positions_BT = segment_runs(segments_BT)
@@ -308,6 +334,7 @@ def residual_stream(
     def run(layer: LayerInputs, x_BTD: Array) -> Array:
         layer_params, number, values = layer
         whole = par.collect(layer_params, one_layer, config.dtype)
+        whole = matrices.dequantized(whole, config.dtype)
         own = None if dropout is None or number is None else dropout.of_layer(number)
         in_layer = context._replace(dropout=own, values=values)
         return parts["layers"].apply(whole, x_BTD, in_layer, None)[0]

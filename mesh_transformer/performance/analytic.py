@@ -15,6 +15,7 @@ from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.heads import key_heads, query_heads
+from mesh_transformer.model.matrices import GROUP
 from mesh_transformer.performance.roofline import Estimate, bytes_sent, estimate
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.util import InputError
@@ -190,7 +191,7 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
     * The update adds the f32 gradients, and those of the largest parameter in the compute dtype.
 
     What `offload` keeps in host memory is not counted.  With LoRA, the state consists of the frozen
-    weights in the compute dtype; adapters are not counted.
+    weights in the compute dtype or with `frozen_bits`; adapters are not counted.
 
     Args:
       devices: number of devices; mp is the config's `cores_per_replica`.
@@ -202,7 +203,11 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
     activations = config.layers * tokens * saved_activation_bytes(config, attention)
     logits, transient = _logit_bytes(config), _transient_bytes(config, attention)
     if config.lora_rank:
-        return _width(config) * part + activations + max(logits, transient)
+        frozen = _width(config) * part
+        if bits := config.frozen_bits:
+            scales = BF16 / GROUP if bits == 4 else 0
+            frozen -= int((_width(config) - bits / 8 - scales) * _part(config, ends=False))
+        return frozen + activations + max(logits, transient)
     per_parameter = 0.0
     if config.offload != "params":
         per_parameter += BF16 if config.early_cast else F32

@@ -26,7 +26,7 @@ from mesh_transformer.mesh.host_memory import device_copies, in_host
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import Layout, compiler_options
 from mesh_transformer.mesh.virtual import on_every_device
-from mesh_transformer.model import transformer
+from mesh_transformer.model import matrices, transformer
 from mesh_transformer.model.attention import attention_backend
 from mesh_transformer.model.casts import to_bf16, to_f32
 from mesh_transformer.model.dropout import sequence_keys
@@ -57,8 +57,8 @@ def init_state(
     Returns:
       A dict with these keys:
         params: the trained parameters.
-        frozen: all other parameters, in the compute dtype because they are never updated.  Empty
-          unless the config sets `lora_rank`.
+        frozen: all other parameters, in the compute dtype because they are never updated, or with
+          `frozen_bits` partly quantized.  Empty unless the config sets `lora_rank`.
         opt_state: the optimizer's state (see `update_rules.Rule`).
         step: the number of completed updates.
         norms: the gradient norms of the last 128 steps, if the config sets `skip_spikes`.
@@ -68,9 +68,10 @@ def init_state(
     fresh = init or functools.partial(transformer.init, config)
     padded = map_declared(lambda d, x: resized(x, d.padded(mp)), declared, fresh(key))
     params, frozen = partition(declared, padded)
+    frozen = jax.tree.map(lambda x: x.astype(config.dtype), frozen)
     return {
         "params": to_bf16(params) if config.early_cast else params,
-        "frozen": jax.tree.map(lambda x: x.astype(config.dtype), frozen),
+        "frozen": transformer.quantized(frozen, config),
         "opt_state": Optimizer(config, transformer.trained(config)).init(params),
         **history(config),
     }
@@ -108,10 +109,13 @@ class StateLayout(Layout):
 
     Raises:
       InputError: at construction, if the config enables ZeRO, but ZeRO cannot split some matrix
-        over dp.
+        over dp, or if a matrix cannot be quantized to `frozen_bits`.
     """
 
     def __post_init__(self) -> None:
+        if self.config.frozen_bits == 4:
+            layers = transformer.declarations(self.config)["layers"]
+            matrices.check_groups(layers, self.par.shards, "frozen_bits")
         if not self.config.zero:
             return
         dp = self.par.dp
@@ -127,8 +131,8 @@ class StateLayout(Layout):
 
     @functools.cached_property
     def declared(self) -> Params:
-        """The declarations of all parameters; see `transformer.declarations`."""
-        return transformer.declarations(self.config)
+        """The declarations of the arrays that hold all parameters; see `transformer.stored`."""
+        return transformer.stored(self.config)
 
     @property
     def attention(self) -> str:
@@ -153,7 +157,7 @@ class StateLayout(Layout):
         moments = jax.tree.map(lambda moment: moment.declaration, self.optimizer.moments())
         return {
             "params": self.optimizer.declared,
-            "frozen": partition(self.declared, self.declared)[1],
+            "frozen": transformer.frozen(self.config),
             "opt_state": {"count": single} | moments,
             **dict.fromkeys(self._history, single),
         }
@@ -263,8 +267,7 @@ def gradients(
       head: the objective; None for cross entropy.
       teacher: the teacher, if there is one, with parameters for the step.
     """
-    every = transformer.declarations(config)
-    declared, fixed = partition(every, every)
+    declared, fixed = transformer.trained(config), transformer.frozen(config)
     params = par.compute_copy(params, declared, config.dtype)
     frozen = par.compute_copy(frozen, fixed, config.dtype)
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
@@ -526,7 +529,7 @@ def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[
       batch: `obs` and `target` [B, T], and optionally `segment_ids`.  Inside a `shard_map`, B
         counts only the device's sequences.
     """
-    params = par.compute_copy(params, transformer.declarations(config), config.dtype)
+    params = par.compute_copy(params, transformer.stored(config), config.dtype)
     segments = batch.get("segment_ids")
     per_token = losses(params, batch["obs"], batch["target"], config, par, segments)
     return {
@@ -542,7 +545,7 @@ def logits_step(params: Any, tokens: Array, config: Config, par: Parallel) -> tu
 
     Also returns whether all logits of each row are finite, [B].
     """
-    params = par.compute_copy(params, transformer.declarations(config), config.dtype)
+    params = par.compute_copy(params, transformer.stored(config), config.dtype)
     logits = par.gather(transformer.logits(params, tokens, config, par))[..., : config.n_vocab]
     return logits, jnp.isfinite(logits).all(axis=(1, 2))
 

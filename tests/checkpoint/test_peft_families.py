@@ -93,7 +93,7 @@ def test_peft_and_this_package_read_each_others_adapters(tmp_path, case, keys):
     loaded = peft.PeftModel.from_pretrained(torch_base(base), tmp_path / "ours")
     expected = torch_logits(loaded)
     _, whole = conversion.read(Source(base))
-    params = merged_leaves(whole["params"], own, config.lora_scale, Base(base, {}), base)
+    params = merged_leaves(whole["params"], own, config, Base(base, {}), base)
     assert_same_logits(our_logits(config.merged(), params), expected)
     conversion.convert(tmp_path / "ours", "peft", tmp_path / "merged", "hf")
     assert_same_logits(torch_logits(torch_base(tmp_path / "merged")), expected)

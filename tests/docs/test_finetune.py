@@ -56,7 +56,7 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
     assert printed.count("bits/byte") == 2  # in the two tables
     assert printed.count("2 7 + 4 8 =") == 1
     assert printed.count("% of the held-out") == 4
-    assert printed.count("logits differ by") == 2
+    assert printed.count("logits differ by") == 3
     assert Path("runs/exported_differences/model.safetensors").is_file()
     for name in ("sums", "differences"):
         lines = Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()
