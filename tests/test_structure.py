@@ -31,24 +31,25 @@ ROOMS = {
     "families": "|",
     "config_checks": "families util |",
     "config_files": "util storage families |",
-    "config": "old_names util storage families config_checks config_files |",
+    "config_model": "families |",
+    "config": "old_names util storage families config_checks config_files config_model |",
     "mesh": "util config | haiku jax numpy",
     "calls": "mesh | jax numpy",
     "data": (
         "extras util storage config | datasets ftfy google google_crc32c jinja2 numpy pyarrow "
         "tokenizers tqdm transformers zstandard"
     ),
-    "model": "util config mesh | jax numpy",
-    "generation": "util config mesh calls model | jax numpy",
+    "model": "util config_model mesh | jax numpy",
+    "generation": "util config config_model mesh calls model | jax numpy",
     "network": "util storage config calls data generation | numpy",
     "evaluation": "extras util storage config data generation network | lm_eval numpy tqdm",
     "training": (
-        "extras util storage config mesh data model network evaluation | etils jax numpy "
-        "optax tqdm wandb"
+        "extras util storage config config_model mesh data model network evaluation | etils jax "
+        "numpy optax tqdm wandb"
     ),
     "checkpoint": (
-        "util storage families config mesh data model generation training | etils gguf jax "
-        "ml_dtypes numpy orbax tensorstore torch tqdm transformers"
+        "util storage families config config_model mesh data model generation training | etils "
+        "gguf jax ml_dtypes numpy orbax tensorstore torch tqdm transformers"
     ),
     "transformer_shard": (
         "old_names util storage config mesh calls data generation network training checkpoint "
@@ -64,7 +65,8 @@ ROOMS = {
         "ray tqdm"
     ),
     "performance": (
-        "util families config mesh data model generation training | jax matplotlib numpy tqdm"
+        "util families config config_model mesh data model generation training | jax matplotlib "
+        "numpy tqdm"
     ),
     "cli": (
         "util storage families config_files config mesh data model generation evaluation training "

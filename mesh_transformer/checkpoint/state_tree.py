@@ -10,7 +10,8 @@ import numpy as np
 from jax.tree_util import keystr
 
 from mesh_transformer.checkpoint.host_arrays import FLOATS
-from mesh_transformer.config import Architecture, Config
+from mesh_transformer.config import Config
+from mesh_transformer.config_model import Architecture
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.util import InputError
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # The docs' site imports this module without jax, so it imports the rest of the library in `main`.
-SOURCE = Path(__file__).parents[1] / "config.py"
+LIBRARY = Path(__file__).parents[1]
+SOURCES = ("config_model.py", "config.py")
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,16 @@ def groups(source: str | None = None) -> dict[str, list[Key]]:
     """Return the config keys by the title of their group.
 
     Args:
-      source: the text of config.py; None for the library's.
+      source: the text of a module with the keys; None for `SOURCES`.
 
     Raises:
       ValueError: if a key has no comment; the message names the key.
     """
     if source is None:
-        source = SOURCE.read_text(encoding="utf-8")
+        source = "\n".join(_text(name) for name in SOURCES)
     lines, comments = source.splitlines(), field_comments(source)
     module = ast.parse(source).body
-    imported = ast.parse((SOURCE.parent / "families.py").read_text(encoding="utf-8")).body
+    imported = ast.parse(_text("families.py")).body
     assigned = [node for node in (*imported, *module) if isinstance(node, ast.Assign)]
     aliases = {ast.unparse(node.targets[0]): node.value for node in assigned}
     body = [field for n in module if isinstance(n, ast.ClassDef) for field in n.body]
@@ -110,6 +111,10 @@ def groups(source: str | None = None) -> dict[str, list[Key]]:
         key = Key(name, _types(field.annotation, aliases), _default(field.value), meaning)
         result.setdefault(title, []).append(key)
     return result
+
+
+def _text(name: str) -> str:
+    return (LIBRARY / name).read_text(encoding="utf-8")
 
 
 def field_comments(source: str) -> dict[int, str]:
@@ -140,7 +145,7 @@ def _types(annotation: ast.expr, aliases: dict[str, ast.expr]) -> list[str]:
     """Return the JSON types and values that a type allows.
 
     Args:
-      aliases: {name: type} of the names for types in config.py and families.py.
+      aliases: {name: type} of the names for types in these modules and families.py.
     """
     if isinstance(annotation, ast.BinOp):
         return [*_types(annotation.left, aliases), *_types(annotation.right, aliases)]

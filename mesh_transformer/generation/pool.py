@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from mesh_transformer.config import Config, Model
+from mesh_transformer.config import Config
+from mesh_transformer.config_model import Model
 from mesh_transformer.model.attention import LANES, tpu_obstacle
 from mesh_transformer.model.heads import key_heads
 from mesh_transformer.util import InputError

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.config import Config, Model
+from mesh_transformer.config import Config
+from mesh_transformer.config_model import Model
 from mesh_transformer.generation import decode, texts
 from mesh_transformer.generation.pool import IN_ROWS, Pool, Storage
 from mesh_transformer.generation.sampling_settings import SamplerSettings

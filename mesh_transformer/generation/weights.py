@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from mesh_transformer.config import Config, Model
+from mesh_transformer.config import Config
+from mesh_transformer.config_model import Model
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import lora, matrices, transformer

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.config import Model
+from mesh_transformer.config_model import Model
 from mesh_transformer.mesh.parallel import Axes, Parallel
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.dropout import DropProbs, drop_at

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mesh_transformer.config import Model
+from mesh_transformer.config_model import Model
 from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.parallel import Parallel, param
 from mesh_transformer.model import attention

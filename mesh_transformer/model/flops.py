@@ -9,7 +9,7 @@ import math
 
 import jax
 
-from mesh_transformer.config import Model
+from mesh_transformer.config_model import Model
 from mesh_transformer.mesh.declaration import Declaration, is_declaration, padded_size
 from mesh_transformer.model import transformer
 from mesh_transformer.model.attention import block_length

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mesh_transformer.config import Model
+from mesh_transformer.config_model import Model
 
 # The config keys that `layer_values` depends on.
 BY_LAYER = {"rotary_base", "rotary_scaling", "pe_rotary_dims", "unrotated_layers"}

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mesh_transformer.config import Model
+from mesh_transformer.config_model import Model
 from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.jax_versions import erfc
 from mesh_transformer.mesh.parallel import Parallel, param

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.config import Model
+from mesh_transformer.config_model import Model
 from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.declaration import count_input_axes
 from mesh_transformer.mesh.parallel import Axes, Parallel, param

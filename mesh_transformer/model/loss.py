@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.config import Model
+from mesh_transformer.config_model import Model
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model.casts import to_f32
 from mesh_transformer.model.dropout import Dropout

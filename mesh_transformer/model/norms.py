@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mesh_transformer.config import Model
+from mesh_transformer.config_model import Model
 from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 from mesh_transformer.model.heads import Heads

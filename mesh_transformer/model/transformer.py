@@ -86,7 +86,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.config import Model
+from mesh_transformer.config_model import Model
 from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.declaration import (
     Declaration,

@@ -18,7 +18,8 @@ import dataclasses
 import math
 from typing import Any
 
-from mesh_transformer.config import Architecture, Config
+from mesh_transformer.config import Config
+from mesh_transformer.config_model import Architecture
 from mesh_transformer.data.record_set import SetSize
 from mesh_transformer.families import SIZES, Size
 from mesh_transformer.mesh.accelerators import GIB, Hardware

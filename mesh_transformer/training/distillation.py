@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from jax import Array
 
-from mesh_transformer.config import Architecture, Config
+from mesh_transformer.config import Config
+from mesh_transformer.config_model import Architecture
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import Layout

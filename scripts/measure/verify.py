@@ -27,7 +27,8 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from mesh_transformer.cli import benchmark as command
-from mesh_transformer.config import Attention, Config
+from mesh_transformer.config import Config
+from mesh_transformer.config_model import Attention
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.pool import PAGE, Chunks, Pool, check_kernel
 from mesh_transformer.generation.sampling import sampler_settings

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from mesh_transformer.config import Architecture, Config
+from mesh_transformer.config import Config
+from mesh_transformer.config_model import Architecture
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation import generator as generators
 from mesh_transformer.generation.batch import MOST_STEPS, Batch

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh_transformer.config import Architecture, Config
+from mesh_transformer.config import Config
+from mesh_transformer.config_model import Architecture
 from mesh_transformer.families import PRESETS
 from mesh_transformer.mesh.accelerators import GENERATIONS, GIB, Hardware, hardware
 from mesh_transformer.performance import search
