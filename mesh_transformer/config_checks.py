@@ -393,15 +393,9 @@ def _check_objective(c: Any) -> None:
         return
     if c.group_size < 2:  # advantages are differences
         raise InputError(f"group_size is {c.group_size}, expected at least 2")
-    if c.beta and not (c.lora_rank and c.reference == "base"):
-        raise InputError(
-            f"beta is {c.beta}: with grpo, the reference is the base model under LoRA adapters, "
-            "because another one would be in memory beside the trained one; set lora_rank, or set "
-            "beta to 0"
-        )
     excluded = {"batch_ramp_steps": c.batch_ramp_steps, "weight_bits": c.weight_bits}
     excluded |= {"int8_cache": c.int8_cache, "hosts_read": c.hosts_read, "dropout": c.drops}
-    for key, value in excluded.items():  # the sampler's probabilities would be others
+    for key, value in excluded.items():
         if value:
             raise InputError(
                 f"objective is grpo, which excludes {key}, but it is {value}; unset it"

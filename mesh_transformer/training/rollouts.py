@@ -78,8 +78,12 @@ class Rollouts:
                 if rest
                 else "objective grpo: one process must lead the others; use --every-host"
             )
-        if head.needs_reference and not config.lora_rank:
-            raise InputError("objective: the reference is the model under adapters; set lora_rank")
+        if head.needs_reference and not (config.lora_rank and config.reference == "base"):
+            raise InputError(
+                "objective grpo: the reference is the base model under LoRA adapters, because "
+                "another one would need memory beside the trained model; set lora_rank and leave "
+                "reference base, or set beta to 0"
+            )
         if not isinstance(prompts, str | Sequence):
             raise InputError("objective grpo: train_set is a mixture, expected one path of prompts")
         self._tokenizer: Any = load_tokenizer(config.tokenizer)

@@ -136,13 +136,13 @@ def own_objective(tokens: Tokens) -> Any:
 
 
 def test_reward_rises_also_with_an_objective_of_the_users(values: dict[str, Any]) -> None:
-    changes = {"exact": False, "per_replica_batch": 32, "total_steps": 25, "lr": 3e-2}
+    changes = {"exact": False, "per_replica_batch": 32, "total_steps": 12, "lr": 3e-2}
     rows: list[dict[str, Any]] = []
     for objective in (None, own_objective):
         rows = fitted(values | changes, objective=objective)
         rewards = [row["train/reward"] for row in rows]
         assert np.mean(rewards[:3]) < 0.2  # 1 letter of 16, before an answer ends
-        assert np.mean(rewards[-3:]) > 0.6
+        assert np.mean(rewards[-3:]) > 0.4
     assert "train/mean_advantage" in rows[0]
 
 
@@ -224,7 +224,7 @@ def test_prompts_with_equal_rewards_are_drawn_less_often(values: dict[str, Any])
         ({"reward": None}, "objective is grpo, but reward is None; set reward"),
         ({"objective": None}, "objective is None, but reward is .*only grpo has rewards"),
         ({"group_size": 1}, "group_size is 1, expected at least 2"),
-        ({"beta": 0.1}, "beta is 0.1: with grpo, the reference is the base model under LoRA"),
+        ({"beta": 0.1}, "the reference is the base model under LoRA adapters"),
         ({"batch_ramp_steps": 2}, "which excludes batch_ramp_steps, but it is 2"),
         ({"group_size": 3}, r"1 x 2 x 16 answers .*a multiple of group_size \(3\)"),
         ({"train_set": {"a": 1.0}}, "train_set is a mixture"),
