@@ -1,6 +1,6 @@
 """Prompts for rollouts: rows of a table with `prompt` or `messages`, and any other columns."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mesh_transformer.data.chat import ANSWERS, ChatTemplate
@@ -14,11 +14,7 @@ from mesh_transformer.util import InputError, join_keys
 
 
 class Prompt(NamedTuple):
-    """A prompt, its token ids, and the row that it is from.
-
-    Attributes:
-      where: the file and the line or row, for error messages.
-    """
+    """A prompt, its token ids, and the row that it is from; `where` is that row's file and line."""
 
     where: str
     text: str
@@ -32,57 +28,60 @@ class _Refusing(BadInputHandler):
 
 
 def read_prompts(
-    source: str | Iterable[Mapping[str, Any]], tokenizer: Any, template: str | None, longest: int
+    source: str | Iterable[Any], tokenizer: Any, template: str | None, longest: int
 ) -> list[Prompt]:
-    """Return the prompts in tables or in a list of rows.
+    """Return the prompts in tables, or in a list of rows.
 
     A row has a string `prompt`, or a list of messages, as `messages` or `prompt`, which the chat
     template renders up to the beginning of the answer.
 
     Args:
       source: a path, as for `completion-records`, or the rows.
-      template: the text of the chat template; None for that of `ChatTemplate`.
+      template: the text of the chat template; None for the default of `ChatTemplate`.
       longest: the maximum number of tokens of a prompt.
 
     Raises:
       InputError: if a row has no prompt, or one that is too long, or there are no rows.
     """
-    rows = list(_rows(source))
-    chat: ChatTemplate | None = None
-    texts, known = [], alphabet(tokenizer)
-    for where, row in rows:
-        value = row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else None
-        if isinstance(value, list) and value and value[-1].get("role") != ANSWERS:
-            chat = chat or ChatTemplate(tokenizer, template)
-            text = chat.prompt(value)
-        elif isinstance(value, str):
-            text = replace_surrogates(value)
-        else:
-            raise InputError(
-                f"{where}: expected a string `prompt`, or a list `messages` whose last one is no "
-                f"answer; found the keys {join_keys(row if isinstance(row, Mapping) else {})}"
-            )
+    if isinstance(source, str):
+        every = Columns((), ""), _Refusing(False), lambda _: None
+        rows = [row for path in find_files(source, TABLE_TYPES) for row in rows_of(path, *every)]
+    else:
+        rows = [(f"prompt {number} of data", row) for number, row in enumerate(source)]
+    chat = ChatTemplate(tokenizer, template)
+    texts, first = [_text(where, row, chat) for where, row in rows], beginning(tokenizer)
+    known, prompts = alphabet(tokenizer), []
+    for (where, row), (text, whole), tokens in zip(
+        rows, texts, encode_batch(tokenizer, [text for text, _ in texts]), strict=True
+    ):
         if known and (error := unknown_error(where, text, known)):
             raise error
-        texts.append(text)
-    first, prompts = beginning(tokenizer), []
-    for (where, row), text, ids in zip(rows, texts, encode_batch(tokenizer, texts), strict=True):
-        is_plain = isinstance(row.get("messages", row.get("prompt")), str)
-        tokens = (with_beginning(first, ids) if is_plain else ids) or [start_token(tokenizer)]
+        tokens = (tokens if whole else with_beginning(first, tokens)) or [start_token(tokenizer)]
         if len(tokens) > longest:
             raise InputError(
                 f"{where}: {len(tokens)} tokens of prompt, expected at most {longest}, so that an "
                 "answer fits seq; shorten it, or lower answer_tokens"
             )
-        prompts.append(Prompt(where, text, tokens, dict(row)))
+        prompts.append(Prompt(where, text, tokens, row))
     if not prompts:
-        raise InputError(f"{source if isinstance(source, str) else 'data'} has no prompts")
+        raise InputError("no prompts to sample answers to; give at least one row")
     return prompts
 
 
-def _rows(source: str | Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    if not isinstance(source, str):
-        yield from ((f"prompt {number} of data", row) for number, row in enumerate(source))
-        return
-    for path in find_files(source, TABLE_TYPES):
-        yield from rows_of(path, Columns((), ""), _Refusing(False), lambda _: None)
+def _text(where: str, row: Any, chat: ChatTemplate) -> tuple[str, bool]:
+    """Return the text of a row's prompt, and whether a template made it."""
+    row = row if isinstance(row, Mapping) else {}
+    value = row.get("messages", row.get("prompt"))
+    if isinstance(value, str):
+        return replace_surrogates(value), False
+    try:
+        if isinstance(value, list) and value[-1]["role"] != ANSWERS:
+            return chat.prompt(value), True
+    except BadInputError as error:
+        raise InputError(f"{where}: {error}") from error
+    except (LookupError, TypeError):  # no messages
+        pass
+    raise InputError(
+        f"{where}: expected a string `prompt`, or a list `messages` whose last one is no answer; "
+        f"found the keys {join_keys(row)}"
+    )

@@ -1,42 +1,29 @@
-"""A process that calls a reward function: `python reward_worker.py FILE FUNCTION`.
+"""A process that calls a reward function: `python reward_worker.py FILE FUNCTION SECONDS`.
 
-It reads a JSON list of the function's arguments per line of standard input, and writes what the
-function returns, or what is wrong, as a JSON object per line.  The first object says whether the
-function could be loaded.  This file is run by itself, so it imports nothing of the library.
+It reads the function's arguments, and writes its value or what is wrong, as a line of JSON per
+call, after one about loading the function.  Run as a file, it imports nothing of the library.
 """
 
+import faulthandler
 import importlib.util
 import json
 import math
 import os
-import queue
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
+
+START_SECONDS = 300.0  # limit for loading the function's file, which may import much
 
 
 def loaded(path: str, name: str) -> Callable[..., Any]:
-    """Return a function of a file, whose folder is where its imports are looked up, too."""
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
-    spec = importlib.util.spec_from_file_location("rewards", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rewards"] = module
+    """Return a function of a file, which may import others of its folder."""
+    sys.path[0] = os.path.dirname(path)
+    spec: Any = importlib.util.spec_from_file_location("rewards", path)
+    sys.modules["rewards"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)
-
-
-def outcome(call: Callable[[], Any], path: str) -> dict[str, Any]:
-    """Return the value of a call, or its error in a line."""
-    try:
-        return {"value": call()}
-    except BaseException as error:
-        lines = [x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == path]
-        place = f" (line {lines[-1]})" if lines else ""
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"}
 
 
 def number(value: Any) -> float:
@@ -47,24 +34,31 @@ def number(value: Any) -> float:
 
 
 def main() -> None:
-    path, name = sys.argv[1:]
-    lines, out = os.fdopen(os.dup(0), encoding="utf-8"), os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    path, name, limit = sys.argv[1:]
+    lines, out, nothing = os.fdopen(os.dup(0)), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
     os.dup2(2, 1)  # what the function prints
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def read(lines: Iterable[str]) -> None:
-        for line in lines:
-            waiting.put(line)
-        os._exit(0)  # the training process has ended, whatever the function is doing
+    def answer(call: Callable[[], Any], seconds: float) -> Any:
+        """Write the outcome of a call and return its value, or end the process if it hangs."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nothing)
+        try:
+            value, outcome = call(), {}
+        except BaseException as error:
+            own = [
+                x.lineno for x in traceback.extract_tb(error.__traceback__) if x.filename == path
+            ]
+            line = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            value, outcome = None, {"error": line + (f" (line {own[-1]})" if own else "")}
+        faulthandler.cancel_dump_traceback_later()
+        shown = outcome or {"value": value if isinstance(value, float) else None}
+        os.write(out, f"{json.dumps(shown)}\n".encode())
+        return value
 
-    threading.Thread(target=read, args=(lines,), daemon=True).start()
-    result = outcome(lambda: loaded(path, name), path)
-    function = result.pop("value", None)
-    while True:
-        os.write(out, f"{json.dumps(result)}\n".encode())
-        arguments = json.loads(waiting.get())
-        result = outcome(lambda: number(function(*arguments)), path)  # noqa: B023
+    function = answer(lambda: loaded(path, name), START_SECONDS)
+    for line in lines:
+        arguments = json.loads(line)
+        answer(lambda: number(function(*arguments)), float(limit))  # noqa: B023
 
 
 if __name__ == "__main__":

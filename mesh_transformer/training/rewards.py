@@ -3,30 +3,27 @@
 import contextlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import wait
 from typing import Any
 
 from mesh_transformer.training import reward_worker
 from mesh_transformer.util import InputError
 
-START_SECONDS = 300.0  # limit for loading the function's file, which may import much
+Worker = subprocess.Popen[bytes]
 
 
 class Rewards:
     """Calls a reward function for many answers at a time.
 
-    A process that exceeds the time limit or ends is replaced.
-
     Args:
       place: the function, as FILE.py:FUNCTION.  It is called with the prompt, the answer and the
         prompt's row, and returns a finite number.
-      seconds: time limit of a call.
+      seconds: time limit of a call; a process that exceeds it, or ends, is replaced.
       workers: number of processes.
 
     Raises:
@@ -37,70 +34,70 @@ class Rewards:
         path, separator, name = place.rpartition(":")
         if not separator or not os.path.isfile(path):
             raise InputError(f"reward is {place!r}, expected FILE.py:FUNCTION of an existing file")
-        self._command = [sys.executable, reward_worker.__file__, os.path.abspath(path), name]
-        self._place, self._seconds = place, seconds
-        self._threads = ThreadPoolExecutor(workers, "reward")
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        self._workers: set[subprocess.Popen[bytes]] = set()
-        try:
-            for _ in range(workers):
-                self._idle.put(self._start())
-        except BaseException:
-            self.close()
-            raise
+        own = [os.path.abspath(path), name, str(seconds)]
+        self._command = [sys.executable, reward_worker.__file__, *own]
+        self._place, self._seconds, self._workers = place, seconds, list[Worker]()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            for number in range(workers):
+                self._workers.append(self._start())
+                self._check_loaded(number)
+            stack.pop_all()
 
-    def __call__(self, calls: Iterable[tuple[str, str, Any]]) -> list[float | str]:
+    def __call__(self, calls: Sequence[tuple[str, str, Any]]) -> list[float | str]:
         """Return the reward of each (prompt, answer, row), or what went wrong, in their order."""
-        return list(self._threads.map(self._call, calls))
+        results: list[float | str] = [""] * len(calls)
+        count = len(self._workers)
+
+        def call(number: int) -> None:
+            results[number::count] = [self._call(number, x) for x in calls[number::count]]
+
+        with ThreadPoolExecutor(count, "reward") as threads:
+            list(threads.map(call, range(count)))
+        return results
 
     def close(self) -> None:
-        """End all processes, also those that are in a call."""
-        for worker in list(self._workers):
-            self._end(worker)
-        self._threads.shutdown(cancel_futures=True)
+        """End all processes."""
+        for worker in self._workers:
+            _end(worker)
 
-    def _start(self) -> "subprocess.Popen[bytes]":
+    def _start(self) -> Worker:
         pipe = subprocess.PIPE
-        worker = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
-        self._workers.add(worker)
-        if (loaded := self._reply(worker, START_SECONDS)) is None or "error" in loaded:
-            problem = (
-                f"not loaded after {START_SECONDS:.0f} s" if loaded is None else loaded["error"]
-            )
-            raise InputError(f"reward {self._place}: {problem}")
-        return worker
+        return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
 
-    def _call(self, arguments: tuple[str, str, Any]) -> float | str:
-        worker = self._idle.get()
-        try:
-            if worker.poll() is not None:
-                self._end(worker)
-                worker = self._start()
-            assert worker.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                worker.stdin.write(json.dumps(arguments).encode() + b"\n")
-                worker.stdin.flush()
-            reply = self._reply(worker, self._seconds)
-            if reply is None:
-                self._end(worker)
-                return f"no result after {self._seconds:g} s"
-            return reply.get("value", reply.get("error", ""))
-        finally:
-            self._idle.put(worker)
+    def _check_loaded(self, number: int) -> None:
+        reply = self._reply(number, reward_worker.START_SECONDS)
+        if isinstance(reply, str):
+            raise InputError(f"reward {self._place}: {reply}")
 
-    def _reply(self, worker: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any] | None:
-        """Return the next object that a process writes; None if there is none in time."""
+    def _call(self, number: int, arguments: tuple[str, str, Any]) -> Any:
+        if self._workers[number].poll() is not None:
+            self._workers[number] = self._start()
+            self._check_loaded(number)
+        stdin = self._workers[number].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(arguments).encode() + b"\n")
+        stdin.flush()
+        return self._reply(number, self._seconds)
+
+    def _reply(self, number: int, seconds: float) -> Any:
+        """Return the value that a process writes, or what went wrong."""
+        worker, began = self._workers[number], time.monotonic()
         assert worker.stdout is not None
-        if not wait([worker.stdout], seconds):  # type: ignore[list-item]
-            return None
-        line = worker.stdout.readline()
-        if not line:
-            return {"error": f"the process ended with status {worker.wait()}"}
-        return json.loads(line)
+        if line := worker.stdout.readline():
+            reply = json.loads(line)
+            return reply.get("error", reply.get("value"))
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # `_end` needs its number
+        is_late = time.monotonic() - began >= seconds
+        status = _end(worker)
+        return f"no result after {seconds:g} s" if is_late else f"it ended with status {status}"
 
-    def _end(self, worker: "subprocess.Popen[bytes]") -> None:
-        self._workers.discard(worker)
-        if worker.poll() is None:
-            os.killpg(worker.pid, signal.SIGKILL)  # also what the function has started
-        with contextlib.suppress(OSError), worker:  # closes the pipes, and waits
-            pass
+
+def _end(worker: Worker) -> int:
+    """End a process and what it has started, and return its exit status."""
+    with contextlib.suppress(ProcessLookupError):
+        if worker.returncode is None:  # its number is not in use again
+            os.killpg(worker.pid, signal.SIGKILL)
+    with contextlib.suppress(OSError), worker:  # closes the pipes, and waits
+        pass
+    return worker.wait()

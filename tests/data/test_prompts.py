@@ -55,7 +55,7 @@ def test_tables_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}\nno JSON\n')
     with pytest.raises(InputError, match=r"line 2"):
         read_prompts(str(path), byte_tokenizer(), None, 8)
-    with pytest.raises(InputError, match="data has no prompts"):
+    with pytest.raises(InputError, match="no prompts to sample"):
         read_prompts([], byte_tokenizer(), None, 8)
     with pytest.raises(InputError, match="prompt 0 of data"):
         read_prompts([{"prompt": "é"}], character_tokenizer(["a"]), None, 8)

@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
     "warmup_steps": 10,
     "weight_decay": 0.0,
     "schedule": "constant",
-    "total_steps": 200,
+    "total_steps": 400,
     "exact": True,
 }
 

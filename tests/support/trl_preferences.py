@@ -184,8 +184,8 @@ def make() -> dict[str, Any]:
     for kind in ("dapo", "dr_grpo"):
         leaf = torch.tensor(values, requires_grad=True)
         loss = grpo(leaf, mask, kind)
-        loss.backward()
-        result[kind] = {"loss": loss.item(), "gradient": leaf.grad.tolist()}
+        (grads,) = torch.autograd.grad(loss, leaf)
+        result[kind] = {"loss": loss.item(), "gradient": grads.tolist()}
 
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).float()
     shapes = {name: tuple(value.shape) for name, value in llama.state_dict().items()}

@@ -56,12 +56,12 @@ def test_every_outcome_is_a_number_or_a_line(rewards: Rewards) -> None:
         "hangs": "no result after 2 s",
         "sleeps": "no result after 2 s",
         "throws": "ValueError: two lines (line 12)",
-        "ends": "the process ended with status 3",
+        "ends": "it ended with status 3",
         "nan": "ValueError: the result is nan, expected a finite number",
         "text": "ValueError: the result is '1.0', expected a finite number",
     }
     answers = [*expected, "one", *expected]
-    actual = rewards(("prompt", answer, ROW) for answer in answers)
+    actual = rewards([("prompt", answer, ROW) for answer in answers])
     assert actual == [expected[answer] for answer in answers]
     (none,) = rewards([("prompt", "none", ROW)])
     assert isinstance(none, str)

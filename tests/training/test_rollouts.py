@@ -206,7 +206,7 @@ def test_prompts_with_equal_rewards_are_drawn_less_often(values: dict[str, Any])
     assert made is not None
     drawn = Rollouts(network, PROMPTS, "unused", made)
     try:
-        state = drawn.state() | {"equal": {"0": 1, "1": 3, "2": 9}}
+        state = drawn.state() | {"equal": [1, 3, 9, 0, 0, 0]}
         counts = np.zeros(len(PROMPTS))
         for number in range(2000):
             drawn.restore(state | {"rollout": number})
