@@ -16,31 +16,11 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer import CausalTransformer
+from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import character_tokenizer
 from mesh_transformer.training.fit import fit
 
 PROMPTS = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(10)]
-CONFIG: dict[str, Any] = {
-    "layers": 2,
-    "d_model": 64,
-    "n_heads": 4,
-    "n_vocab": 13,
-    "seq": 16,
-    "block": "llama",
-    "dtype": "float32",
-    "objective": "grpo",
-    "group_size": 8,
-    "answer_tokens": 2,
-    "per_replica_batch": 256,
-    "lr": 1e-3,
-    "warmup_steps": 10,
-    "weight_decay": 0.0,
-    "schedule": "constant",
-    "total_steps": 400,
-    "exact": True,
-}
-
-
 REWARD = """\
 def share(prompt, answer, row):
     right = sorted(prompt[:2])
@@ -64,8 +44,12 @@ def main(seed: int) -> None:
         tokenizer: Any = character_tokenizer(["0123456789="])
         tokenizer.save_pretrained(folder)
         (Path(folder) / "rewards.py").write_text(REWARD)
-        own = {"seed": seed, "tokenizer": folder, "reward": f"{folder}/rewards.py:share"}
-        network = CausalTransformer(CONFIG | own)
+        own: dict[str, Any] = {
+            "seed": seed,
+            "tokenizer": folder,
+            "reward": f"{folder}/rewards.py:share",
+        }
+        network = CausalTransformer(Config.load("tiny_rewards").replace(**own))
         before = share_right(network, tokenizer, seed)
         rows = fit(network, PROMPTS, Path(folder) / "model")
         after = share_right(network, tokenizer, seed)
