@@ -1,8 +1,6 @@
 """Rollouts: the same bits as training, the same answers when resumed, rewards that fail."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from mesh_transformer.training.fit import fit
 from mesh_transformer.training.objectives import Tokens
 from mesh_transformer.training.rollouts import Rollouts, group_advantages
 from mesh_transformer.util import HostError, InputError
-from tests.support.small_run import assert_same_rows, rows_of, write_config
+from tests.support.small_run import assert_same_rows, rows_of
 
 LETTERS = "abcdefghijklmn"
 PROMPTS = [{"prompt": LETTERS[:n] + x, "want": x} for n in (1, 4, 9) for x in "ab"]
@@ -52,15 +50,19 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def write_values(folder: Path) -> dict[str, Any]:
+    """Return the keys of a run whose reward is the share of a letter in the answer."""
+    character_tokenizer([LETTERS]).save_pretrained(folder / "tokenizer")
+    (folder / "rewards.py").write_text(REWARDS)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    paths = {"tokenizer": str(folder / "tokenizer"), "train_set": str(prompts)}
+    return CONFIG | paths | {"reward": f"{folder}/rewards.py:share"}
+
+
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, Any]:
-    """Return the keys of a run whose reward is the share of a letter in the answer."""
-    character_tokenizer([LETTERS]).save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    paths = {"tokenizer": str(tmp_path / "tokenizer"), "train_set": str(prompts)}
-    return CONFIG | paths | {"reward": f"{tmp_path}/rewards.py:share"}
+    return write_values(tmp_path)
 
 
 def network_of(values: dict[str, Any]) -> CausalTransformer:
@@ -236,12 +238,3 @@ def test_configs_that_do_not_fit_are_refused(
     with pytest.raises(InputError, match=part):
         loop.train(network_of(values | changes), tmp_path / "model")
     assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.slow
-def test_train_samples_answers(values: dict[str, Any], tmp_path: Path) -> None:
-    config = write_config(tmp_path / "config.json", values | {"total_steps": 1})
-    arguments = ["train", "--config", config, "--model-dir", str(tmp_path / "model")]
-    command = [sys.executable, "-m", "mesh_transformer", *arguments]
-    subprocess.run(command, check=True, timeout=600)
-    assert len(samples_of(tmp_path / "model")) == 4
