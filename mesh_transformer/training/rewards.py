@@ -37,12 +37,11 @@ class Rewards:
         own = [os.path.abspath(path), name, str(seconds)]
         self._command = [sys.executable, reward_worker.__file__, *own]
         self._place, self._seconds, self._workers = place, seconds, list[Worker]()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.close)
-            for number in range(workers):
-                self._workers.append(self._start())
-                self._check_loaded(number)
-            stack.pop_all()
+        try:
+            self._workers.extend(self._start() for _ in range(workers))
+        except BaseException:
+            self.close()
+            raise
 
     def __call__(self, calls: Sequence[tuple[str, str, Any]]) -> list[float | str]:
         """Return the reward of each (prompt, answer, row), or what went wrong, in their order."""
@@ -63,41 +62,40 @@ class Rewards:
 
     def _start(self) -> Worker:
         pipe = subprocess.PIPE
-        return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
-
-    def _check_loaded(self, number: int) -> None:
-        reply = self._reply(number, reward_worker.START_SECONDS)
-        if isinstance(reply, str):
-            raise InputError(f"reward {self._place}: {reply}")
+        worker = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
+        if isinstance(problem := _reply(worker, reward_worker.START_SECONDS), str):
+            _end(worker)
+            raise InputError(f"reward {self._place}: {problem}")
+        return worker
 
     def _call(self, number: int, arguments: tuple[str, str, Any]) -> Any:
-        if self._workers[number].poll() is not None:
+        if self._workers[number].returncode is not None:
             self._workers[number] = self._start()
-            self._check_loaded(number)
-        stdin = self._workers[number].stdin
-        assert stdin is not None
-        stdin.write(json.dumps(arguments).encode() + b"\n")
-        stdin.flush()
-        return self._reply(number, self._seconds)
+        worker = self._workers[number]
+        assert worker.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            worker.stdin.write(json.dumps(arguments).encode() + b"\n")
+            worker.stdin.flush()
+        return _reply(worker, self._seconds)
 
-    def _reply(self, number: int, seconds: float) -> Any:
-        """Return the value that a process writes, or what went wrong."""
-        worker, began = self._workers[number], time.monotonic()
-        assert worker.stdout is not None
-        if line := worker.stdout.readline():
-            reply = json.loads(line)
-            return reply.get("error", reply.get("value"))
-        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # `_end` needs its number
-        is_late = time.monotonic() - began >= seconds
-        status = _end(worker)
-        return f"no result after {seconds:g} s" if is_late else f"it ended with status {status}"
+
+def _reply(worker: Worker, seconds: float) -> Any:
+    """Return the value that a process writes, or what went wrong."""
+    assert worker.stdout is not None
+    began = time.monotonic()
+    if line := worker.stdout.readline():
+        reply = json.loads(line)
+        return reply.get("error", reply.get("value"))
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # `_end` needs its number
+    is_late = time.monotonic() - began >= seconds
+    status = _end(worker)
+    return f"no result after {seconds:g} s" if is_late else f"it ended with status {status}"
 
 
 def _end(worker: Worker) -> int:
     """End a process and what it has started, and return its exit status."""
-    with contextlib.suppress(ProcessLookupError):
-        if worker.returncode is None:  # its number is not in use again
-            os.killpg(worker.pid, signal.SIGKILL)
+    if worker.returncode is None:  # its number is not in use again
+        os.killpg(worker.pid, signal.SIGKILL)
     with contextlib.suppress(OSError), worker:  # closes the pipes, and waits
         pass
     return worker.wait()
