@@ -386,20 +386,10 @@ def _check_objective(c: Any) -> None:
         raise InputError(f"beta is {c.beta}, expected above 0")
     if c.objective is None and c.beta is not None:
         raise InputError(f"beta is {c.beta}, but objective is null; set objective")
-    if (c.reward is not None) != c.has_rollouts:
-        remedy = "set reward to FILE.py:FUNCTION" if c.has_rollouts else "only grpo has rewards"
-        raise InputError(f"objective is {c.objective}, but reward is {c.reward}; {remedy}")
-    if not c.has_rollouts:
-        return
+    if c.has_rollouts and c.reward is None:
+        raise InputError("objective is grpo, but reward is null; set it to FILE.py:FUNCTION")
     if c.group_size < 2:  # advantages are differences
         raise InputError(f"group_size is {c.group_size}, expected at least 2")
-    excluded = {"batch_ramp_steps": c.batch_ramp_steps, "weight_bits": c.weight_bits}
-    excluded |= {"int8_cache": c.int8_cache, "hosts_read": c.hosts_read, "dropout": c.drops}
-    for key, value in excluded.items():
-        if value:
-            raise InputError(
-                f"objective is grpo, which excludes {key}, but it is {value}; unset it"
-            )
 
 
 def typed(key: str, value: Any, annotation: Any) -> Any:

@@ -76,6 +76,11 @@ class Rollouts:
                 f"objective grpo: a rollout has {sizes} answers (updates x microbatches x batch "
                 f"rows), expected a multiple of group_size ({config.group_size})"
             )
+        # Dropout and quantization would change the probabilities of one side only.
+        excluded = {"batch_ramp_steps": config.batch_ramp_steps, "dropout": config.drops}
+        excluded |= {"weight_bits": config.weight_bits, "int8_cache": config.int8_cache}
+        if wrong := [f"{key} is {value}" for key, value in excluded.items() if value]:
+            raise InputError(f"objective is grpo, but {wrong[0]}; unset it")
         if not network.alone:
             raise InputError("objective grpo: one process must lead the others; use --every-host")
         if head.needs_reference and not (config.lora_rank and config.reference == "base"):

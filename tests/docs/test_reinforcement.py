@@ -16,5 +16,5 @@ def test_the_page_runs(tmp_path, monkeypatch):
     with reader(tmp_path, monkeypatch, CONFIGS, **few) as person:
         person.follow("docs/reinforcement.md")
         assert len(person.names["rewards"]) == 2
-    lines = Path("runs/sorted/samples.jsonl").read_text().splitlines()
+    lines = Path("runs/reversed/samples.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in lines} == {1, 2}

@@ -1,4 +1,4 @@
-"""Teach a small Llama to sort two digits from rewards alone, from random weights.
+"""Teach a small Llama to reverse two digits from rewards alone, from random weights.
 
     python -m tests.long.checkable_rewards [SEED ...]
 
@@ -23,8 +23,7 @@ from mesh_transformer.training.fit import fit
 PROMPTS = [{"prompt": f"{a}{b}="} for a in range(10) for b in range(10)]
 REWARD = """\
 def share(prompt, answer, row):
-    right = sorted(prompt[:2])
-    return sum(x == y for x, y in zip(answer, right)) / 2
+    return sum(x == y for x, y in zip(answer, prompt[1::-1])) / 2
 """
 
 
@@ -32,7 +31,7 @@ def share_right(network: CausalTransformer, tokenizer: Any, seed: int) -> float:
     texts = [row["prompt"] for row in PROMPTS] * 10
     ids = np.array(tokenizer(texts)["input_ids"])
     answers = network.generate(ids, [3] * len(ids), 2, {"top_p": 1.0, "seed": seed})
-    right = ["".join(sorted(text[:2])) for text in texts]
+    right = [text[1::-1] for text in texts]
     return float(
         np.mean([x == y for x, y in zip(tokenizer.batch_decode(answers), right, strict=True)])
     )
