@@ -71,8 +71,8 @@ class Config(Model):
     bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
 
     # Objective: what training minimises (docs/finetune.md).
-    objective: Literal["dpo", "ipo", "orpo", "simpo", "kto"] | None = None  # None: cross entropy
-    beta: float | None = None  # of the objective.  None: 2 for simpo, else 0.1
+    objective: Literal["dpo", "ipo", "orpo", "simpo", "kto", "grpo"] | None = None  # cross entropy
+    beta: float | None = None  # of the objective.  None: 2 for simpo, 0 for grpo, else 0.1
     margin: float = 0.5  # of rewards, which simpo asks for
     desirable_weight: float = 1.0  # of the losses of desirable completions, with kto
     undesirable_weight: float = 1.0  # the same, of undesirable ones
@@ -82,6 +82,21 @@ class Config(Model):
     # (docs/finetune.md).  None: none
     teacher: str | None = None
     distill_weight: float = 0.5  # of the KL divergence; that of the cross entropy is the rest of 1
+    # Of grpo, which trains on answers of the model itself (docs/reinforcement.md):
+    reward: str | None = None  # function of an answer, as FILE.py:FUNCTION
+    reward_seconds: float = 10.0  # time limit of a call
+    reward_workers: int = 2  # processes that call it
+    on_reward_failure: Literal["continue", "stop"] = "continue"  # continue: without that answer
+    group_size: int = 8  # answers per prompt
+    answer_tokens: int = 256  # maximum tokens per answer
+    rollout_updates: int = 1  # updates per rollout
+    rollout_rows: int | None = None  # answers generated at a time.  None: all of a rollout
+    curriculum: bool = False  # draw prompts less often whose answers had equal rewards
+    clip_low: float = 0.2  # the ratio of probabilities counts from 1 - clip_low
+    clip_high: float = 0.28  # to 1 + clip_high
+    importance_cap: float = 2.0  # maximum weight that corrects the sampler's probabilities
+    scale_advantages: bool = False  # divide advantages by the standard deviation of their group
+    divide_by: Literal["tokens", "answer_tokens"] = "tokens"  # the loss of all tokens of answers
 
     # Optimizer.
     per_replica_batch: int = 1  # sequences per microbatch and replica
@@ -215,6 +230,11 @@ class Config(Model):
     def objective_kind(self) -> ObjectiveKind | None:
         """What the objective needs (see `families.OBJECTIVES`); None for cross entropy."""
         return None if self.objective is None else OBJECTIVES[self.objective]
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether training samples the texts that it trains on."""
+        return self.objective_kind is not None and self.objective_kind.records == "prompts"
 
     @property
     def watched_set(self) -> str | None:

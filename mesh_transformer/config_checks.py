@@ -36,7 +36,8 @@ def check(c: Any) -> None:
     positive = (
         "layers d_model n_heads key_heads ff_size n_vocab seq head_size attention_window tpu_size "
         "cores_per_replica per_replica_batch gradient_accumulation_steps anneal_steps "
-        "original_bias_copies loss_chunk val_every ckpt_every keep_n keep_every max_skipped"
+        "original_bias_copies loss_chunk val_every ckpt_every keep_n keep_every max_skipped "
+        "reward_workers answer_tokens rollout_updates"
     )
     for key in positive.split(" "):
         if getattr(c, key) < 1:
@@ -55,12 +56,12 @@ def check(c: Any) -> None:
             raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
     if c.seed < -(2**63):
         raise InputError(f"seed is {c.seed}, expected at least -2**63")
-    above_0 = "clip_norm val_batch_multiplier desirable_weight undesirable_weight "
-    above_0 += "distill_temperature distill_weight"
+    above_0 = "clip_norm val_batch_multiplier desirable_weight undesirable_weight reward_seconds "
+    above_0 += "clip_low clip_high importance_cap distill_temperature distill_weight"
     for key in above_0.split(" "):
         if getattr(c, key) <= 0:
             raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
-    or_null = "total_steps early_stop anneal_tokens warmup_tokens eval_harness_limit"
+    or_null = "total_steps early_stop anneal_tokens warmup_tokens eval_harness_limit rollout_rows"
     for key in or_null.split(" "):
         least = int(key != "warmup_tokens")
         if (value := getattr(c, key)) is not None and value < least:
@@ -387,7 +388,7 @@ def _check_exact(c: Any) -> None:
 
 
 def _check_objective(c: Any) -> None:
-    if c.beta is not None and c.beta <= 0:
+    if c.beta is not None and (c.beta < 0 or (c.beta == 0 and not c.has_rollouts)):
         raise InputError(f"beta is {c.beta}, expected above 0")
     if c.objective is None and c.beta is not None:
         raise InputError(f"beta is {c.beta}, but objective is null; set objective")
@@ -397,6 +398,10 @@ def _check_objective(c: Any) -> None:
         raise InputError(
             f"objective is {c.objective}, but teacher is {c.teacher!r}; set one of them to null"
         )
+    if c.has_rollouts and c.reward is None:
+        raise InputError("objective is grpo, but reward is null; set it to FILE.py:FUNCTION")
+    if c.group_size < 2:  # advantages are differences
+        raise InputError(f"group_size is {c.group_size}, expected at least 2")
 
 
 def typed(key: str, value: Any, annotation: Any) -> Any:

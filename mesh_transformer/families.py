@@ -396,7 +396,7 @@ class ObjectiveKind:
     Attributes:
       beta: the default of the config key `beta`.
       needs_reference: whether it compares the model with the reference.
-      records: the kind of records: "pairs" of a chosen and a rejected text, or "labels".
+      records: the kind of records: "pairs" of a chosen and a rejected text, "labels" or "prompts".
     """
 
     beta: float
@@ -411,6 +411,7 @@ OBJECTIVES = {
     "orpo": ObjectiveKind(0.1),
     "simpo": ObjectiveKind(2.0),
     "kto": ObjectiveKind(0.1, needs_reference=True, records="labels"),
+    "grpo": ObjectiveKind(0.0, records="prompts"),
 }
 
 

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.calls import MICROBATCH_ROWS, ROWS, Call, Result, StateCall
 from mesh_transformer.config import Config
-from mesh_transformer.data.batches import check_batch, check_groups, check_tokens
+from mesh_transformer.data.batches import VALUE_KEYS, check_batch, check_groups, check_tokens
 from mesh_transformer.generation.batch import BadWeights, Batch, Embed, Score, filled
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.pool import Pool
@@ -32,6 +32,7 @@ class Eval(Call[dict[str, Any]]):
     """See `Network.eval`."""
 
     batch: dict[str, np.ndarray] = field(metadata=ROWS)
+    base: bool = False
     returns_rows: ClassVar[bool] = True
 
 
@@ -229,13 +230,13 @@ class Network:
         """Name the weights that are NaN or infinite; "" if there are none."""
         return self.run(BadWeights())
 
-    def eval(self, sample: dict[str, np.ndarray]) -> dict[str, Any]:
+    def eval(self, sample: dict[str, np.ndarray], *, base: bool = False) -> dict[str, Any]:
         """Compute the losses of predicting `target` from `obs`, without z-loss.
 
         Args:
           sample: a dict of token ids `obs` and `target` [B, T] with any B; optionally `segment_ids`
-            [B, T], as for `train`.  The keys `loss_mask`, `reference` and `ctx_length` are not
-            used.
+            [B, T], as for `train`.  Other keys of a batch and `ctx_length` are not used.
+          base: whether to leave out the LoRA adapters that are trained.
 
         Returns:
           `all_loss` (in nats) and `correct` (whether `target` was the most likely token), both
@@ -243,9 +244,9 @@ class Network:
           position), both [B].
         """
         batch = check_batch(self.config, "eval", sample, 2, ignored="ctx_length")
-        for key in ("loss_mask", "reference"):
+        for key in ("loss_mask", *VALUE_KEYS):
             batch.pop(key, None)
-        return self.run(Eval(batch))
+        return self.run(Eval(batch, base))
 
     def checksum(self) -> str:
         """Return a digest of the parameters, which is the same on every mesh.
@@ -486,7 +487,9 @@ class TrainableNetwork(Network):
         Args:
           objective: a function of `training.objectives.Texts`, which returns a loss per group
             [B, N] or per text [B, N, K].  It may also return a dict of metrics: per group, per
-            text (which gives two, `name/chosen` and `name/rejected`), or scalars.
+            text (which gives two, `name/chosen` and `name/rejected`), or scalars.  If the config's
+            objective is grpo, a function of `training.objectives.Tokens`, which returns a loss per
+            token [B, T], and metrics per token or scalars.
 
         Raises:
           InputError: if the network is not in this process, or the function does not return this.
@@ -513,7 +516,9 @@ class TrainableNetwork(Network):
             `segment_ids` [A, B, T]: each run of equal numbers marks one text, which is processed as
             if it were in a sequence of its own.  An objective requires both, and may require
             `reference` [A, B, T], f32: in each row, the sums of log p of its texts under the
-            reference, in the order of their segment numbers from 1, then zeros.
+            reference, in the order of their segment numbers from 1, then zeros.  The objective grpo
+            requires `loss_mask` and `advantage`, f32, and takes `sampled`, `old` and `reference`,
+            the log p of each target (see `training.objectives.Tokens`).
 
         Returns:
           Scalars: `loss` (z-loss included), `last_loss` (the loss at the last position of each
@@ -527,7 +532,7 @@ class TrainableNetwork(Network):
         multiple = self.config.shards if self.config.shard_activations else 1
         batch = check_batch(self.config, "train", sample, 3, multiple=multiple)
         if self.objective is not None or self.config.objective is not None:
-            check_groups(batch)
+            check_groups(batch, by_token=self.config.has_rollouts)
         return self.run(Train(batch))
 
     def close(self) -> None:

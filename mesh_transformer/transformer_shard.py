@@ -27,6 +27,7 @@ from mesh_transformer.generation.generator import Generator
 from mesh_transformer.generation.speculation import draft_config
 from mesh_transformer.generation.weights import weight_layout
 from mesh_transformer.mesh import accelerators
+from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.device_order import first_devices
 from mesh_transformer.mesh.devices import fit_to_devices, make_mesh, use_virtual_devices
 from mesh_transformer.mesh.placement import Rows, limit_in_flight, process_rows
@@ -248,7 +249,11 @@ class CausalTransformer(TrainableNetwork):
     def _evaluate(self, call: Eval) -> dict[str, Any]:
         count, rows = len(call.batch["obs"]), self._eval_rows
         placed = rows.place({key: rows.pad(x) for key, x in call.batch.items()}, P("dp"))
-        outputs = self._eval(self._params(), placed)
+        params = self._params()
+        if call.base:
+            declared = self._layout.declared
+            params = map_declared(lambda d, x: x * 0 if d.adapter else x, declared, params)
+        outputs = self._eval(params, placed)
         limit_in_flight(outputs["loss"])
         return {name: rows.fetch(x, count) for name, x in outputs.items()}
 

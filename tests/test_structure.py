@@ -44,8 +44,8 @@ ROOMS = {
     "network": "util storage config calls data generation | numpy",
     "evaluation": "extras util storage config data generation network | lm_eval numpy tqdm",
     "training": (
-        "extras util storage config config_model mesh data model network evaluation | etils jax "
-        "numpy optax tqdm wandb"
+        "extras util storage config config_model mesh data model generation network evaluation | "
+        "etils jax numpy optax tqdm wandb"
     ),
     "checkpoint": (
         "util storage families config config_model mesh data model generation training | etils "
@@ -76,7 +76,10 @@ ROOMS = {
     "__init__": "old_names util config training transformer_shard |",
 }
 # These modules use a network only through its protocol, without meshes and layouts.
-DRIVERS = ("training.loop", "training.metrics", "evaluation", "serving", "pod.restarts")
+DRIVERS = (
+    *("training.loop", "training.metrics", "training.rollouts"),
+    *("evaluation", "serving", "pod.restarts"),
+)
 LAYOUTS = (
     "mesh.declaration",
     "mesh.devices",

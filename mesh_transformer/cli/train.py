@@ -95,7 +95,8 @@ def main() -> int | None:
         )
     with _network(args, config) as network:
         if args.mode == "eval":
-            validate = validation.validate if config.objective is None else references.validate
+            compares = config.objective is not None and not config.has_rollouts
+            validate = references.validate if compares else validation.validate
             validate(network, args.tune_model_path or folder)
             return None
         if args.mode == "eval_all":

@@ -8,8 +8,9 @@ from numpy.typing import ArrayLike
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError
 
+VALUE_KEYS = ("reference", "advantage", "sampled", "old")  # f32; see `TrainableNetwork.train`
 # The first two are required.
-BATCH_KEYS = ("obs", "target", "loss_mask", "segment_ids", "reference")
+BATCH_KEYS = ("obs", "target", "loss_mask", "segment_ids", *VALUE_KEYS)
 # Texts per group in the records of preferences: the chosen one, the rejected one, and one with the
 # answer to another prompt.
 GROUP = 3
@@ -50,8 +51,8 @@ def check_batch(
         if not np.issubdtype(segments.dtype, np.integer):
             raise InputError(f"{method}: segment_ids has dtype {segments.dtype}, expected integers")
         batch["segment_ids"] = segments.astype(np.int32)
-    if "reference" in sample:
-        batch["reference"] = np.asarray(sample["reference"], np.float32)
+    values = {key: np.asarray(sample[key], np.float32) for key in VALUE_KEYS if key in sample}
+    batch |= values
     for key, array in batch.items():
         if array.shape != batch["obs"].shape:
             raise InputError(
@@ -66,20 +67,24 @@ def check_batch(
     return batch
 
 
-def check_groups(batch: dict[str, np.ndarray]) -> None:
+def check_groups(batch: dict[str, np.ndarray], *, by_token: bool = False) -> None:
     """Check that a batch has what an objective needs; see `training.objectives`.
 
     Args:
       batch: the result of `check_batch`.
+      by_token: whether the loss is per token.
 
     Raises:
       InputError: if an array is missing, or a number in `segment_ids` is out of range.
     """
-    if missing := {"loss_mask", "segment_ids"} - batch.keys():
+    if missing := {"loss_mask", "advantage" if by_token else "segment_ids"} - batch.keys():
+        kind = "rollouts" if by_token else "records of preferences"
         raise InputError(
-            f"train: the batch has no {min(missing)!r}, which the objective needs; give records of "
-            "preferences, or set objective to null"
+            f"train: the batch has no {min(missing)!r}, which the objective needs; give {kind}, "
+            "or set objective to null"
         )
+    if by_token:
+        return
     most = batch["obs"].shape[-1] // GROUP * GROUP
     segments = batch["segment_ids"]
     if segments.min() < 0 or segments.max() > most:

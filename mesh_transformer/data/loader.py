@@ -234,6 +234,8 @@ def describe_batch(
     """
     if "sequence" in before:  # of data in memory
         return f"sequences {before['sequence']} to {after['sequence'] - 1} of the data"
+    if "rollout" in after:
+        return f"update {after['update']} of rollout {after['rollout']}"
     indexes = [train_set] if isinstance(train_set, str) else list(train_set)
     positions = zip(before.get("sets", [before]), after.get("sets", [after]), strict=True)
     return " and ".join(

@@ -27,7 +27,7 @@ from mesh_transformer.util import InputError
 
 DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
 # The purposes for which random numbers are drawn; each has its own random stream.
-STREAMS = ("files", "records", "sets")
+STREAMS = ("files", "records", "sets", "prompts", "answers")
 # One sequence.  obs and target: uint32 [T].  Optional: loss_mask, uint8 [T], 1 where a token bears
 # loss; segment_ids, int32 [T], the number of the record's text that each token belongs to;
 # reference, f32 [T], see `TFRecordNewInputs`.
@@ -107,6 +107,7 @@ def check_preferences(index_path: str, config: Config) -> None:
     """Raise InputError if records are not of the kind of texts that a config's objective needs."""
     known, objective = manifest(index_path), config.objective_kind
     actual, kind = known.get("preferences"), objective and objective.records
+    kind = None if config.has_rollouts else kind  # of validation sets
     if not known or actual == kind:
         return
     what = f"preferences ({actual})" if actual else "no preferences"
@@ -428,7 +429,7 @@ def random(seed: int, stream: str, *place: int) -> np.random.Generator:
     A resumed run can therefore draw the same numbers again.
 
     Args:
-      stream: the purpose of the numbers: "files", "records" or "sets" (`STREAMS`).
+      stream: the purpose of the numbers, one of `STREAMS`.
       place: integers that distinguish the generators of one stream, such as the epoch.
     """
     return np.random.default_rng((seed % 2**64, STREAMS.index(stream), *place))

@@ -37,7 +37,8 @@ def fit(
     Args:
       data: token ids in one of these forms: a 1-D array, such as a `numpy.memmap` of a nanoGPT
         `.bin` file; a torch dataset, a list or an array of sequences; any other iterable of
-        sequences; or the path of a record set.  See `InMemoryTrainSet` for sequences.
+        sequences; or the path of a record set.  See `InMemoryTrainSet` for sequences.  If the
+        config's objective is grpo, prompts: a list of dicts with `prompt` or `messages`, or a path.
       folder: the model folder for checkpoints and metrics.  If it has a checkpoint, training
         resumes from it, with the batches that follow.  None writes nothing.
       steps: the global step to train to (default: the config's `total_steps`).
@@ -102,6 +103,7 @@ def fit(
             fitted,
             folder,
             max_steps=steps,
+            prompts=data,
             val_sets=val_sets,
             on_row=on_row,
             temporary=isinstance(fitted, _Unsaved),

@@ -25,6 +25,7 @@ from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, StepClock, row_of, start_wandb
 from mesh_transformer.training.objectives import Head, head_of
+from mesh_transformer.training.rollouts import Rollouts, StoppedRolloutError
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes, warmup_remark
@@ -53,6 +54,7 @@ def train(
     fall_back: bool = False,
     validate: bool = True,
     val_sets: Mapping[str, Any] | None = None,
+    prompts: Any = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
     temporary: bool = False,
     ledger: Ledger | None = None,
@@ -68,8 +70,9 @@ def train(
     checkpoint is renamed to step_N.damaged, and training resumes from the newest intact one.
 
     Without `validate`, no validation sets and lm-eval tasks are used.  `val_sets` replaces the
-    config's `val_set`; its values are what `validation.open_set` accepts.  `on_row` is called with
-    the metrics row of each step.  `temporary` means that `folder` will be deleted, so that messages
+    config's `val_set`; its values are what `validation.open_set` accepts.  `prompts` replaces
+    `train_set` if the config's objective samples answers.  `on_row` is called with the metrics row
+    of each step.  `temporary` means that `folder` will be deleted, so that messages
     do not name it.
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
@@ -110,6 +113,7 @@ def train(
                     fresh_opt=fresh_opt,
                     fall_back=fall_back,
                     val_sets=val_sets if validate and config.val_batches else {},
+                    prompts=config.train_set if prompts is None else prompts,
                     validate=validate,
                     on_row=on_row,
                     temporary=temporary,
@@ -137,6 +141,7 @@ def _train(
     fresh_opt: bool,
     fall_back: bool,
     val_sets: Mapping[str, Any],
+    prompts: Any,
     validate: bool,
     on_row: Callable[[dict[str, Any]], None] | None,
     temporary: bool,
@@ -149,21 +154,26 @@ def _train(
         if wandb is not None:
             stack.callback(wandb.close)
         eval_tasks = harness.load_harness(config) if validate else None
-        loader = stack.enter_context(contextlib.closing(network.open_train_set()))
         head = head_of(config, network.objective)
-        sets = [] if head is None else references.record_sets(config, loader, val_sets)
+        if head is not None and head.by_token:
+            opened: TrainSet = Rollouts(network, prompts, folder, head)
+        else:
+            opened = network.open_train_set()
+        loader = stack.enter_context(contextlib.closing(opened))
+        compares = head is not None and head.needs_reference and not head.by_token
+        sets = [] if not compares else references.record_sets(config, loader, val_sets)
         for source in val_sets.values():  # report an unusable set now, not after hours
             validation.open_set(network, source).close()
         with ledger.spending("restore"):
             network.claim(folder)
             reference = None
-            if head is not None and head.needs_reference and config.reference != "base":
+            if compares and config.reference != "base":
                 network.load(config.reference, only_params=True)
                 reference = references.prepare(network, sets)
             aux = _restore(network, folder, tune_model_path, fall_back)
             if aux is None:
                 start_weights(network, tune_model_path, fresh_opt)
-            if head is not None and head.needs_reference and reference is None:
+            if compares and reference is None:
                 reference = references.prepare(network, sets, (aux or {}).get("reference"))
         if aux is None:
             aux = {}
@@ -388,6 +398,11 @@ class _Run:
         with self.ledger.spending("data"):
             try:
                 sample = self.loader.get_samples()
+            except StoppedRolloutError:
+                return  # the signal ends the run
+            except NonFiniteError:
+                self._log_steps(0)  # raises a clearer error if a loss was not finite
+                raise
             except StopIteration:
                 self._report("the data have ended")
                 self.total = network.step
@@ -395,6 +410,8 @@ class _Run:
         # A pod's sample is a placeholder: the hosts read the records, in sequences of `seq` tokens.
         length = sample["obs"].shape[-1] if sample else config.seq
         metrics = network.train(sample)
+        if isinstance(self.loader, Rollouts):
+            metrics = metrics | self.loader.metrics
         self.pending.append(Step(network.step, length, metrics, before, self.loader.state()))
         if network.step == self.first:
             float(metrics["loss"])  # wait, so that the time of compilation is this step's alone
@@ -479,7 +496,7 @@ class _Run:
         kind = self.ledger.switch("validation")
         try:
             for name, path in self.val_sets.items():
-                if self.head is None:
+                if self.head is None or self.head.by_token:
                     loss = validation.score(self.network, path, stopped=stopped).loss
                 else:
                     results = references.score(self.network, path, self.head, stopped=stopped)

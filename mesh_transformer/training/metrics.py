@@ -29,7 +29,7 @@ RETRY_SECONDS = (1.0, 60.0)  # first and longest pause after a failed upload
 class MetricsLog:
     """A log with one row (a JSON object) per update, in metrics.jsonl and, if configured, on wandb.
 
-    The file metrics.jsonl is in the model folder.  If the model folder is a URI, the file is kept
+    The file, `name`, is in the model folder.  If the model folder is a URI, the file is kept
     locally under `runs/` and uploaded in the background at every checkpoint (`upload`).  Once the
     log is open, a failed write or upload neither ends nor delays training: the failure is reported
     once, and the operation is retried.  If the disk is full, new rows are kept in memory until they
@@ -41,7 +41,12 @@ class MetricsLog:
     """
 
     def __init__(
-        self, folder: str, restored_step: int, wandb: WandbUpload | None, wandb_id: str | None
+        self,
+        folder: str,
+        restored_step: int,
+        wandb: WandbUpload | None = None,
+        wandb_id: str | None = None,
+        name: str = NAME,
     ):
         """Open the log to continue after `restored_step`; rows of later steps are removed.
 
@@ -53,7 +58,7 @@ class MetricsLog:
         Raises:
           InputError: if the file cannot be written, or an existing one cannot be read.
         """
-        self.path, remote = _paths(folder)
+        self.path, remote = _paths(folder, name)
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             rows = _rows_so_far(self.path, remote, restored_step)
@@ -154,12 +159,12 @@ def row_of(folder: str, step: int) -> dict[str, Any] | None:
     return last if last["step"] == step else None
 
 
-def _paths(folder: str) -> tuple[str, epath.Path | None]:
+def _paths(folder: str, name: str = NAME) -> tuple[str, epath.Path | None]:
     """Return the metrics file's local path, and its remote path (None if `folder` is local)."""
     folder = local_path(folder)
     if not is_uri(folder):
-        return os.path.join(folder, NAME), None
-    return os.path.join("runs", folder.split("://")[1], NAME), epath.Path(folder) / NAME
+        return os.path.join(folder, name), None
+    return os.path.join("runs", folder.split("://")[1], name), epath.Path(folder) / name
 
 
 class _Rows(NamedTuple):

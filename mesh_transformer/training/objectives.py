@@ -1,7 +1,8 @@
-"""Objectives: losses that are functions of the log-probabilities of whole texts.
+"""Objectives: losses that are functions of the log-probabilities of texts or of tokens.
 
-An objective is a function of `Texts`.  `OBJECTIVES` has those of the config key `objective`; `fit`
-also takes a function of the user's.
+An objective is a function of `Texts` or, on rollouts, of `Tokens`.  `OBJECTIVES` and
+`TOKEN_OBJECTIVES` have those of the config key `objective`; `fit` also takes a function of the
+user's.
 
 Array names end in their shape: A accumulation, B records, T position, N groups of a record, K the
 chosen and the rejected text of a group.  A record packs its texts: `segment_ids` 3 n + 1 is the
@@ -26,6 +27,7 @@ from mesh_transformer.model.loss import losses
 from mesh_transformer.model.transformer import Params, segment_runs
 from mesh_transformer.util import InputError
 
+Values = dict[str, Array | None]  # the arrays of a batch in `VALUE_KEYS`
 PREFIX = "objective/"  # of an objective's metrics among those of a step
 
 
@@ -49,9 +51,33 @@ class Texts(NamedTuple):
     kl: Array
 
 
+class Tokens(NamedTuple):
+    """The log-probabilities of the targets in a microbatch of rollouts, in nats.
+
+    Only `logprob_BT` has a gradient.  Where the loss mask is 0, and where the batch lacks them, the
+    last three are `logprob_BT` without its gradient.
+
+    Attributes:
+      logprob_BT: under the parameters that are trained.
+      mask_BT: 1 at the tokens of answers, else 0; only these count.
+      advantage_BT: how much better the answer is than others to its prompt.
+      sampled_BT: when the answer was sampled, as the sampler computed it.
+      old_BT: the same, as training computes it.
+      reference_BT: under the reference.
+    """
+
+    logprob_BT: Array
+    mask_BT: Array
+    advantage_BT: Array
+    sampled_BT: Array
+    old_BT: Array
+    reference_BT: Array
+
+
 # Returns a loss per group [B, N], or per text [B, N, K].  It may also return a dict of metrics: per
 # group [B, N], per text [B, N, K], which gives two metrics, name/chosen and name/rejected, or [].
-Objective = Callable[[Texts], Any]
+# Of tokens, it returns a loss per token [B, T], and metrics per token or [].
+Objective = Callable[[Any], Any]
 Metrics = dict[str, Array]
 
 
@@ -121,6 +147,36 @@ OBJECTIVES: dict[str, Callable[[Texts, float, Config], tuple[Array, Metrics]]] =
 }
 
 
+def _grpo(tokens: Tokens, beta: float, config: Config) -> tuple[Array, Metrics]:
+    """Group relative policy optimization (Shao et al. 2024, equation 3), without their 1 / length.
+
+    The upper bound of the ratio is that of DAPO (Yu et al. 2025, equation 10).  What the sampler
+    and training compute differently is corrected by a truncated importance weight (Yao et al.
+    2025).
+    """
+    ratio_BT = jnp.exp(tokens.logprob_BT - tokens.old_BT)
+    gain_BT = ratio_BT * tokens.advantage_BT
+    bounded_BT = jnp.clip(ratio_BT, 1 - config.clip_low, 1 + config.clip_high)
+    least_BT = jnp.minimum(gain_BT, bounded_BT * tokens.advantage_BT)
+    weight_BT = jnp.exp(tokens.old_BT - tokens.sampled_BT)
+    loss_BT = -jnp.minimum(weight_BT, config.importance_cap) * least_BT
+    metrics = {
+        "ratio": ratio_BT,
+        "ratio_error": jnp.abs(ratio_BT - 1),
+        "sampler_error": jnp.abs(weight_BT - 1),
+        "clipped": (least_BT < gain_BT).astype(jnp.float32),
+        "entropy": -tokens.logprob_BT,
+    }
+    if beta:
+        gap_BT = tokens.reference_BT - tokens.logprob_BT
+        metrics["kl"] = jnp.expm1(gap_BT) - gap_BT  # at least 0, and unbiased
+        loss_BT += beta * metrics["kl"]
+    return loss_BT, metrics
+
+
+TOKEN_OBJECTIVES = {"grpo": _grpo}
+
+
 class Head(NamedTuple):
     """An objective, and what follows from the shapes that it returns.
 
@@ -129,12 +185,17 @@ class Head(NamedTuple):
       by_text: whether the loss is per text.
       needs_reference: whether they depend on the reference.
       names: the names of the metrics of a step.
+      by_token: whether the loss is per token; the function is then one of `Tokens`.
+      divisor: the number per row by which the sum over tokens is divided; None for the number of
+        tokens that count.
     """
 
-    function: Callable[[Texts], tuple[Array, Metrics]]
+    function: Callable[[Any], tuple[Array, Metrics]]
     by_text: bool
     needs_reference: bool
     names: tuple[str, ...]
+    by_token: bool = False
+    divisor: int | None = None
 
 
 def head_of(config: Config, objective: Objective | None = None) -> Head | None:
@@ -146,19 +207,21 @@ def head_of(config: Config, objective: Objective | None = None) -> Head | None:
     if objective is None and config.objective is None:
         return None
 
-    def function(texts: Texts) -> tuple[Array, Metrics]:
+    def function(texts: Any) -> tuple[Array, Metrics]:
         if objective is None:
             assert config.objective is not None
             assert config.beta is not None
-            return OBJECTIVES[config.objective](texts, config.beta, config)
+            every: dict[str, Any] = OBJECTIVES | TOKEN_OBJECTIVES
+            return every[config.objective](texts, config.beta, config)
         result = objective(texts)
         return result if isinstance(result, tuple) else (result, {})
 
-    text: Any = jax.ShapeDtypeStruct((2, 3, 2), jnp.float32)
+    by_token = config.has_rollouts
+    text: Any = jax.ShapeDtypeStruct((2, 3) if by_token else (2, 3, 2), jnp.float32)
     kl: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    texts = Texts(text, text, text, kl)
+    texts = Tokens(*[text] * 6) if by_token else Texts(text, text, text, kl)
     loss, metrics = jax.eval_shape(function, texts)
-    allowed = [text.shape[:-1], text.shape]
+    allowed = [text.shape] if by_token else [text.shape[:-1], text.shape]
     for name, array in {"loss": loss, **metrics}.items():
         shapes = allowed if name == "loss" else [(), *allowed]
         if getattr(array, "shape", None) not in shapes:
@@ -174,7 +237,9 @@ def head_of(config: Config, objective: Objective | None = None) -> Head | None:
     )
     closed = jax.make_jaxpr(function)(texts).jaxpr
     used = {id(x) for eqn in closed.eqns for x in eqn.invars} | set(map(id, closed.outvars))
-    return Head(function, loss.ndim == 3, not used.isdisjoint(map(id, closed.invars[2:])), names)
+    needs_reference = not used.isdisjoint(map(id, closed.invars[5 if by_token else 2 :]))
+    divisor = config.answer_tokens if config.divide_by == "answer_tokens" else None
+    return Head(function, loss.ndim == 3, needs_reference, names, by_token, divisor)
 
 
 def text_sums(values_BT: Array, mask_BT: Array, segments_BT: Array) -> Array:
@@ -206,11 +271,19 @@ def counted(counts_BN3: Array, *, by_text: bool) -> Array:
     return (is_there_BNK if by_text else is_there_BNK.all(axis=-1)).astype(jnp.float32)
 
 
-def objective_weights(mask: Array, segments: Array, par: Parallel, head: Head) -> Array:
-    """Return the weight of each loss of an update, [A, B, N] or [A, B, N, K].
+def objective_weights(mask: Array, segments: Array | None, par: Parallel, head: Head) -> Array:
+    """Return the weight of each loss of an update, [A, B, N], [A, B, N, K] or [A, B, T].
 
-    The weights have mean 1 over the global batch, or are 0 everywhere if nothing counts.
+    The weights have mean 1 over the global batch, or are 0 everywhere if nothing counts.  With a
+    `divisor`, their sum over a row is instead T times its number of tokens, over the divisor.
     """
+    if head.by_token:
+        weights = mask.astype(jnp.float32)
+        if head.divisor is not None:
+            return weights * (mask.shape[-1] / head.divisor)
+        share = par.mean_over_dp(weights.mean())
+        return weights / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)
+    assert segments is not None
     counts = jax.lax.map(lambda x: text_sums(jnp.ones(x[0].shape), *x), (mask, segments))
     weights = counted(counts, by_text=head.by_text)
     share = par.mean_over_dp(weights.mean())
@@ -238,16 +311,35 @@ def texts_of(
     )
 
 
-def metric_sums(metrics: Metrics, counts_BN3: Array) -> tuple[Array, Array]:
+def tokens_of(logprob_BT: Array, mask_BT: Array, values: Values) -> Tokens:
+    """Return the `Tokens` of a microbatch."""
+    own_BT = jax.lax.stop_gradient(logprob_BT)
+
+    def value(name: str) -> Array:
+        value_BT = values.get(name)
+        return own_BT if value_BT is None else jnp.where(mask_BT != 0, value_BT, own_BT)
+
+    advantage_BT = values["advantage"]
+    assert advantage_BT is not None
+    others = map(value, ("sampled", "old", "reference"))
+    return Tokens(logprob_BT, mask_BT.astype(jnp.float32), advantage_BT, *others)
+
+
+def metric_sums(metrics: Metrics, counts: Array) -> tuple[Array, Array]:
     """Return the mean over all entries of each metric that counts, and the share that counts.
 
     The metrics are the quotients.  Both arrays are in the order of `Head.names`.
+
+    Args:
+      counts: the number of positions of each text that count, [B, N, 3], or of tokens the mask.
     """
     values, shares = [], []
     for _, metric in sorted(metrics.items()):
         weights = jnp.ones(())
         if metric.ndim:
-            weights = counted(counts_BN3, by_text=metric.ndim == 3)
+            weights = counts
+            if counts.ndim == 3:
+                weights = counted(counts, by_text=metric.ndim == 3)
         axes = tuple(range(min(metric.ndim, 2)))
         weighted = jnp.where(weights > 0, jax.lax.stop_gradient(metric), 0.0)
         values.append(weighted.mean(axis=axes).reshape(-1))
@@ -261,10 +353,10 @@ def objective_loss(
     tokens_BT: Array,
     targets_BT: Array,
     weights: Array,
-    segments_BT: Array,
+    segments_BT: Array | None,
     key_B: Array | None,
     mask_BT: Array,
-    reference_BT: Array | None,
+    values: Values,
     *,
     config: Config,
     par: Parallel,
@@ -277,19 +369,23 @@ def objective_loss(
     Args:
       weights: of the microbatch's losses; see `objective_weights`.
       key_B: see `loss.train_loss`.
-      reference_BT: the first 3 N entries of a row are the sums of the row's texts under the
-        reference, in the order of their segment numbers.
+      values: of texts, the first 3 N entries of a row of `reference` are the sums of the row's
+        texts under the reference, in the order of their segment numbers.  For tokens, see `Tokens`.
     """
     dropout = None if key_B is None else Dropout(key_B)
     result = losses(params, tokens_BT, targets_BT, config, par, segments_BT, dropout)
+    reference_BT = values["reference"]
+    if reference_BT is None and head.needs_reference:
+        remedy = "" if head.by_token else "; add it with `training.references.with_reference`"
+        raise InputError(f"train: the batch has no 'reference', which the objective needs{remedy}")
+    if head.by_token:
+        loss, metrics = head.function(tokens_of(-result.loss_BT, mask_BT, values))
+        measured = metric_sums(metrics, mask_BT.astype(jnp.float32))
+        return jnp.mean(weights * loss), jnp.concatenate(measured)
+    assert segments_BT is not None
     sums_BN3 = text_sums(-result.loss_BT, mask_BT, segments_BT)
     counts_BN3 = text_sums(jnp.ones(mask_BT.shape), mask_BT, segments_BT)
     references_BN3 = jnp.zeros(sums_BN3.shape)
-    if reference_BT is None and head.needs_reference:
-        raise InputError(
-            "train: the batch has no 'reference', which the objective needs; add it with "
-            "`training.references.with_reference`"
-        )
     if reference_BT is not None:
         used = sums_BN3[0].size
         references_BN3 = reference_BT[:, :used].reshape(sums_BN3.shape)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.batches import VALUE_KEYS
 from mesh_transformer.mesh.declaration import (
     Declaration,
     combine,
@@ -273,7 +274,7 @@ def gradients(
     mask, segments = batch.get("loss_mask"), batch.get("segment_ids")
     weights: Any = None
     if head is not None:
-        weights = objective_weights(batch["loss_mask"], batch["segment_ids"], par, head)
+        weights = objective_weights(batch["loss_mask"], segments, par, head)
     elif mask is not None:
         weights = loss_weights(mask, par, segments)
     if microbatches is not None:  # the mean of the weights is 1 over the microbatches to use
@@ -304,7 +305,7 @@ def gradients(
 
     samples = (batch["obs"], batch["target"], weights, segments, batch.get("key"))
     if head is not None:
-        samples += (mask, batch.get("reference"))
+        samples += (mask, {key: batch.get(key) for key in VALUE_KEYS})
     accumulation = len(batch["obs"]) if microbatches is None else microbatches
     sums = par.accumulator(params, declared)
     if microbatches is not None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import random
 import re
@@ -13,8 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
+from mesh_transformer import CausalTransformer
 from mesh_transformer.checkpoint.native import find
 from mesh_transformer.cli import train
 from mesh_transformer.config import Config
@@ -23,6 +26,7 @@ from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.evaluation import harness
 from mesh_transformer.pod.every_host import find_place
 from mesh_transformer.pod.meeting import Place
+from mesh_transformer.training import loop
 from mesh_transformer.util import InputError
 from tests.long.every_host import Interruption, interrupt
 from tests.long.interruptions import ROOT, command, training
@@ -38,6 +42,7 @@ from tests.support.small_run import (
 )
 from tests.support.waiting import SECONDS
 from tests.training.test_objectives import config_of, write_preferences
+from tests.training.test_rollouts import write_values
 
 # f32 rounds to 6e-8, and several processes add in a different order than one, over 30 updates.
 OTHER_PROCESSES = 1e-5
@@ -159,6 +164,25 @@ def test_preferences_have_the_rows_of_one_process(tmp_path, monkeypatch, hosts_r
         assert {"train/kl", "train/rewards/rejected"} < set(names)
         for name in set(names) - {"train/tokens_per_sec"}:
             assert row[name] == pytest.approx(base[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_a_host_that_dies_in_a_rollout_changes_no_bit(tmp_path):
+    """The two processes and this one run the same virtual mesh; rollouts take most of the time."""
+    changes = {"virtual_mesh": [2, 1], "tpu_size": 2, "rollout_updates": 2, "ckpt_every": 1}
+    config = write_config(tmp_path / "config.json", write_values(tmp_path) | changes)
+    with every_host(tmp_path, config, 2) as run:
+        run.wait_for_step(3)
+        run.all[1].kill()
+        assert run.wait()[0] == 1
+    assert run.steps() < 6
+    run_to_end(tmp_path, config, 2)
+    values = json.loads(Path(config).read_text()) | {"tpu_size": 1}
+    network = CausalTransformer(values, devices=jax.devices()[:1], init=False)
+    loop.train(network, tmp_path / "one")
+    assert_same_rows(rows_of(run.folder), rows_of(tmp_path / "one"))
+    samples = [(folder / "samples.jsonl").read_text() for folder in (run.folder, tmp_path / "one")]
+    assert samples[0] == samples[1]
 
 
 @pytest.fixture(scope="module")

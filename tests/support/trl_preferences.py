@@ -1,4 +1,4 @@
-"""Makes tests/data/preferences.json: losses and gradients of TRL's preference trainers.
+"""Makes tests/data/preferences.json: losses and gradients of TRL's preference and GRPO trainers.
 
     pip install trl==1.16.0
     python -m tests.support.trl_preferences
@@ -19,6 +19,7 @@ import numpy as np
 PATH = Path(__file__).parents[1] / "data" / "preferences.json"
 PAIRS, POSITIONS = 5, 9
 BETA, SIMPO_BETA, MARGIN, LABEL_WEIGHTS = 0.3, 1.7, 0.6, (1.2, 0.7)
+CLIP_LOW, CLIP_HIGH, CAP, DIVISOR = 0.15, 0.25, 1.3, 12
 LLAMA = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
 LLAMA |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
@@ -50,14 +51,23 @@ def llama_batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tokens, mask, rng.normal(-12, 2, 2 * PAIRS).astype(np.float32)
 
 
+def rollout(logps: np.ndarray) -> dict[str, np.ndarray]:
+    """Return advantages and the log-probabilities that go with those of an update, like `logps`."""
+    rng = np.random.default_rng(8)
+    near = {name: rng.normal(0, 0.3, logps.shape) for name in ("old", "sampled", "reference")}
+    values = {name: (logps + noise).astype(np.float32) for name, noise in near.items()}
+    return values | {"advantage": rng.normal(0, 1, len(logps)).astype(np.float32)}
+
+
 def make() -> dict[str, Any]:
     import torch
     import transformers
-    from trl import DPOTrainer, KTOTrainer  # type: ignore
+    from trl import DPOTrainer, GRPOTrainer, KTOTrainer  # type: ignore
     from trl.experimental.cpo import CPOTrainer  # type: ignore
     from trl.experimental.orpo import ORPOTrainer  # type: ignore
 
     dpo_loss, kto_loss = DPOTrainer._compute_loss, KTOTrainer._compute_loss
+    grpo_loss = GRPOTrainer._compute_loss
     accelerator = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
 
     def trainer(**values: Any) -> Any:
@@ -121,9 +131,8 @@ def make() -> dict[str, Any]:
             }
             own["beta"] = SIMPO_BETA
             loss = CPOTrainer.cpo_loss(trainer(**own), *leaf.chunk(2))[0].mean()
-        values = gradient(loss, leaf)
-        values["gradient"] = (np.array(values["gradient"]) / mask.sum(1)).tolist()
-        result[name] = values
+        result[name] = gradient(loss, leaf)
+        result[name]["gradient"] = (np.array(result[name]["gradient"]) / mask.sum(1)).tolist()
 
     labels = torch.tensor([True] * PAIRS + [False] * PAIRS)
     other, other_mask = texts(rng, 2 * PAIRS)
@@ -141,6 +150,43 @@ def make() -> dict[str, Any]:
     result["kto"] = gradient(loss, leaf) | {"other_sums": other_sums.tolist()}
     result["kto"]["other_references"] = other_references.tolist()
 
+    def grpo(logps: Any, mask: np.ndarray, kind: str) -> Any:
+        own = {"loss_type": kind, "importance_sampling_level": "token", "use_vllm": True}
+        own |= {"vllm_importance_sampling_correction": True, "top_entropy_quantile": 1.0}
+        own |= {"off_policy_mask_threshold": None, "_entropy_bonus_enabled": False}
+        own |= {
+            "epsilon_low": CLIP_LOW,
+            "epsilon_high": CLIP_HIGH,
+            "max_completion_length": DIVISOR,
+        }
+        own |= {"current_gradient_accumulation_steps": 1}
+        own["args"] = SimpleNamespace(
+            delta=None, use_bias_correction_kl=False, steps_per_generation=1
+        )
+        own["_get_per_token_logps_and_entropies"] = lambda *_, **__: (logps, 0 * logps, None)
+        values = {key: torch.tensor(x) for key, x in rollout(logps.detach().numpy()).items()}
+        ones = torch.ones((len(mask), 1), dtype=torch.int64)
+        inputs = {"prompt_ids": ones, "prompt_mask": ones, "advantages": values["advantage"]}
+        inputs |= {"completion_ids": torch.tensor(mask), "completion_mask": torch.tensor(mask)}
+        inputs |= {
+            "old_per_token_logps": values["old"],
+            "num_items_in_batch": torch.tensor(mask.sum()),
+        }
+        inputs["ref_per_token_logps"] = values["reference"]
+        ratio = torch.exp(values["old"] - values["sampled"])  # as the trainer truncates it
+        inputs["importance_sampling_ratio"] = torch.clamp(ratio, max=CAP)
+        made = trainer(**own)
+        made.accelerator.reduce, made.accelerator.num_processes = (lambda x, **_: x), 1
+        return grpo_loss(made, None, inputs)
+
+    values, mask = texts(np.random.default_rng(9), 2 * PAIRS)
+    result["logps"], result["mask"] = values.tolist(), mask.tolist()
+    for kind in ("dapo", "dr_grpo"):
+        leaf = torch.tensor(values, requires_grad=True)
+        loss = grpo(leaf, mask, kind)
+        (grads,) = torch.autograd.grad(loss, leaf)
+        result[kind] = {"loss": loss.item(), "gradient": grads.tolist()}
+
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).float()
     shapes = {name: tuple(value.shape) for name, value in llama.state_dict().items()}
     weights = llama_weights(shapes)
@@ -156,16 +202,22 @@ def make() -> dict[str, Any]:
     inputs = {"completion_mask": padded(mask), "input_ids": rows}
     inputs["attention_mask"] = torch.ones_like(rows)
     inputs |= dict(zip(("ref_chosen_logps", "ref_rejected_logps"), halves, strict=True))
+
+    def gradients(loss: Any) -> dict[str, Any]:
+        llama.zero_grad()
+        loss.backward()
+        return {
+            "loss": loss.item(),
+            "gradients": {
+                name: [float(f"{x:.7g}") for x in value.grad.flatten().tolist()]
+                for name, value in llama.named_parameters()
+            },
+        }
+
     loss = dpo_loss(trainer(loss_types=["sigmoid"]), forward, inputs, False)
-    loss.backward()
-    result["llama"] = {
-        "shapes": shapes,
-        "loss": loss.item(),
-        "gradients": {
-            name: [float(f"{x:.7g}") for x in value.grad.flatten().tolist()]
-            for name, value in llama.named_parameters()
-        },
-    }
+    result["llama"] = {"shapes": shapes} | gradients(loss)
+    logps = torch.log_softmax(llama(rows).logits[:, :-1], -1).gather(2, rows[:, 1:, None])[..., 0]
+    result["llama_grpo"] = {"logps": logps.tolist()} | gradients(grpo(logps, mask, "dapo"))
     return result
 
 

@@ -29,6 +29,8 @@ TINY = SMALL | {"seq": SEQ, "loss_chunk": 8, "z_loss": 1e-4}
 
 def config_of(objective: str, **changes: Any) -> Config:
     chosen: dict[str, Any] = {"objective": objective, "beta": trl.BETA, "margin": trl.MARGIN}
+    if objective == "grpo":
+        chosen = {"objective": objective, "reward": "file.py:function"}
     if objective == "simpo":
         chosen["beta"] = trl.SIMPO_BETA
     weights = dict(zip(("desirable_weight", "undesirable_weight"), trl.LABEL_WEIGHTS, strict=True))
@@ -74,7 +76,42 @@ def test_losses_and_gradients_are_trls(name: str) -> None:
     np.testing.assert_allclose(flat[flat != 0], golden["gradient"], rtol=2e-5, atol=1e-7)
 
 
-def llama() -> tuple[Config, Any]:
+def grpo_keys(kind: str) -> dict[str, Any]:
+    """Return the config keys of TRL's GRPO loss `kind`."""
+    clip = {"clip_low": trl.CLIP_LOW, "clip_high": trl.CLIP_HIGH, "importance_cap": trl.CAP}
+    divide = {"divide_by": "answer_tokens" if kind == "dr_grpo" else "tokens"}
+    # A reference requires adapters, which change nothing here.
+    reference = {"beta": trl.BETA, "lora_rank": 1, "answer_tokens": trl.DIVISOR}
+    return clip | divide | reference | {"objective": "grpo", "reward": "file.py:function"}
+
+
+def rollout_of(logps_BT: np.ndarray) -> dict[str, np.ndarray]:
+    """Return TRL's rollout with advantages of each token."""
+    values = trl.rollout(logps_BT)
+    return values | {"advantage": values["advantage"][:, None] * np.ones_like(logps_BT)}
+
+
+@pytest.mark.parametrize("kind", ["dapo", "dr_grpo"])
+def test_grpo_losses_and_gradients_are_trls(kind: str) -> None:
+    logps_BT, mask_BT = np.float32(GOLDEN["logps"]), np.uint8(GOLDEN["mask"])
+    head = head_of(Config.from_dict(TINY | grpo_keys(kind)))
+    weights = objectives.objective_weights(jnp.asarray(mask_BT)[None], None, Auto(), head)[0]
+
+    def loss_of(logprob_BT: jax.Array) -> jax.Array:
+        tokens = objectives.tokens_of(logprob_BT, jnp.asarray(mask_BT), rollout_of(logps_BT))
+        loss_BT, metrics = head.function(tokens)
+        assert 0 < metrics["clipped"].mean() < 1
+        return jnp.mean(weights * loss_BT)
+
+    with jax.disable_jit():
+        loss, gradient = jax.value_and_grad(loss_of)(logps_BT)
+    golden = GOLDEN[kind]
+    # Sums of 60 terms in f32, and functions of them: some units in the last place.
+    np.testing.assert_allclose(loss, golden["loss"], rtol=1e-5)
+    np.testing.assert_allclose(gradient, golden["gradient"], rtol=2e-5, atol=1e-7)
+
+
+def llama(**changes: Any) -> tuple[Config, Any]:
     """Return TRL's tiny Llama as a config and parameters."""
     sizes = trl.LLAMA
     config = Config.from_dict(
@@ -91,6 +128,7 @@ def llama() -> tuple[Config, Any]:
             "objective": "dpo",
             "beta": trl.BETA,
         }
+        | changes
     )
     return config, from_hugging_face(trl.llama_weights(GOLDEN["llama"]["shapes"]))
 
@@ -147,12 +185,35 @@ def test_gradients_of_a_models_parameters_are_trls() -> None:
 
     @jax.jit
     def loss_of(params: Any) -> jax.Array:
-        sample = (batch["obs"], batch["target"], weights, segments, None, mask, batch["reference"])
+        sample = (batch["obs"], batch["target"], weights, segments, None, mask)
+        values = {"reference": batch["reference"]}
+        return objectives.objective_loss(
+            params, *sample, values, config=config, par=par, head=head
+        )[0]
+
+    assert_trls(jax.value_and_grad(loss_of)(params), GOLDEN["llama"])
+
+
+def test_gradients_of_a_models_parameters_are_trls_with_grpo() -> None:
+    config, params = llama(**grpo_keys("dapo"))
+    head, par = head_of(config), Auto()
+    config = config.replace(beta=0.0, lora_rank=0)  # the head has what is needed of them
+    tokens, mask, _ = trl.llama_batch()
+    mask = jnp.asarray(mask)
+    weights = objectives.objective_weights(mask[None], None, par, head)[0]
+    values = rollout_of(np.float32(GOLDEN["llama_grpo"]["logps"]))
+
+    @jax.jit
+    def loss_of(params: Any) -> jax.Array:
+        sample = (tokens[:, :-1], tokens[:, 1:], weights, None, None, mask, values)
         return objectives.objective_loss(params, *sample, config=config, par=par, head=head)[0]
 
-    loss, gradients = jax.value_and_grad(loss_of)(params)
-    golden = GOLDEN["llama"]
-    shapes = golden["shapes"]
+    assert_trls(jax.value_and_grad(loss_of)(params), GOLDEN["llama_grpo"])
+
+
+def assert_trls(actual: tuple[jax.Array, Any], golden: dict[str, Any]) -> None:
+    loss, gradients = actual
+    shapes = GOLDEN["llama"]["shapes"]
     expected = from_hugging_face(
         {name: np.float32(x).reshape(shapes[name]) for name, x in golden["gradients"].items()}
     )
@@ -190,6 +251,11 @@ def random_groups(
                 batch["loss_mask"][at][position + length - 1] = 1
                 batch["reference"][at][number] = rng.normal(-5 * length / 2, 1)
                 position += length
+    if config.has_rollouts:
+        del batch["segment_ids"], batch["reference"]
+        batch["advantage"] = rng.normal(0, 1, shape).astype(np.float32)
+        for name in ("old", "sampled"):  # log p of the targets is about this
+            batch[name] = rng.normal(-np.log(config.n_vocab), 0.3, shape).astype(np.float32)
     return batch
 
 
@@ -241,6 +307,7 @@ MESHES = [
     ("dpo", "shard_map", 1, 8, 0),
     ("kto", "shard_map", 2, 4, 3),
     ("orpo", "jit", 2, 4, 0),
+    ("grpo", "shard_map", 2, 4, 3),
     pytest.param("kto", "shard_map", 8, 1, 1, marks=pytest.mark.slow),
     pytest.param("dpo", "jit", 2, 4, 3, marks=pytest.mark.slow),
     pytest.param("simpo", "shard_map", 2, 4, 1, marks=pytest.mark.slow),
@@ -343,9 +410,10 @@ def test_metrics_are_means_over_the_update() -> None:
 
 
 def test_table_says_what_the_objectives_use() -> None:
-    assert OBJECTIVES.keys() == objectives.OBJECTIVES.keys()
+    assert OBJECTIVES.keys() == (objectives.OBJECTIVES | objectives.TOKEN_OBJECTIVES).keys()
     for name, kind in OBJECTIVES.items():
         head = head_of(config_of(name))
+        assert head.by_token == (kind.records == "prompts"), name
         assert head.needs_reference == kind.needs_reference, name
         assert head.by_text == (kind.records == "labels"), name
     assert objectives.head_of(Config.from_dict(TINY)) is None

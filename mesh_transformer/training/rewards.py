@@ -1,0 +1,101 @@
+"""Rewards: calls a user's function in processes of its own, with a time limit."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mesh_transformer.training import reward_worker
+from mesh_transformer.util import InputError
+
+Worker = subprocess.Popen[bytes]
+
+
+class Rewards:
+    """Calls a reward function for many answers at a time.
+
+    Args:
+      place: the function, as FILE.py:FUNCTION.  It is called with the prompt, the answer and the
+        prompt's row, and returns a finite number.
+      seconds: time limit of a call; a process that exceeds it, or ends, is replaced.
+      workers: number of processes.
+
+    Raises:
+      InputError: at construction, if the function cannot be loaded.
+    """
+
+    def __init__(self, place: str, seconds: float, workers: int):
+        path, separator, name = place.rpartition(":")
+        if not separator or not os.path.isfile(path):
+            raise InputError(f"reward is {place!r}, expected FILE.py:FUNCTION of an existing file")
+        own = [os.path.abspath(path), name, str(seconds)]
+        self._command = [sys.executable, reward_worker.__file__, *own]
+        self._place, self._seconds, self._workers = place, seconds, list[Worker]()
+        try:
+            self._workers.extend(self._start() for _ in range(workers))
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, calls: Sequence[tuple[str, str, Any]]) -> list[float | str]:
+        """Return the reward of each (prompt, answer, row), or what went wrong, in their order."""
+        results: list[float | str] = [""] * len(calls)
+        count = len(self._workers)
+
+        def call(number: int) -> None:
+            results[number::count] = [self._call(number, x) for x in calls[number::count]]
+
+        with ThreadPoolExecutor(count, "reward") as threads:
+            list(threads.map(call, range(count)))
+        return results
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self._workers:
+            _end(worker)
+
+    def _start(self) -> Worker:
+        pipe = subprocess.PIPE
+        worker = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
+        if isinstance(problem := _reply(worker, reward_worker.START_SECONDS), str):
+            _end(worker)
+            raise InputError(f"reward {self._place}: {problem}")
+        return worker
+
+    def _call(self, number: int, arguments: tuple[str, str, Any]) -> Any:
+        if self._workers[number].returncode is not None:
+            self._workers[number] = self._start()
+        worker = self._workers[number]
+        assert worker.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            worker.stdin.write(json.dumps(arguments).encode() + b"\n")
+            worker.stdin.flush()
+        return _reply(worker, self._seconds)
+
+
+def _reply(worker: Worker, seconds: float) -> Any:
+    """Return the value that a process writes, or what went wrong."""
+    assert worker.stdout is not None
+    began = time.monotonic()
+    if line := worker.stdout.readline():
+        reply = json.loads(line)
+        return reply.get("error", reply.get("value"))
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # `_end` needs its number
+    is_late = time.monotonic() - began >= seconds
+    status = _end(worker)
+    return f"no result after {seconds:g} s" if is_late else f"it ended with status {status}"
+
+
+def _end(worker: Worker) -> int:
+    """End a process and what it has started, and return its exit status."""
+    if worker.returncode is None:  # its number is not in use again
+        os.killpg(worker.pid, signal.SIGKILL)
+    with contextlib.suppress(OSError), worker:  # closes the pipes, and waits
+        pass
+    return worker.wait()

@@ -1,0 +1,90 @@
+"""Reward functions in processes of their own: values, time limits and errors."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh_transformer.training.rewards import Rewards
+from mesh_transformer.util import InputError
+
+SOURCE = """\
+import os, sys, time
+import beside
+
+def reward(prompt, answer, row):
+    print("a line that is no reply")
+    if answer == "hangs":
+        while True:
+            pass
+    if answer == "sleeps":
+        time.sleep(1000)
+    if answer == "throws":
+        raise ValueError("two\\nlines")
+    if answer == "ends":
+        os._exit(3)
+    if answer == "jax":
+        return float("jax" in sys.modules or "numpy" in sys.modules)
+    if answer == "pid":
+        return os.getpid()
+    return row["rewards"].get(answer, beside.DEFAULT)
+"""
+ROW = {"rewards": {"one": 1, "true": True, "nan": float("nan"), "text": "1.0", "none": None}}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    (tmp_path / "rewards.py").write_text(SOURCE)
+    (tmp_path / "beside.py").write_text("DEFAULT = 0.25\n")
+    return f"{tmp_path}/rewards.py:reward"
+
+
+@pytest.fixture
+def rewards(place: str) -> Iterator[Rewards]:
+    made = Rewards(place, 2.0, 2)
+    yield made
+    made.close()
+
+
+def test_every_outcome_is_a_number_or_a_line(rewards: Rewards) -> None:
+    expected: dict[str, float | str] = {
+        "one": 1.0,
+        "true": 1.0,
+        "other": 0.25,
+        "jax": 0.0,  # the process imports nothing of the library
+        "hangs": "no result after 2 s",
+        "sleeps": "no result after 2 s",
+        "throws": "ValueError: two lines (line 12)",
+        "ends": "it ended with status 3",
+        "nan": "ValueError: the result is nan, expected a finite number",
+        "text": "ValueError: the result is '1.0', expected a finite number",
+    }
+    answers = [*expected, "one", *expected]
+    actual = rewards([("prompt", answer, ROW) for answer in answers])
+    assert actual == [expected[answer] for answer in answers]
+    (none,) = rewards([("prompt", "none", ROW)])
+    assert isinstance(none, str)
+    assert none.startswith("TypeError: ")
+
+
+def test_close_ends_the_processes(place: str) -> None:
+    rewards = Rewards(place, 60.0, 2)
+    pids = {int(float(x)) for x in rewards([("", "pid", ROW)] * 20)}
+    rewards.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_functions_that_cannot_be_loaded_are_refused(place: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    cases = {
+        "rewards.reward": "expected FILE.py:FUNCTION",
+        f"{tmp_path}/missing.py:reward": "expected FILE.py:FUNCTION of an existing file",
+        f"{place}s": "has no attribute 'rewards'",
+        f"{tmp_path}/broken.py:reward": r"ModuleNotFoundError: .* \(line 1\)",
+    }
+    for wrong, part in cases.items():
+        with pytest.raises(InputError, match=part):
+            Rewards(wrong, 1.0, 1)
