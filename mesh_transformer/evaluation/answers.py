@@ -7,8 +7,9 @@ row, and `completion` (the last answer), `finish_reason`, `row` (the number of t
 rows.
 """
 
-import importlib.util
+import contextlib
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,9 +19,11 @@ import numpy as np
 
 from mesh_transformer.data.chat import ANSWERS, messages_of
 from mesh_transformer.evaluation.openai_client import Client, read_rows, write_answers
+from mesh_transformer.evaluation.rewards import Rewards
 from mesh_transformer.util import InputError
 
 RESAMPLES = 1000  # of the bootstrap
+CHECK_SECONDS = 60.0  # limit of a call that checks an answer
 # The question to a judge.  {prompt}, {first} and {second} are replaced.
 JUDGE = """Compare two answers to the same request. Judge which one follows the request better, is \
 more correct and more helpful. Neither length nor order should matter.
@@ -147,27 +150,25 @@ def mean_and_interval(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": float(np.mean(values)), "interval": interval(values), "prompts": len(values)}
 
 
-def checked(name: str, rows: Sequence[dict[str, Any]]) -> list[float]:
+def checked(place: str, rows: Sequence[dict[str, Any]]) -> list[float]:
     """Return the scores that a function of the prompt, its answer and the row gives to answers.
 
     Args:
-      name: "file.py:function".
+      place: the function, as FILE.py:FUNCTION; see `Rewards`.
 
     Raises:
-      InputError: if there is no such function, or it raises an error.
+      InputError: if there is no such function, or a call of it fails.
     """
-    path, _, function = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location("check", path)
-    try:
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        check = getattr(module, function)
-        return [float(check(request_and_answer(x)[0], x["completion"], x)) for x in rows]
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise InputError(f"--check {name}: {problem}; expected FILE.py:FUNCTION") from None
+    with contextlib.closing(Rewards(place, CHECK_SECONDS, os.cpu_count() or 1)) as check:
+        scores = check([(request_and_answer(row)[0], row["completion"], row) for row in rows])
+    result = []
+    for row, score in zip(rows, scores, strict=True):
+        if isinstance(score, str):
+            raise InputError(
+                f"--check {place}: answer {row['sample']} to row {row['row']}: {score}"
+            )
+        result.append(score)
+    return result
 
 
 def pass_rates(

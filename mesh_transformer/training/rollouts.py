@@ -19,13 +19,13 @@ from mesh_transformer.data.prompts import Prompt, read_prompts
 from mesh_transformer.data.record_set import Row, random
 from mesh_transformer.data.special_tokens import before_end, end_tokens
 from mesh_transformer.data.tokenizer import load_tokenizer
+from mesh_transformer.evaluation.rewards import Rewards
 from mesh_transformer.generation.finite import check_tokens_chosen
 from mesh_transformer.generation.sampling_settings import sampler_settings
 from mesh_transformer.generation.stream import MOST_STEPS
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.training.metrics import MetricsLog
 from mesh_transformer.training.objectives import PREFIX, Head
-from mesh_transformer.training.rewards import Rewards
 from mesh_transformer.util import InputError, bucket
 
 NAME = "samples.jsonl"  # in the model folder: some answers of each rollout

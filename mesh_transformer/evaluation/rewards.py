@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mesh_transformer.training import reward_worker
+from mesh_transformer.evaluation import reward_worker
 from mesh_transformer.util import InputError
 
 Worker = subprocess.Popen[bytes]
