@@ -12,7 +12,7 @@ from mesh_transformer import old_names
 from mesh_transformer.config_checks import check, typed
 from mesh_transformer.config_files import read_config
 from mesh_transformer.config_model import Architecture, Model
-from mesh_transformer.families import BLOCKS, OBJECTIVES, PRESETS, ObjectiveKind
+from mesh_transformer.families import BLOCKS, OBJECTIVES, PRESETS, ObjectiveKind, ObjectiveName
 from mesh_transformer.util import InputError, mismatch
 
 REQUIRED_TO_TRAIN = ("train_set", "total_steps")
@@ -71,7 +71,7 @@ class Config(Model):
     bf16_optimizer: bool = False  # store the optimizer's moments in bf16, except adafactor's
 
     # Objective: what training minimises (docs/finetune.md).
-    objective: Literal["dpo", "ipo", "orpo", "simpo", "kto", "grpo"] | None = None  # cross entropy
+    objective: ObjectiveName | None = None  # None: cross entropy
     beta: float | None = None  # of the objective.  None: 2 for simpo, 0 for grpo, else 0.1
     margin: float = 0.5  # of rewards, which simpo asks for
     desirable_weight: float = 1.0  # of the losses of desirable completions, with kto
@@ -81,7 +81,7 @@ class Config(Model):
     # A checkpoint of any architecture with the same vocabulary, whose probabilities training learns
     # (docs/finetune.md).  None: none
     teacher: str | None = None
-    distill_weight: float = 0.5  # of the KL divergence; that of the cross entropy is the rest of 1
+    distill_weight: float = 0.5  # of the KL divergence; the cross entropy has 1 minus it
     # Of grpo, which trains on answers of the model itself (docs/reinforcement.md):
     reward: str | None = None  # function of an answer, as FILE.py:FUNCTION
     reward_seconds: float = 10.0  # time limit of a call
@@ -92,11 +92,11 @@ class Config(Model):
     rollout_updates: int = 1  # updates per rollout
     rollout_rows: int | None = None  # answers generated at a time.  None: all of a rollout
     curriculum: bool = False  # draw prompts less often whose answers had equal rewards
-    clip_low: float = 0.2  # the ratio of probabilities counts from 1 - clip_low
-    clip_high: float = 0.28  # to 1 + clip_high
-    importance_cap: float = 2.0  # maximum weight that corrects the sampler's probabilities
+    clip_low: float = 0.2  # the ratio of probabilities is clipped below 1 - clip_low
+    clip_high: float = 0.28  # and above 1 + clip_high
+    importance_cap: float = 2.0  # maximum importance weight of training relative to the sampler
     scale_advantages: bool = False  # divide advantages by the standard deviation of their group
-    divide_by: Literal["tokens", "answer_tokens"] = "tokens"  # the loss of all tokens of answers
+    divide_by: Literal["tokens", "answer_tokens"] = "tokens"  # the summed loss
 
     # Optimizer.
     per_replica_batch: int = 1  # sequences per microbatch and replica

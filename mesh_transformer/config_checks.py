@@ -389,7 +389,9 @@ def _check_exact(c: Any) -> None:
 
 def _check_objective(c: Any) -> None:
     if c.beta is not None and (c.beta < 0 or (c.beta == 0 and not c.has_rollouts)):
-        raise InputError(f"beta is {c.beta}, expected above 0")
+        raise InputError(
+            f"beta is {c.beta}, expected {'at least' if c.has_rollouts else 'above'} 0"
+        )
     if c.objective is None and c.beta is not None:
         raise InputError(f"beta is {c.beta}, but objective is null; set objective")
     if c.distill_weight > 1:

@@ -18,6 +18,7 @@ NormName = Literal[
     "rms-plain",
 ]
 BlockName = Literal["gptj", "geglu", "gpt2", "neox", "llama"]  # the keys of `BLOCKS`
+ObjectiveName = Literal["dpo", "ipo", "orpo", "simpo", "kto", "grpo"]  # the keys of `OBJECTIVES`
 # The matrices of a layer, unless its block is fused, in the order in which LoRA prefers them.
 MATRICES = ("q", "v", "k", "o", "fc", "out")
 

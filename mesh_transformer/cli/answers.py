@@ -18,11 +18,19 @@ from mesh_transformer.data.file_types import TABLE_TYPES
 
 def add_server_arguments(parser: argparse.ArgumentParser, url: str) -> None:
     """Add the flags of a server and its requests, which `options_of` reads."""
-    parser.add_argument("--url", required=url == "--url", help="address, as http://localhost:8000")
+    parser.add_argument(
+        "--url",
+        required=url == "--url",
+        help="address of the server, such as http://localhost:8000",
+    )
     parser.add_argument("--name", help="name of the server's model (default: its first)")
-    parser.add_argument("--in-flight", type=positive, default=8, help="requests at a time (8)")
-    parser.add_argument("--max-tokens", type=positive, help="tokens per answer (the server's)")
-    parser.add_argument("--temperature", type=float, help="temperature (the server's)")
+    parser.add_argument(
+        "--in-flight", type=positive, default=8, help="requests at a time (default 8)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, help="tokens per answer (default: the server's)"
+    )
+    parser.add_argument("--temperature", type=float, help="temperature (default: the server's)")
     own = {"type": gen_kwargs, "nargs": "+", "default": [], "metavar": "KEY=VALUE"}
     parser.add_argument("--options", **own, help="further keys of requests, such as top_p=0.9")
 
@@ -39,8 +47,12 @@ def main() -> None:
     parser.add_argument("prompts", help=input_help(TABLE_TYPES))
     parser.add_argument("answers", help="file for the answers, as JSON lines")
     add_server_arguments(parser, "--url")
-    parser.add_argument("--samples", type=positive, default=1, help="answers per prompt (1)")
-    parser.add_argument("--seed", type=natural, default=0, help="seed of each first answer (0)")
+    parser.add_argument(
+        "--samples", type=positive, default=1, help="answers per prompt (default 1)"
+    )
+    parser.add_argument(
+        "--seed", type=natural, default=0, help="seed of each first answer (default 0)"
+    )
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
     parser.add_argument("--logprobs", action="store_true", help="store log-probabilities of tokens")
     args = parser.parse_args()

@@ -16,8 +16,10 @@ def main() -> None:
     parser = Parser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("answers", help="file that the command answers has written")
     parser.add_argument("--check", metavar="FILE.py:FUNCTION", help="function that checks answers")
-    parser.add_argument("--k", type=positive, nargs="+", default=[1], help="k of pass@k (1)")
-    parser.add_argument("--against", metavar="FILE", help="other answers, for a judge")
+    parser.add_argument(
+        "--k", type=positive, nargs="+", default=[1], help="values of k (default 1)"
+    )
+    parser.add_argument("--against", metavar="FILE", help="other answers to the same prompts")
     parser.add_argument("--judgements", metavar="FILE", help="file for a judge's judgements")
     parser.add_argument("--judge-prompt", metavar="FILE", help="question to the judge, a text with "
                         "{prompt}, {first} and {second}")  # fmt: skip
@@ -29,6 +31,7 @@ def main() -> None:
     if args.against and not (args.url and args.judgements):
         raise InputError("--against requires --url and --judgements; add them")
 
+    from mesh_transformer.data.chat import text_in
     from mesh_transformer.evaluation import answers
     from mesh_transformer.evaluation.openai_client import Client
     from mesh_transformer.storage import files
@@ -39,8 +42,7 @@ def main() -> None:
     else:
         template = answers.JUDGE
         if args.judge_prompt:
-            with files.open_file(args.judge_prompt) as file:
-                template = file.read().decode()
+            template = text_in(args.judge_prompt, "--judge-prompt")
         results = answers.win_rate(
             args.answers,
             args.against,

@@ -396,16 +396,22 @@ def template_text(path: str) -> str:
     """
     if path == "plain":
         return PLAIN
+    text = text_in(path, "--chat-template")
     try:
-        with open_file(path) as file:
-            text = file.read().decode()
         check_chat_template(text)
-        return text
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise InputError(f"--chat-template {path} cannot be read ({reason})") from error
     except InputError as error:
         raise InputError(f"--chat-template {path}: {error}") from error
+    return text
+
+
+def text_in(path: str, flag: str) -> str:
+    """Return the text in a file; an InputError names the flag that gave its path."""
+    try:
+        with open_file(path) as file:
+            return file.read().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise InputError(f"{flag} {path} cannot be read ({reason})") from error
 
 
 def template_to_chat(tokenizer: Any, choice: str | None) -> ChatTemplate | None:

@@ -59,17 +59,20 @@ class BadInputHandler:
 
     Args:
       skip: if false, each call raises InputError.  If true, each call counts the item by the
-        error's reason, and the first 20 (`MAX_PRINTED`) calls also print the error.
+        error's reason, and the first 20 (`MAX_PRINTED`) calls also print the error.  None is as
+        false, for commands without the flag --skip-bad.
 
     Attributes:
       counts: the number of skipped items by reason.
     """
 
-    def __init__(self, skip: bool):
+    def __init__(self, skip: bool | None):
         self.skip = skip
         self.counts: collections.Counter[str] = collections.Counter()
 
     def __call__(self, error: BadInputError) -> None:
+        if self.skip is None:
+            raise error
         if not self.skip:
             raise InputError(f"{error}; fix the input, or skip such input with --skip-bad")
         if self.count < MAX_PRINTED:

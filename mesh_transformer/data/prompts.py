@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from mesh_transformer.data.chat import ANSWERS, ChatTemplate
+from mesh_transformer.data.chat import ANSWERS, ChatTemplate, Message, messages_of
 from mesh_transformer.data.documents import unknown_error
-from mesh_transformer.data.file_types import TABLE_TYPES
-from mesh_transformer.data.inputs import BadInputError, BadInputHandler, find_files
+from mesh_transformer.data.inputs import BadInputError
 from mesh_transformer.data.special_tokens import beginning, start_token, with_beginning
-from mesh_transformer.data.tables import Columns, replace_surrogates, rows_of
+from mesh_transformer.data.tables import all_rows, replace_surrogates
 from mesh_transformer.data.tokenizer import alphabet, encode_batch
 from mesh_transformer.util import InputError, join_keys
 
@@ -22,9 +21,22 @@ class Prompt(NamedTuple):
     row: dict[str, Any]
 
 
-class _Refusing(BadInputHandler):
-    def __call__(self, error: BadInputError) -> None:
-        raise error
+def prompt_of(row: Any, where: str) -> str | list[Message]:
+    """Return the prompt in a row: a text in `prompt`, or the messages in `messages` or `prompt`.
+
+    Raises:
+      InputError: if the row has none.
+    """
+    row = row if isinstance(row, Mapping) else {}
+    value = row.get("messages", row.get("prompt"))
+    if value is None:
+        raise InputError(
+            f"{where}: expected `prompt`, a text, or `messages`, a list; found the keys "
+            f"{join_keys(row)}"
+        )
+    if isinstance(value, str) and "messages" not in row:
+        return replace_surrogates(value)
+    return messages_of(value, where, dict(row))
 
 
 def read_prompts(
@@ -43,11 +55,9 @@ def read_prompts(
     Raises:
       InputError: if a row has no prompt, or one that is too long, or there are no rows.
     """
+    rows = [(f"prompt {number} of data", row) for number, row in enumerate(source)]
     if isinstance(source, str):
-        every = Columns((), ""), _Refusing(False), lambda _: None
-        rows = [row for path in find_files(source, TABLE_TYPES) for row in rows_of(path, *every)]
-    else:
-        rows = [(f"prompt {number} of data", row) for number, row in enumerate(source)]
+        rows = all_rows(source)
     chat = ChatTemplate(tokenizer, template)
     texts, first = [_text(where, row, chat) for where, row in rows], beginning(tokenizer)
     known, prompts = alphabet(tokenizer), []
@@ -59,8 +69,8 @@ def read_prompts(
         tokens = (tokens if whole else with_beginning(first, tokens)) or [start_token(tokenizer)]
         if len(tokens) > longest:
             raise InputError(
-                f"{where}: {len(tokens)} tokens of prompt, expected at most {longest}, so that an "
-                "answer fits seq; shorten it, or lower answer_tokens"
+                f"{where}: the prompt has {len(tokens)} tokens, expected at most {longest}: seq "
+                "+ 1 - answer_tokens; shorten it, or lower answer_tokens"
             )
         prompts.append(Prompt(where, text, tokens, row))
     if not prompts:
@@ -70,18 +80,12 @@ def read_prompts(
 
 def _text(where: str, row: Any, chat: ChatTemplate) -> tuple[str, bool]:
     """Return the text of a row's prompt, and whether a template made it."""
-    row = row if isinstance(row, Mapping) else {}
-    value = row.get("messages", row.get("prompt"))
-    if isinstance(value, str):
-        return replace_surrogates(value), False
+    prompt = prompt_of(row, where)
+    if isinstance(prompt, str):
+        return prompt, False
+    if prompt[-1]["role"] == ANSWERS:
+        raise InputError(f"{where}: the last message is an answer; remove it")
     try:
-        if isinstance(value, list) and value[-1]["role"] != ANSWERS:
-            return chat.prompt(value), True
+        return chat.prompt(prompt), True
     except BadInputError as error:
         raise InputError(f"{where}: {error}") from error
-    except (LookupError, TypeError):  # no messages
-        pass
-    raise InputError(
-        f"{where}: expected a string `prompt`, or a list `messages` whose last one is no answer; "
-        f"found the keys {join_keys(row)}"
-    )

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from mesh_transformer.data.documents import TEXT_COLUMN, Piece, read_pieces
 from mesh_transformer.data.file_types import FILE_TYPES, TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files, format_counts
-from mesh_transformer.data.tables import Columns, rows_of
+from mesh_transformer.data.tables import EVERY, rows_of
 from mesh_transformer.data.tokenizer import END_OF_TEXT
 from mesh_transformer.storage.files import output_folder, size
 from mesh_transformer.util import InputError
@@ -197,7 +197,7 @@ def _rows(file: str, bad: BadInputHandler, progress: Callable[[int], object]) ->
     Raises:
       InputError: if a column holds bytes, for which JSON has no form that other readers know.
     """
-    for where, value in rows_of(file, Columns((), ""), bad, progress):
+    for where, value in rows_of(file, EVERY, bad, progress):
         try:
             line = json.dumps(value, default=_as_text)
         except TypeError:

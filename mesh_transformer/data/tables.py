@@ -12,10 +12,12 @@ from typing import IO, Any, NamedTuple
 
 from mesh_transformer import extras
 from mesh_transformer.data.contents import Content, contents
+from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import (
     BadInputError,
     BadInputHandler,
     DamagedError,
+    find_files,
     open_input,
 )
 from mesh_transformer.util import InputError
@@ -62,6 +64,9 @@ class Columns(NamedTuple):
         )
 
 
+EVERY = Columns((), "")
+
+
 def rows_of(
     path: str, columns: Columns, bad: BadInputHandler, progress: Callable[[int], object]
 ) -> Iterator[tuple[str, Any]]:
@@ -77,6 +82,16 @@ def rows_of(
                 progress(raw.tell() - before)
                 before = raw.tell()
                 yield row
+
+
+def all_rows(path: str) -> list[tuple[str, Any]]:
+    """Return (location, value) for each row of a file, or of the tables in a folder.
+
+    Raises:
+      InputError: if there are no tables, or a row cannot be read.
+    """
+    every = EVERY, BadInputHandler(skip=None), lambda _: None
+    return [row for file in find_files(path, TABLE_TYPES) for row in rows_of(file, *every)]
 
 
 def read_rows(

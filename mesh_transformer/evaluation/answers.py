@@ -1,4 +1,4 @@
-"""A server's answers to a file of prompts, and what they are worth.
+"""A server's answers to a file of prompts, and their scores.
 
 A row of prompts has `prompt`, a text, or `messages`, a conversation.  Each user message that no
 answer follows is answered, one after the other.  A row of answers has the columns of the prompt's
@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.data.chat import ANSWERS, messages_of
-from mesh_transformer.evaluation.openai_client import Client, read_rows, write_answers
+from mesh_transformer.data.chat import ANSWERS
+from mesh_transformer.data.prompts import prompt_of
+from mesh_transformer.data.tables import all_rows
+from mesh_transformer.evaluation.openai_client import Client, write_answers
 from mesh_transformer.evaluation.rewards import Rewards
 from mesh_transformer.util import InputError
 
@@ -67,10 +69,10 @@ def write(
         number, sample, where, row = item
         own = options | {"seed": seed + sample}
         messages: list[Any] = []
-        text, choice = None, {}
-        if "messages" in row or chat:
-            value = row["messages"] if "messages" in row else [_user(_prompt(row, where))]
-            asked = messages_of(value, where, row)
+        text, choice, asked = None, {}, prompt_of(row, where)
+        if isinstance(asked, str) and chat:
+            asked = [_user(asked)]
+        if not isinstance(asked, str):
             followed = [message["role"] == ANSWERS for message in asked[1:]]
             for message, has_answer in zip(asked, [*followed, False], strict=True):
                 messages.append(message)
@@ -81,7 +83,7 @@ def write(
             row = row | {"messages": messages}
         else:
             more = {"logprobs": 1} if logprobs else {}  # number of alternatives
-            text, choice = client.answer(where, own | more, prompt=_prompt(row, where))
+            text, choice = client.answer(where, own | more, prompt=asked)
         if text is None:
             raise InputError(f"{where}: messages has no user message without an answer")
         answer = {"completion": text, "finish_reason": choice.get("finish_reason")}
@@ -89,7 +91,7 @@ def write(
             answer["logprobs"] = choice.get("logprobs")
         return row | {"row": number, "sample": sample} | answer
 
-    rows = read_rows(prompts)
+    rows = all_rows(prompts)
     items = [(n, i, where, row) for n, (where, row) in enumerate(rows) for i in range(samples)]
     settings = [client.model, options, seed, chat, logprobs]
     write_answers(path, items, ask, client, settings=settings, in_flight=in_flight)
@@ -99,21 +101,16 @@ def _user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-def _prompt(row: dict[str, Any], where: str) -> str:
-    if not isinstance(prompt := row.get("prompt"), str):
-        raise InputError(f"{where}: expected a text as prompt, or messages")
-    return prompt
-
-
 def read_answers(path: str) -> list[dict[str, Any]]:
     """Return the rows of a file that `write` has written.
 
     Raises:
       InputError: if it has other rows.
     """
-    rows = read_rows(path)
+    rows = all_rows(path)
     for where, row in rows:
-        if not {"row", "completion"} <= row.keys() or not {"prompt", "messages"} & row.keys():
+        known = row.keys() if isinstance(row, dict) else set()
+        if not {"row", "completion"} <= known or not {"prompt", "messages"} & known:
             raise InputError(f"{where}: expected an answer that the command answers has written")
     return [row for _, row in rows]
 
@@ -159,7 +156,7 @@ def checked(place: str, rows: Sequence[dict[str, Any]]) -> list[float]:
     Raises:
       InputError: if there is no such function, or a call of it fails.
     """
-    with contextlib.closing(Rewards(place, CHECK_SECONDS, os.cpu_count() or 1)) as check:
+    with contextlib.closing(Rewards(place, CHECK_SECONDS, os.cpu_count() or 1, "--check")) as check:
         scores = check([(request_and_answer(row)[0], row["completion"], row) for row in rows])
     result = []
     for row, score in zip(rows, scores, strict=True):
@@ -240,7 +237,7 @@ def win_rate(
     items = [(n, swapped) for n in range(len(prompts)) for swapped in (False, True)]
     settings = [client.model, options, template, texts]
     write_answers(path, items, ask, client, settings=settings, in_flight=in_flight)
-    wins = [row["win"] for _, row in read_rows(path)]
+    wins = [row["win"] for _, row in all_rows(path)]
     values = [0.5 if win is None else win for win in wins]
     means = np.mean(np.reshape(values, (-1, 2)), axis=1).tolist()
     return {

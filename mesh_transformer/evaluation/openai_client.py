@@ -15,9 +15,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mesh_transformer.data.file_types import TABLE_TYPES
-from mesh_transformer.data.inputs import BadInputHandler, find_files
-from mesh_transformer.data.tables import Columns, rows_of
 from mesh_transformer.util import InputError, brief
 
 ATTEMPTS = 6  # of a request that the server cannot answer now
@@ -44,7 +41,7 @@ class Client:
         self.model: str = model or self._send("models")["data"][0]["id"]
 
     def stop(self) -> None:
-        """Let requests that have failed not be sent again."""
+        """Stop sending failed requests again."""
         self._stopped.set()
 
     def answer(
@@ -97,17 +94,6 @@ def _message(error: urllib.error.HTTPError) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return json.load(error)["error"]["message"]
     return error.reason
-
-
-def read_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the location and the columns of each row of a table, such as lines of JSON."""
-    bad, rows = BadInputHandler(skip=False), []
-    for file in find_files(path, TABLE_TYPES):
-        for where, row in rows_of(file, Columns((), ""), bad, lambda count: None):
-            if not isinstance(row, dict):
-                raise InputError(f"{where}: expected an object with the columns of a row")
-            rows.append((where, row))
-    return rows
 
 
 def write_answers(

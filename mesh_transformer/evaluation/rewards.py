@@ -25,18 +25,20 @@ class Rewards:
         prompt's row, and returns a finite number.
       seconds: time limit of a call; a process that exceeds it, or ends, is replaced.
       workers: number of processes.
+      name: the key or the flag that names the function, for error messages.
 
     Raises:
       InputError: at construction, if the function cannot be loaded.
     """
 
-    def __init__(self, place: str, seconds: float, workers: int):
-        path, separator, name = place.rpartition(":")
+    def __init__(self, place: str, seconds: float, workers: int, name: str = "reward"):
+        path, separator, function = place.rpartition(":")
+        self._shown = f"{name} {place}"
         if not separator or not os.path.isfile(path):
-            raise InputError(f"reward is {place!r}, expected FILE.py:FUNCTION of an existing file")
-        own = [os.path.abspath(path), name, str(seconds)]
+            raise InputError(f"{self._shown}: expected FILE.py:FUNCTION of an existing file")
+        own = [os.path.abspath(path), function, str(seconds)]
         self._command = [sys.executable, reward_worker.__file__, *own]
-        self._place, self._seconds, self._workers = place, seconds, list[Worker]()
+        self._seconds, self._workers = seconds, list[Worker]()
         try:
             self._workers.extend(self._start() for _ in range(workers))
         except BaseException:
@@ -65,7 +67,7 @@ class Rewards:
         worker = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
         if isinstance(problem := _reply(worker, reward_worker.START_SECONDS), str):
             _end(worker)
-            raise InputError(f"reward {self._place}: {problem}")
+            raise InputError(f"{self._shown}: {problem}")
         return worker
 
     def _call(self, number: int, arguments: tuple[str, str, Any]) -> Any:
@@ -74,7 +76,7 @@ class Rewards:
         worker = self._workers[number]
         assert worker.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended
-            worker.stdin.write(json.dumps(arguments).encode() + b"\n")
+            worker.stdin.write(json.dumps(arguments, default=str).encode() + b"\n")
             worker.stdin.flush()
         return _reply(worker, self._seconds)
 

@@ -165,7 +165,7 @@ class _DivergencePart(NamedTuple):
     max_q_BT: Array
     sum_p_BT: Array  # the sum of exp(logit - max)
     sum_q_BT: Array
-    mean_BT: Array  # the sum of exp(p - max_p) * ((p - max_p) - (q - max_q)), of logits p and q
+    weighted_BT: Array  # the sum of exp(p - max_p) * ((p - max_p) - (q - max_q)), of logits p and q
 
 
 def _divergence_part(p_BTV: Array, q_BTV: Array) -> _DivergencePart:
@@ -173,18 +173,18 @@ def _divergence_part(p_BTV: Array, q_BTV: Array) -> _DivergencePart:
     p_BTV, q_BTV = p_BTV - max_p_BT[..., None], q_BTV - max_q_BT[..., None]
     exp_BTV = jnp.exp(p_BTV)
     sum_p_BT, sum_q_BT = exp_BTV.sum(axis=-1), jnp.exp(q_BTV).sum(axis=-1)
-    mean_BT = jnp.sum(exp_BTV * (p_BTV - q_BTV), axis=-1)
-    return _DivergencePart(max_p_BT, max_q_BT, sum_p_BT, sum_q_BT, mean_BT)
+    weighted_BT = jnp.sum(exp_BTV * (p_BTV - q_BTV), axis=-1)
+    return _DivergencePart(max_p_BT, max_q_BT, sum_p_BT, sum_q_BT, weighted_BT)
 
 
 def _joined_divergence(part: _DivergencePart, par: Parallel) -> Array:
     """Compute sum(p log(p / q)) at every position, in nats, from the values of all mp shards."""
     max_2BT = jax.lax.stop_gradient(jnp.stack((part.max_p_BT, part.max_q_BT)))
     p_BT, q_BT = max_2BT - par.max(max_2BT)
-    mean_BT = part.mean_BT + part.sum_p_BT * (p_BT - q_BT)
-    own = part.sum_p_BT * jnp.exp(p_BT), part.sum_q_BT * jnp.exp(q_BT), mean_BT * jnp.exp(p_BT)
-    sum_p_BT, sum_q_BT, mean_BT = par.sum(jnp.stack(own))
-    return mean_BT / sum_p_BT - jnp.log(sum_p_BT) + jnp.log(sum_q_BT)
+    weighted_BT = part.weighted_BT + part.sum_p_BT * (p_BT - q_BT)
+    own = part.sum_p_BT * jnp.exp(p_BT), part.sum_q_BT * jnp.exp(q_BT), weighted_BT * jnp.exp(p_BT)
+    sum_p_BT, sum_q_BT, weighted_BT = par.sum(jnp.stack(own))
+    return weighted_BT / sum_p_BT - jnp.log(sum_p_BT) + jnp.log(sum_q_BT)
 
 
 def losses(

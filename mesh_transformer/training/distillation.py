@@ -25,8 +25,8 @@ from mesh_transformer.util import InputError
 NAMES = (f"{PREFIX}cross_entropy", f"{PREFIX}kl")  # of the metrics of a step
 StudentLayout = TypeVar("StudentLayout", bound=Layout)
 # Keys that concern only the student.
-_UNTRAINED: dict[str, Any] = {"teacher": None, "offload": "none", "original_bias_copies": 1}
-_UNTRAINED |= {f"dropout_{part}": 0.0 for part in ("embedding", "attention", "residual")}
+_STUDENT_ONLY: dict[str, Any] = {"teacher": None, "offload": "none", "original_bias_copies": 1}
+_STUDENT_ONLY |= {f"dropout_{part}": 0.0 for part in ("embedding", "attention", "residual")}
 
 
 def teacher_layout(layout: StudentLayout, teacher: Config, where: str) -> StudentLayout:
@@ -56,7 +56,7 @@ def teacher_layout(layout: StudentLayout, teacher: Config, where: str) -> Studen
     own = {field.name: getattr(teacher, field.name) for field in dataclasses.fields(Architecture)}
     rest = {"zero": 3 if student.zero == 3 else 0, "early_cast": student.dtype == "bfloat16"}
     try:
-        return layout.of(student.merged().for_inference().replace(**own, **rest, **_UNTRAINED))
+        return layout.of(student.merged().for_inference().replace(**own, **rest, **_STUDENT_ONLY))
     except InputError as error:
         raise InputError(f"teacher {where}: {error}") from None
 

@@ -82,12 +82,13 @@ class Rollouts:
         if wrong := [f"{key} is {value}" for key, value in excluded.items() if value]:
             raise InputError(f"objective is grpo, but {wrong[0]}; unset it")
         if not network.alone:
-            raise InputError("objective grpo: one process must lead the others; use --every-host")
+            raise InputError(
+                "objective grpo: several processes need a leading one; use --every-host"
+            )
         if head.needs_reference and not (config.lora_rank and config.reference == "base"):
             raise InputError(
-                "objective grpo: the reference is the base model under LoRA adapters, because "
-                "another one would need memory beside the trained model; set lora_rank and leave "
-                "reference base, or set beta to 0"
+                "objective grpo: beta needs LoRA adapters, whose base model is the reference; set "
+                "lora_rank and reference to base, or set beta to 0"
             )
         if not isinstance(prompts, str | Sequence):
             raise InputError("objective grpo: train_set is a mixture, expected one path of prompts")
@@ -130,8 +131,8 @@ class Rollouts:
         """
         if state is not None and state.get("prompts") != self._digest:
             raise InputError(
-                "the checkpoint's position is not one in these prompts; give the prompts of "
-                "before, or another model folder"
+                "the checkpoint was trained on other prompts; give those prompts, or another model "
+                "folder"
             )
         state = state or {"arrays": None, "equal": [0] * len(self._prompts), "metrics": {}}
         self._rollout, self._drawn = state.get("rollout", 0), state.get("drawn", 0)

@@ -417,26 +417,28 @@ def compile_train(
     config, specs = layout.config, layout.specs
     if (config.teacher is None) != (teacher is None):
         raise InputError(
-            f"config: teacher is {config.teacher!r}, which only training and plans know; set it to "
+            f"config: teacher is {config.teacher!r}, but this command loads no teacher; set it to "
             "null"
         )
     batch = P(None, "dp")  # for all arrays of the batch
     microbatches = (P(),) if config.batch_ramp_steps else ()
     measured = MEASURED if head is None else (*MEASURED, *head.names)
-    taught = ()
+    teacher_params = ()
     if teacher is not None:
-        taught, measured = (teacher.specs["params"],), (*MEASURED, *distillation.NAMES)
+        teacher_params, measured = (teacher.specs["params"],), (*MEASURED, *distillation.NAMES)
 
-    def gradients_of(params: Any, frozen: Any, taught: tuple[Any, ...], *rest: Any, **own: Any):
+    def gradients_of(
+        params: Any, frozen: Any, teacher_params: tuple[Any, ...], *rest: Any, **own: Any
+    ):
         one = None
         if teacher is not None:
             its_par = teacher.parallel(**teacher.train_choices)
-            one = distillation.teacher_of(taught[0], teacher.config, its_par)
+            one = distillation.teacher_of(teacher_params[0], teacher.config, its_par)
         return gradients(params, frozen, *rest, head=head, teacher=one, **own)
 
     measure = layout.partitioned(
         gradients_of,
-        (specs["params"], specs["frozen"], taught, batch, *microbatches),
+        (specs["params"], specs["frozen"], teacher_params, batch, *microbatches),
         (specs["params"], dict.fromkeys(measured, P())),
         **layout.train_choices,
     )
@@ -492,7 +494,10 @@ def compile_train(
 
     return jax.jit(
         train_step,
-        in_shardings=(layout.shardings, *named(layout.mesh, (batch, *microbatches, *taught))),
+        in_shardings=(
+            layout.shardings,
+            *named(layout.mesh, (batch, *microbatches, *teacher_params)),
+        ),
         out_shardings=(layout.shardings, named(layout.mesh, P())),
         donate_argnums=0,
         compiler_options=compiler_options(layout),

@@ -38,11 +38,11 @@ def test_rows_become_prompts(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "part"),
     [
-        ({"prompt": 3}, "expected a string `prompt`.*found the keys prompt"),
+        ({"prompt": 3}, "expected a list of messages"),
         ({"text": "a"}, "found the keys text"),
-        ([1], "expected a string `prompt`"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "whose last one is no answer"),
-        ({"prompt": "a" * 9}, "9 tokens of prompt, expected at most 8"),
+        ([1], "expected `prompt`, a text, or `messages`"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "the last message is an answer"),
+        ({"prompt": "a" * 9}, "the prompt has 9 tokens, expected at most 8"),
     ],
 )
 def test_other_rows_are_refused(row: Any, part: str) -> None:

@@ -192,9 +192,9 @@ def test_unusable_prompts_and_servers_are_refused(
             answers.write(prompts, str(tmp_path / "a.jsonl"), client, {})
         return str(error.value)
 
-    assert "line 1: expected a text as prompt, or messages" in message({"question": "?"})
+    assert "line 1: expected `prompt`, a text, or `messages`" in message({"question": "?"})
     assert "each with the strings role and content" in message({"messages": [{"text": "?"}]})
-    assert "expected an object" in message(3)
+    assert "expected `prompt`, a text" in message(3)
     answered = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert "no user message without an answer" in message({"messages": answered})
     with pytest.raises(InputError, match=r"does not end in \.jsonl"):
