@@ -252,7 +252,7 @@ class CausalTransformer(TrainableNetwork):
         params = self._params()
         if call.base:
             declared = self._layout.declared
-            params = map_declared(lambda d, x: x * 0 if d.adapter else x, declared, params)
+            params = map_declared(lambda d, x: _zeros(x) if d.adapter else x, declared, params)
         outputs = self._eval(params, placed)
         limit_in_flight(outputs["loss"])
         return {name: rows.fetch(x, count) for name, x in outputs.items()}
@@ -454,6 +454,11 @@ def load(
     network = CausalTransformer(fitted, devices=devices, init=False)
     network.load(source, only_params=not optimizer)
     return network
+
+
+def _zeros(like: Array) -> Array:
+    """Return zeros in the same place, which may be host memory, where devices do not compute."""
+    return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
 
 
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.

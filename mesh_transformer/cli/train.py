@@ -88,14 +88,14 @@ def main() -> int | None:
     from mesh_transformer.evaluation import all_steps, validation
     from mesh_transformer.training import loop, references
 
-    if args.mode == "eval_all" and config.objective is not None:
+    compares = config.objective is not None and not config.has_rollouts
+    if args.mode == "eval_all" and compares:
         raise InputError(
             f"--mode eval_all: objective is {config.objective}, but it scores every token; give "
             "--mode eval, or --set objective=null"
         )
     with _network(args, config) as network:
         if args.mode == "eval":
-            compares = config.objective is not None and not config.has_rollouts
             validate = references.validate if compares else validation.validate
             validate(network, args.tune_model_path or folder)
             return None

@@ -28,13 +28,14 @@ def prompt_of(row: Any, where: str) -> str | list[Message]:
       InputError: if the row has none.
     """
     row = row if isinstance(row, Mapping) else {}
-    value = row.get("messages", row.get("prompt"))
+    messages = row.get("messages")
+    value = row.get("prompt") if messages is None else messages
     if value is None:
         raise InputError(
             f"{where}: expected `prompt`, a text, or `messages`, a list; found the keys "
             f"{join_keys(row)}"
         )
-    if isinstance(value, str) and "messages" not in row:
+    if isinstance(value, str) and messages is None:
         return replace_surrogates(value)
     return messages_of(value, where, dict(row))
 
@@ -83,8 +84,8 @@ def _text(where: str, row: Any, chat: ChatTemplate) -> tuple[str, bool]:
     prompt = prompt_of(row, where)
     if isinstance(prompt, str):
         return prompt, False
-    if prompt[-1]["role"] == ANSWERS:
-        raise InputError(f"{where}: the last message is an answer; remove it")
+    if not prompt or prompt[-1]["role"] == ANSWERS:
+        raise InputError(f"{where}: expected messages of which the last one is no answer")
     try:
         return chat.prompt(prompt), True
     except BadInputError as error:

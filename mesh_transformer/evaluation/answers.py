@@ -24,6 +24,8 @@ from mesh_transformer.evaluation.openai_client import Client, write_answers
 from mesh_transformer.evaluation.rewards import Rewards
 from mesh_transformer.util import InputError
 
+# Those of an answer, which are added to the prompt's row.
+COLUMNS = {"row", "sample", "completion", "finish_reason", "logprobs"}
 RESAMPLES = 1000  # of the bootstrap
 CHECK_SECONDS = 60.0  # limit of a call that checks an answer
 # The question to a judge.  {prompt}, {first} and {second} are replaced.
@@ -74,7 +76,7 @@ def write(
             asked = [_user(asked)]
         if not isinstance(asked, str):
             followed = [message["role"] == ANSWERS for message in asked[1:]]
-            for message, has_answer in zip(asked, [*followed, False], strict=True):
+            for message, has_answer in zip(asked, [*followed, False], strict=False):
                 messages.append(message)
                 if message["role"] == "user" and not has_answer:
                     more = {"logprobs": True} if logprobs else {}
@@ -92,6 +94,11 @@ def write(
         return row | {"row": number, "sample": sample} | answer
 
     rows = all_rows(prompts)
+    for where, row in rows:
+        if taken := COLUMNS.intersection(row if isinstance(row, dict) else ()):
+            raise InputError(
+                f"{where}: the answer would replace the column {min(taken)!r}; rename the column"
+            )
     items = [(n, i, where, row) for n, (where, row) in enumerate(rows) for i in range(samples)]
     settings = [client.model, options, seed, chat, logprobs]
     write_answers(path, items, ask, client, settings=settings, in_flight=in_flight)
@@ -156,7 +163,8 @@ def checked(place: str, rows: Sequence[dict[str, Any]]) -> list[float]:
     Raises:
       InputError: if there is no such function, or a call of it fails.
     """
-    with contextlib.closing(Rewards(place, CHECK_SECONDS, os.cpu_count() or 1, "--check")) as check:
+    workers = min(os.cpu_count() or 1, len(rows) or 1)
+    with contextlib.closing(Rewards(place, CHECK_SECONDS, workers, "--check")) as check:
         scores = check([(request_and_answer(row)[0], row["completion"], row) for row in rows])
     result = []
     for row, score in zip(rows, scores, strict=True):
@@ -216,7 +224,8 @@ def win_rate(
     Raises:
       InputError: if the files have different prompts.
     """
-    texts = [list(map(request_and_answer, read_answers(x))) for x in (answers, others)]
+    read = [read_answers(x) for x in (answers, others)]
+    texts = [list(map(request_and_answer, rows)) for rows in read]
     prompts, theirs = ([prompt for prompt, _ in rows] for rows in texts)
     if prompts != theirs:
         raise InputError(f"{answers} and {others}: expected answers to the same prompts, in order")
@@ -240,8 +249,11 @@ def win_rate(
     wins = [row["win"] for _, row in all_rows(path)]
     values = [0.5 if win is None else win for win in wins]
     means = np.mean(np.reshape(values, (-1, 2)), axis=1).tolist()
+    by_prompt = defaultdict[Any, list[float]](list)
+    for row, mean in zip(read[0], means, strict=True):
+        by_prompt[row["row"]].append(mean)
     return {
-        "win rate": mean_and_interval(means),
+        "win rate": mean_and_interval([float(np.mean(own)) for own in by_prompt.values()]),
         "won": sum(x > 0.5 for x in means),
         "tied": sum(x == 0.5 for x in means),
         "lost": sum(x < 0.5 for x in means),

@@ -38,7 +38,14 @@ class Client:
         if not self.url.startswith(("http://", "https://")):
             raise InputError(f"--url {url}: expected an address such as http://localhost:8000")
         self._stopped = threading.Event()
-        self.model: str = model or self._send("models")["data"][0]["id"]
+        self.model: str = model or self._first_model()
+
+    def _first_model(self) -> str:
+        models = self._send("models")
+        try:
+            return models["data"][0]["id"]
+        except (KeyError, IndexError, TypeError):
+            raise InputError(f"--url {self.url}: the server names no model; give --name") from None
 
     def stop(self) -> None:
         """Stop sending failed requests again."""

@@ -38,6 +38,8 @@ def main() -> None:
     lines, out, nothing = os.fdopen(os.dup(0)), os.dup(1), os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # what the function prints
+    outs = [out]  # closed in processes that the function forks, so that its end shows
+    os.register_at_fork(after_in_child=lambda: [os.close(outs.pop()) for _ in outs[:]])
 
     def answer(call: Callable[[], Any], seconds: float) -> Any:
         """Write the outcome of a call and return its value, or end the process if it hangs."""

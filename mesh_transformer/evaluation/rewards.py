@@ -3,11 +3,12 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +16,7 @@ from mesh_transformer.evaluation import reward_worker
 from mesh_transformer.util import InputError
 
 Worker = subprocess.Popen[bytes]
+SLACK_SECONDS = 5.0  # after the time limit, until a process is killed that has not ended itself
 
 
 class Rewards:
@@ -41,17 +43,26 @@ class Rewards:
         self._seconds, self._workers = seconds, list[Worker]()
         try:
             self._workers.extend(self._start() for _ in range(workers))
+            for worker in self._workers:
+                self._await_start(worker)
         except BaseException:
             self.close()
             raise
 
-    def __call__(self, calls: Sequence[tuple[str, str, Any]]) -> list[float | str]:
-        """Return the reward of each (prompt, answer, row), or what went wrong, in their order."""
+    def __call__(
+        self, calls: Sequence[tuple[str, str, Any]], stopped: Callable[[], bool] = lambda: False
+    ) -> list[float | str]:
+        """Return the reward of each (prompt, answer, row), or what went wrong, in their order.
+
+        Args:
+          stopped: asked before each call; once it returns True, no function is called any more.
+        """
         results: list[float | str] = [""] * len(calls)
         count = len(self._workers)
 
         def call(number: int) -> None:
-            results[number::count] = [self._call(number, x) for x in calls[number::count]]
+            for at in range(number, len(calls), count):
+                results[at] = "" if stopped() else self._call(number, calls[at])
 
         with ThreadPoolExecutor(count, "reward") as threads:
             list(threads.map(call, range(count)))
@@ -64,15 +75,17 @@ class Rewards:
 
     def _start(self) -> Worker:
         pipe = subprocess.PIPE
-        worker = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
+        return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
+
+    def _await_start(self, worker: Worker) -> None:
         if isinstance(problem := _reply(worker, reward_worker.START_SECONDS), str):
             _end(worker)
             raise InputError(f"{self._shown}: {problem}")
-        return worker
 
     def _call(self, number: int, arguments: tuple[str, str, Any]) -> Any:
         if self._workers[number].returncode is not None:
             self._workers[number] = self._start()
+            self._await_start(self._workers[number])
         worker = self._workers[number]
         assert worker.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended
@@ -84,7 +97,12 @@ class Rewards:
 def _reply(worker: Worker, seconds: float) -> Any:
     """Return the value that a process writes, or what went wrong."""
     assert worker.stdout is not None
-    began = time.monotonic()
+    began, poll = time.monotonic(), select.poll()
+    poll.register(worker.stdout, select.POLLIN)
+    # The process ends itself in time, unless the function prevents it.
+    if not poll.poll(1000 * (seconds + SLACK_SECONDS)):
+        _end(worker)
+        return f"no result after {seconds:g} s"
     if line := worker.stdout.readline():
         reply = json.loads(line)
         return reply.get("error", reply.get("value"))

@@ -9,7 +9,7 @@ import collections
 import hashlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +79,7 @@ class Rollouts:
         # Dropout and quantization would change the probabilities of one side only.
         excluded = {"batch_ramp_steps": config.batch_ramp_steps, "dropout": config.drops}
         excluded |= {"weight_bits": config.weight_bits, "int8_cache": config.int8_cache}
+        excluded |= {"int8_matmuls": config.int8_matmuls}
         if wrong := [f"{key} is {value}" for key, value in excluded.items() if value]:
             raise InputError(f"objective is grpo, but {wrong[0]}; unset it")
         if not network.alone:
@@ -91,7 +92,12 @@ class Rollouts:
                 "lora_rank and reference to base, or set beta to 0"
             )
         if not isinstance(prompts, str | Sequence):
-            raise InputError("objective grpo: train_set is a mixture, expected one path of prompts")
+            kind = (
+                "a mixture" if isinstance(prompts, Mapping) else f"of type {type(prompts).__name__}"
+            )
+            raise InputError(
+                f"objective grpo: the prompts are {kind}, expected one path, or a list of rows"
+            )
         self._tokenizer: Any = load_tokenizer(config.tokenizer)
         self._ends = end_tokens(self._tokenizer, config)
         longest = config.seq + 1 - config.answer_tokens
@@ -113,8 +119,9 @@ class Rollouts:
         """
         if self._update == self._config.rollout_updates:
             self._sample()
+        batch = {key: array[self._update] for key, array in self._arrays.items()}
         self._update += 1
-        return {key: array[self._update - 1] for key, array in self._arrays.items()}
+        return batch
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last batch, and the rollout if it has further updates."""
@@ -124,7 +131,10 @@ class Rollouts:
         return own | {"arrays": None if is_used else self._encoded}
 
     def restore(self, state: dict[str, Any] | None, batches: int = 0) -> None:
-        """Continue from a result of `state`; None: with the first rollout.
+        """Continue from a result of `state`; None: from the rollout after `batches` updates.
+
+        A rollout that was sampled for other sizes, or without a reference that is needed now, is
+        not continued, but followed by the next one.
 
         Raises:
           InputError: if the position is not one in these prompts.
@@ -134,15 +144,19 @@ class Rollouts:
                 "the checkpoint was trained on other prompts; give those prompts, or another model "
                 "folder"
             )
+        rollout = -(-batches // self._config.rollout_updates)
         state = state or {"arrays": None, "equal": [0] * len(self._prompts), "metrics": {}}
-        self._rollout, self._drawn = state.get("rollout", 0), state.get("drawn", 0)
+        self._rollout = state.get("rollout", rollout)
+        self._drawn = state.get("drawn", rollout * self._groups)
         self.metrics, self._encoded = state["metrics"], state["arrays"]
         self._equal = np.array(state["equal"])  # the last groups of each prompt with equal rewards
         self._update = self._config.rollout_updates
         if self._encoded is not None:
-            self._update = state["update"]
             with np.load(io.BytesIO(base64.b64decode(self._encoded))) as arrays:
                 self._arrays = dict(arrays)
+            has_reference = "reference" in self._arrays or not self._head.needs_reference
+            if self._arrays["obs"].shape[:-1] == self._shape and has_reference:
+                self._update = state["update"]
 
     def close(self) -> None:
         """End the processes of the reward function."""
@@ -213,8 +227,7 @@ class Rollouts:
                 del running[row]
 
         while waiting or running:
-            if self._network.signals:
-                raise StoppedRolloutError
+            self._check_signals()
             if count := min(len(free), len(waiting)):
                 new = {free.pop(): waiting.popleft() for _ in range(count)}
                 running |= {row: answers[at] for row, at in new.items()}
@@ -229,6 +242,10 @@ class Rollouts:
                     add(row, chosen.token[row], chosen.logprob[row])
         return answers
 
+    def _check_signals(self) -> None:
+        if self._network.signals:
+            raise StoppedRolloutError
+
     def _text(self, tokens: list[int]) -> str:
         own = before_end(tokens, self._ends)
         return self._tokenizer.decode(
@@ -238,7 +255,9 @@ class Rollouts:
     def _rewarded(self, answers: list[Answer], texts: list[str]) -> np.ndarray:
         """Return the rewards, f64, with NaN for those that failed, which are reported."""
         prompts = [answer.prompt for answer in answers]
-        outcomes = self._rewards([(p.text, x, p.row) for p, x in zip(prompts, texts, strict=True)])
+        calls = [(p.text, x, p.row) for p, x in zip(prompts, texts, strict=True)]
+        outcomes = self._rewards(calls, lambda: bool(self._network.signals))
+        self._check_signals()
         failed = [at for at, outcome in enumerate(outcomes) if isinstance(outcome, str)]
         if failed:
             line = (
@@ -253,7 +272,10 @@ class Rollouts:
     def _batches(self, answers: list[Answer], counts: np.ndarray, advantages: np.ndarray) -> Row:
         """Return the arrays of a rollout's updates, [updates, A, B, T], with an answer per row."""
         ends = [len(answer.prompt.tokens) + len(answer.tokens) - 1 for answer in answers]
-        shape = len(answers), bucket(max(ends), SMALLEST_WIDTH, self._config.seq)
+        width = bucket(max(ends), SMALLEST_WIDTH, self._config.seq)
+        if self._config.shard_activations:
+            width = -(-width // self._config.shards) * self._config.shards
+        shape = len(answers), width
         types = dict.fromkeys(("obs", "target"), np.uint32) | {"loss_mask": np.uint8}
         types |= dict.fromkeys(("advantage", "sampled"), np.float32)
         arrays: Row = {key: np.zeros(shape, dtype) for key, dtype in types.items()}
@@ -274,6 +296,7 @@ class Rollouts:
         """Return the log-probabilities of the targets, f32 [rows, T]."""
         rows, parts = self._network.batch_size, []
         for start in range(0, len(arrays["obs"]), rows):
+            self._check_signals()
             part = {key: arrays[key][start : start + rows] for key in ("obs", "target")}
             parts.append(self._network.eval(part, base=base)["all_loss"])
         return -np.concatenate([np.asarray(part, np.float32) for part in parts])

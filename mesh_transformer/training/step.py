@@ -423,22 +423,20 @@ def compile_train(
     batch = P(None, "dp")  # for all arrays of the batch
     microbatches = (P(),) if config.batch_ramp_steps else ()
     measured = MEASURED if head is None else (*MEASURED, *head.names)
-    teacher_params = ()
+    teachers = ()
     if teacher is not None:
-        teacher_params, measured = (teacher.specs["params"],), (*MEASURED, *distillation.NAMES)
+        teachers, measured = (teacher.specs["params"],), (*MEASURED, *distillation.NAMES)
 
-    def gradients_of(
-        params: Any, frozen: Any, teacher_params: tuple[Any, ...], *rest: Any, **own: Any
-    ):
+    def gradients_of(params: Any, frozen: Any, teachers: tuple[Any, ...], *rest: Any, **own: Any):
         one = None
         if teacher is not None:
             its_par = teacher.parallel(**teacher.train_choices)
-            one = distillation.teacher_of(teacher_params[0], teacher.config, its_par)
+            one = distillation.teacher_of(teachers[0], teacher.config, its_par)
         return gradients(params, frozen, *rest, head=head, teacher=one, **own)
 
     measure = layout.partitioned(
         gradients_of,
-        (specs["params"], specs["frozen"], teacher_params, batch, *microbatches),
+        (specs["params"], specs["frozen"], teachers, batch, *microbatches),
         (specs["params"], dict.fromkeys(measured, P())),
         **layout.train_choices,
     )
@@ -494,10 +492,7 @@ def compile_train(
 
     return jax.jit(
         train_step,
-        in_shardings=(
-            layout.shardings,
-            *named(layout.mesh, (batch, *microbatches, *teacher_params)),
-        ),
+        in_shardings=(layout.shardings, *named(layout.mesh, (batch, *microbatches, *teachers))),
         out_shardings=(layout.shardings, named(layout.mesh, P())),
         donate_argnums=0,
         compiler_options=compiler_options(layout),

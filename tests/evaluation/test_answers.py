@@ -194,9 +194,11 @@ def test_unusable_prompts_and_servers_are_refused(
 
     assert "line 1: expected `prompt`, a text, or `messages`" in message({"question": "?"})
     assert "each with the strings role and content" in message({"messages": [{"text": "?"}]})
+    assert "replace the column 'completion'" in message({"prompt": "?", "completion": "a"})
     assert "expected `prompt`, a text" in message(3)
     answered = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert "no user message without an answer" in message({"messages": answered})
+    assert "no user message without an answer" in message({"messages": []})
     with pytest.raises(InputError, match=r"does not end in \.jsonl"):
         answers.write(str(tmp_path / "prompts.jsonl"), str(tmp_path / "a.txt"), client, {})
     with pytest.raises(InputError, match="expected an address"):
@@ -269,7 +271,7 @@ def test_a_judge_is_asked_in_both_orders(
     files = [
         write_lines(
             tmp_path / f"{side}.jsonl",
-            [{"prompt": f"p{n} {{first}}", "completion": "x" * x[side], "row": n}
+            [{"prompt": f"p{n} {{first}}", "completion": "x" * x[side], "row": n // 2}
              for n, x in enumerate(lengths)],
         )
         for side in (0, 1)
@@ -289,6 +291,7 @@ def test_a_judge_is_asked_in_both_orders(
     expected = {"longer": [2, 1, 1, 0], "first": [0, 4, 0, 0], "unclear": [0, 4, 0, 8]}
     assert counts == expected[judge]
     assert results["win rate"]["mean"] == (0.625 if judge == "longer" else 0.5)
+    assert results["win rate"]["prompts"] == 2  # with two samples each
     other = write_lines(tmp_path / "other.jsonl", [{"prompt": "q", "completion": "", "row": 0}])
     with pytest.raises(InputError, match="expected answers to the same prompts"):
         answers.win_rate(files[0], other, str(tmp_path / "new.jsonl"), client, {})

@@ -18,7 +18,8 @@ def reward(prompt, answer, row):
     if answer == "hangs":
         while True:
             pass
-    if answer == "sleeps":
+    if answer == "forks":  # a process that holds the pipe
+        os.fork()
         time.sleep(1000)
     if answer == "throws":
         raise ValueError("two\\nlines")
@@ -46,7 +47,7 @@ def test_every_outcome_is_a_number_or_a_line(place: str) -> None:
         "true": 1.0,
         "other": 0.25,
         "jax": 0.0,  # the process imports nothing of the library
-        "throws": "ValueError: two lines (line 12)",
+        "throws": "ValueError: two lines (line 13)",
         "ends": "it ended with status 3",
         "nan": "ValueError: the result is nan, expected a finite number",
         "text": "ValueError: the result is '1.0', expected a finite number",
@@ -63,7 +64,7 @@ def test_every_outcome_is_a_number_or_a_line(place: str) -> None:
 def test_a_process_that_hangs_is_replaced(place: str) -> None:
     # Long enough for the other calls on a busy machine.
     with contextlib.closing(Rewards(place, 5.0, 2)) as rewards:
-        actual = rewards([("", answer, ROW) for answer in ("hangs", "sleeps", "one", "one")])
+        actual = rewards([("", answer, ROW) for answer in ("hangs", "forks", "one", "one")])
     assert actual == ["no result after 5 s", "no result after 5 s", 1.0, 1.0]
 
 

@@ -1,5 +1,6 @@
 """Rollouts: the same bits as training, the same answers when resumed, rewards that fail."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,26 @@ def test_resumed_runs_have_the_same_bits(
     assert steps == sorted(steps)
     assert set(steps) == {1, 3, 5}
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "want": "b"}\n')
-    with pytest.raises(InputError, match="is not one in these prompts"):
+    with pytest.raises(InputError, match="was trained on other prompts"):
         train(parts, 8)
+
+
+def test_rollouts_of_other_sizes_are_not_continued(values: dict[str, Any], tmp_path: Path) -> None:
+    network = network_of(values | {"exact": False, "rollout_updates": 2})
+    network.init()
+    head = loop.head_of(network.config)
+    assert head is not None
+    with contextlib.closing(Rollouts(network, PROMPTS, str(tmp_path), head)) as rollouts:
+        rollouts.get_samples()
+        state = rollouts.state()
+    network.config = network.config.replace(rollout_updates=3)
+    with contextlib.closing(Rollouts(network, PROMPTS, str(tmp_path), head)) as rollouts:
+        rollouts.restore(state)
+        rollouts.get_samples()
+        assert [rollouts.state()[key] for key in ("rollout", "update")] == [2, 1]
+        rollouts.restore(None, 7)  # after the first two rollouts, and in the third
+        assert rollouts.state()["rollout"] == 3
+        assert rollouts.state()["drawn"] == 3 * state["drawn"] * 3 // 2
 
 
 def own_objective(tokens: Tokens) -> Any:
@@ -225,10 +244,10 @@ def test_prompts_with_equal_rewards_are_drawn_less_often(values: dict[str, Any])
     [
         ({"reward": None}, "objective is grpo, but reward is null; set it"),
         ({"group_size": 1}, "group_size is 1, expected at least 2"),
-        ({"beta": 0.1}, "the reference is the base model under LoRA adapters"),
+        ({"beta": 0.1}, "beta needs LoRA adapters"),
         ({"batch_ramp_steps": 2}, "objective is grpo, but batch_ramp_steps is 2; unset it"),
         ({"group_size": 3}, r"1 x 2 x 16 answers .*a multiple of group_size \(3\)"),
-        ({"train_set": {"a": 1.0}}, "train_set is a mixture"),
+        ({"train_set": {"a": 1.0}}, "the prompts are a mixture"),
     ],
 )
 def test_configs_that_do_not_fit_are_refused(
