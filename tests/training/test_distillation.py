@@ -256,7 +256,7 @@ def test_unusable_teachers_are_refused(large: str, records: str, tmp_path: Path)
     network = CausalTransformer(config_of(), init=False)
     with pytest.raises(InputError, match="the config has a teacher"):
         network.set_objective(lambda texts: texts.sum_BNK)
-    with pytest.raises(InputError, match="which only training and plans know"):
+    with pytest.raises(InputError, match="but this command loads no teacher"):
         step.compile_train(step.StateLayout(config_of(), mesh_of(1, 1)))
 
 
