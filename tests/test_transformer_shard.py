@@ -14,7 +14,10 @@ from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
 
 CONFIG = Config(**SMALL | {"layers": 1, "cores_per_replica": 2, "tpu_size": 2})
-KEYS = "expected a dict of obs, target, and optionally loss_mask, segment_ids and reference"
+KEYS = (
+    "expected a dict of obs, target, and optionally loss_mask, segment_ids, reference, advantage, "
+    "sampled and old"
+)
 
 
 @pytest.fixture(scope="module")

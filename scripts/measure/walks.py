@@ -121,7 +121,7 @@ class Walks:
 
     def _things(self, value: Any) -> Iterator[str]:
         kind = type(value)
-        if kind.__module__ == f"{PACKAGE}.config":
+        if kind.__module__ in (f"{PACKAGE}.config", f"{PACKAGE}.config_model"):
             yield "config" if kind.__name__ == "Config" else "model"
         if kind.__module__.startswith(PACKAGE) and kind.__name__.endswith("Layout"):
             yield "layout"
