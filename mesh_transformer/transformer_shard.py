@@ -179,16 +179,16 @@ class CausalTransformer(TrainableNetwork):
 
     def set_objective(self, objective: objectives.Objective | None) -> None:
         """Let `train` minimise a function; see `TrainableNetwork.set_objective`."""
-        head = objectives.head_of(self.config, objective)
+        objectives.head_of(self.config, objective)  # checks it
         if objective is not None and self.config.teacher is not None:
             raise InputError("objective: the config has a teacher; set teacher to null")
         if objective != self.objective:
-            self._train = steps.compile_train(self._layout, head, self._teacher.layout)
-        self.objective = objective
+            self.objective = objective
+            vars(self).pop("_train", None)
 
     @functools.cached_property
     def _train(self) -> Any:
-        head = objectives.head_of(self.config)
+        head = objectives.head_of(self.config, self.objective)
         return steps.compile_train(self._layout, head, self._teacher.layout)
 
     @functools.cached_property

@@ -60,6 +60,10 @@ class UncountedWarning(UserWarning):
     """No target of a training batch counts in the loss, so that its update is skipped."""
 
 
+class InterruptedWorkError(Exception):
+    """A signal has ended work that a resumed run does again."""
+
+
 class StoppedError(RuntimeError):
     """A run cannot continue although its input is valid; scripts exit with status 1."""
 

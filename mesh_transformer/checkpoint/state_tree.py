@@ -168,7 +168,7 @@ def cast_groups(
     return [group for group in groups if group]
 
 
-# What becomes of a leaf at a path as soon as it is on the devices.
+# Converts a leaf, given its path, when it has been read.
 Convert = Callable[[Path, jax.Array], Any]
 
 

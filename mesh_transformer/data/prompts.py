@@ -85,7 +85,7 @@ def _text(where: str, row: Any, chat: ChatTemplate) -> tuple[str, bool]:
     if isinstance(prompt, str):
         return prompt, False
     if not prompt or prompt[-1]["role"] == ANSWERS:
-        raise InputError(f"{where}: expected messages of which the last one is no answer")
+        raise InputError(f"{where}: expected a list of messages that does not end with an answer")
     try:
         return chat.prompt(prompt), True
     except BadInputError as error:

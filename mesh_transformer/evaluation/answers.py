@@ -8,19 +8,23 @@ rows.
 """
 
 import contextlib
+import hashlib
+import json
 import math
 import os
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from mesh_transformer.data.chat import ANSWERS
 from mesh_transformer.data.prompts import prompt_of
 from mesh_transformer.data.tables import all_rows
-from mesh_transformer.evaluation.openai_client import Client, write_answers
+from mesh_transformer.evaluation.openai_client import Client
 from mesh_transformer.evaluation.rewards import Rewards
 from mesh_transformer.util import InputError
 
@@ -57,7 +61,7 @@ def write(
     logprobs: bool = False,
     in_flight: int = 8,
 ) -> None:
-    """Ask a server for answers, and write them in the order of the prompts; see `write_answers`.
+    """Ask a server for answers, and write them in the order of the prompts; see `write_in_order`.
 
     Args:
       prompts, path: the paths of the prompts and of the answers.
@@ -101,7 +105,71 @@ def write(
             )
     items = [(n, i, where, row) for n, (where, row) in enumerate(rows) for i in range(samples)]
     settings = [client.model, options, seed, chat, logprobs]
-    write_answers(path, items, ask, client, settings=settings, in_flight=in_flight)
+    write_in_order(path, items, ask, client, settings=settings, in_flight=in_flight)
+
+
+def write_in_order(
+    path: str,
+    items: Sequence[Any],
+    ask: Callable[[Any], dict[str, Any]],
+    client: Client,
+    *,
+    settings: Any,
+    in_flight: int,
+) -> None:
+    """Write `ask(item)` of each item as a line of JSON, in order.
+
+    The file appears when it is complete.  Until then, the lines are in a hidden file beside it,
+    whose name has a digest of items and settings.  A further call with the same ones continues it.
+
+    Args:
+      ask: sends requests with `client`.
+      settings: JSON values on which the answers depend, besides the items.
+      in_flight: number of items that are asked at a time.
+
+    Raises:
+      InputError: if the file exists already, is not called .jsonl or cannot be written, or `ask`
+        raises it.
+    """
+    if os.path.exists(path) or not path.endswith(".jsonl"):
+        problem = "exists" if os.path.exists(path) else "does not end in .jsonl"
+        raise InputError(f"{path} {problem}; choose another file")
+    digest = hashlib.sha256(json.dumps([settings, items], default=str).encode()).hexdigest()[:12]
+    folder, name = os.path.split(path)
+    draft = os.path.join(folder, f".{name}.{digest}.partial")
+    try:
+        file = open(draft, "a+b")  # noqa: SIM115
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; choose another file") from None
+    with file:
+        file.seek(0)
+        lines = file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):  # the process was killed while it wrote
+            lines.pop()
+        file.truncate(sum(map(len, lines)))
+        bar = tqdm(total=len(items), initial=len(lines), unit="answer")
+        pool, pending = ThreadPoolExecutor(in_flight), deque[Future[dict[str, Any]]]()
+
+        def write_oldest() -> None:
+            line = json.dumps(pending.popleft().result(), default=str)
+            file.write(f"{line}\n".encode())
+            file.flush()
+            bar.update()
+
+        with bar:
+            try:
+                for item in items[len(lines) :]:
+                    pending.append(pool.submit(ask, item))
+                    if len(pending) == in_flight:
+                        write_oldest()
+                while pending:
+                    write_oldest()
+            except BaseException:
+                client.stop()
+                raise
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+    os.replace(draft, path)
 
 
 def _user(content: str) -> dict[str, str]:
@@ -218,7 +286,7 @@ def win_rate(
 
     Args:
       answers, others: the paths of answers to the same prompts, in the same order.
-      path: the file of the judgements, as lines of JSON; see `write_answers`.
+      path: the file of the judgements, as lines of JSON; see `write_in_order`.
       template: the question to the judge; see `JUDGE`.
 
     Raises:
@@ -245,7 +313,7 @@ def win_rate(
 
     items = [(n, swapped) for n in range(len(prompts)) for swapped in (False, True)]
     settings = [client.model, options, template, texts]
-    write_answers(path, items, ask, client, settings=settings, in_flight=in_flight)
+    write_in_order(path, items, ask, client, settings=settings, in_flight=in_flight)
     wins = [row["win"] for _, row in all_rows(path)]
     values = [0.5 if win is None else win for win in wins]
     means = np.mean(np.reshape(values, (-1, 2)), axis=1).tolist()

@@ -31,7 +31,7 @@ from mesh_transformer.generation.sampling_settings import (
 )
 from mesh_transformer.generation.stream import stream_tokens
 from mesh_transformer.network import Network
-from mesh_transformer.util import HostError, InputError, brief, bucket
+from mesh_transformer.util import HostError, InputError, InterruptedWorkError, brief, bucket
 
 MIN_WIDTH = 16  # texts are padded to this times a power of two, to limit compilations
 MOST_TOKENS = 256  # default maximum per generated answer (a task's max_gen_toks)
@@ -50,16 +50,12 @@ IN_FLIGHT = 2  # batches dispatched before the scores of the oldest are read
 Encoded = tuple[Any, list[int], list[int]]  # lm-eval's (texts, context tokens, continuation tokens)
 
 
-class StoppedEvaluationError(Exception):
-    """Raised by `NetworkLM` if its argument `stopped` returns True, to end the evaluation."""
-
-
 class NetworkLM(TemplateLM):
     """lm-eval's model interface, implemented by a `Network`.
 
     Args:
       tokenizer: the Hugging Face tokenizer of the model.
-      stopped: called between batches; if it returns True, StoppedEvaluationError is raised.
+      stopped: called between batches; if it returns True, InterruptedWorkError is raised.
       share: whether to compute what many texts begin with once.  This needs the weights converted
         for generation, beside the parameters.
       template: the chat template for questions; None for none.
@@ -305,7 +301,7 @@ class NetworkLM(TemplateLM):
 
     def _check_stopped(self) -> None:
         if self.stopped():
-            raise StoppedEvaluationError
+            raise InterruptedWorkError
 
     def _generate_batch(
         self,

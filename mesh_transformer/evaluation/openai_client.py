@@ -1,19 +1,13 @@
-"""A client of servers with OpenAI's API, and files of its answers that are written in order."""
+"""A client of servers with OpenAI's API."""
 
 import contextlib
-import hashlib
 import http.client
 import json
 import os
 import threading
 import urllib.error
 import urllib.request
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-
-from tqdm import tqdm
 
 from mesh_transformer.util import InputError, brief
 
@@ -101,67 +95,3 @@ def _message(error: urllib.error.HTTPError) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return json.load(error)["error"]["message"]
     return error.reason
-
-
-def write_answers(
-    path: str,
-    items: Sequence[Any],
-    ask: Callable[[Any], dict[str, Any]],
-    client: Client,
-    *,
-    settings: Any,
-    in_flight: int,
-) -> None:
-    """Write `ask(item)` of each item as a line of JSON, in order.
-
-    The file appears when it is complete.  Until then, the lines are in a hidden file beside it,
-    whose name has a digest of items and settings.  A further call with the same ones continues it.
-
-    Args:
-      ask: sends requests with `client`.
-      settings: JSON values on which the answers depend, besides the items.
-      in_flight: number of items that are asked at a time.
-
-    Raises:
-      InputError: if the file exists already, is not called .jsonl or cannot be written, or `ask`
-        raises it.
-    """
-    if os.path.exists(path) or not path.endswith(".jsonl"):
-        problem = "exists" if os.path.exists(path) else "does not end in .jsonl"
-        raise InputError(f"{path} {problem}; choose another file")
-    digest = hashlib.sha256(json.dumps([settings, items], default=str).encode()).hexdigest()[:12]
-    folder, name = os.path.split(path)
-    draft = os.path.join(folder, f".{name}.{digest}.partial")
-    try:
-        file = open(draft, "a+b")  # noqa: SIM115
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; choose another file") from None
-    with file:
-        file.seek(0)
-        lines = file.read().splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):  # the process was killed while it wrote
-            lines.pop()
-        file.truncate(sum(map(len, lines)))
-        bar = tqdm(total=len(items), initial=len(lines), unit="answer")
-        pool, pending = ThreadPoolExecutor(in_flight), deque[Future[dict[str, Any]]]()
-
-        def write_oldest() -> None:
-            line = json.dumps(pending.popleft().result(), default=str)
-            file.write(f"{line}\n".encode())
-            file.flush()
-            bar.update()
-
-        with bar:
-            try:
-                for item in items[len(lines) :]:
-                    pending.append(pool.submit(ask, item))
-                    if len(pending) == in_flight:
-                        write_oldest()
-                while pending:
-                    write_oldest()
-            except BaseException:
-                client.stop()
-                raise
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-    os.replace(draft, path)

@@ -14,9 +14,9 @@ from lm_eval.tasks import TaskManager
 
 from mesh_transformer.config import Config
 from mesh_transformer.data.chat import ChatTemplate
-from mesh_transformer.evaluation.network_lm import DryRunLM, NetworkLM, StoppedEvaluationError
+from mesh_transformer.evaluation.network_lm import DryRunLM, NetworkLM
 from mesh_transformer.network import Network
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, InterruptedWorkError
 
 BOOTSTRAPS = 1000  # resamples for the standard error of a metric that is not a mean
 SEEDS = {"random": 0, "numpy": 1234, "fewshot": 1234}  # lm-eval's defaults
@@ -186,7 +186,7 @@ def evaluate(
     model = NetworkLM(network, tokenizer, stopped, share=share, template=options.template)
     try:
         results = _evaluate_tasks(model, tasks, options, bootstraps=BOOTSTRAPS)
-    except StoppedEvaluationError:
+    except InterruptedWorkError:
         return None
     kept = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples")
     return {key: results[key] for key in (*kept, "higher_is_better", "samples") if key in results}

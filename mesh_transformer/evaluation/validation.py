@@ -18,13 +18,9 @@ from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import harness
 from mesh_transformer.generation.finite import check_finite
 from mesh_transformer.network import TrainableNetwork
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, InterruptedWorkError
 
 IN_FLIGHT = 2  # batches dispatched before the losses of the oldest are read
-
-
-class StoppedScoringError(Exception):
-    """Raised when the caller asks to stop the scoring, for example after a signal."""
 
 
 @dataclasses.dataclass
@@ -155,7 +151,7 @@ def score(
       stopped: function that is called before each batch; if it returns True, scoring ends.
 
     Raises:
-      StoppedScoringError: if `stopped` returns True.
+      InterruptedWorkError: if `stopped` returns True.
     """
     scores, most = Scores(), network.config.val_batches
     pending: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
@@ -163,7 +159,7 @@ def score(
     with contextlib.closing(open_set(network, source)) as batches:
         for batch in tqdm(islice(batches, most), name, unit="batch", disable=not show):
             if stopped():
-                raise StoppedScoringError
+                raise InterruptedWorkError
             sample = pad_batch(batch, batch_size(network))
             losses = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
             pending.append((sample, losses))

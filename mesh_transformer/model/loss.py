@@ -194,23 +194,29 @@ def losses(
     config: Model,
     par: Parallel,
     segments_BT: Array | None = None,
-    dropout: Dropout | None = None,
+    key_B: Array | None = None,
 ) -> Losses:
     """Compute the model's losses at every position.
 
     Args:
       segments_BT: see `transformer.residual_stream`.
-      dropout: see `transformer.residual_stream`.
+      key_B: the PRNG keys of the sequences, for dropout; None for no dropout.
     """
-    x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT, dropout)
-    head, x_BTD = _head_and_input(params, x_BTD, config, par)
+    head, x_BTD = _head_and_input(params, tokens_BT, config, par, segments_BT, key_B)
     return chunked_cross_entropy(head, x_BTD, targets_BT, par, config.loss_chunk)
 
 
 def _head_and_input(
-    params: Params, x_BTD: Array, config: Model, par: Parallel
+    params: Params,
+    tokens_BT: Array,
+    config: Model,
+    par: Parallel,
+    segments_BT: Array | None,
+    key_B: Array | None,
 ) -> tuple[Callable[[Array], Array], Array]:
     """Return the output head, from normed x_BTD to f32 logits_BTV, and the normed x_BTD."""
+    dropout = None if key_B is None else Dropout(key_B)
+    x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT, dropout)
     whole = collect_projection(params, config, par)
     projection = transforms(config, par)["proj"].apply
     weights = to_f32(whole)  # so that the chunks' gradients are summed in f32
@@ -241,7 +247,7 @@ def distillation_losses(
     config: Model,
     par: Parallel,
     segments_BT: Array | None = None,
-    dropout: Dropout | None = None,
+    key_B: Array | None = None,
 ) -> tuple[Losses, Array]:
     """Compute the model's losses, and its KL divergence from the teacher, at every position.
 
@@ -251,12 +257,12 @@ def distillation_losses(
     over mp; five numbers per position cross the mesh, besides those of the losses.
 
     Args:
-      segments_BT, dropout: see `transformer.residual_stream`.
+      segments_BT, key_B: see `losses`.
     """
-    x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT, dropout)
-    head, x_BTD = _head_and_input(params, x_BTD, config, par)
-    x_BTE = residual_stream(teacher.params, tokens_BT, teacher.config, teacher.par, segments_BT)
-    teacher_head, x_BTE = _head_and_input(teacher.params, x_BTE, teacher.config, teacher.par)
+    head, x_BTD = _head_and_input(params, tokens_BT, config, par, segments_BT, key_B)
+    teacher_head, x_BTE = _head_and_input(
+        teacher.params, tokens_BT, teacher.config, teacher.par, segments_BT, None
+    )
 
     def part(x_BTD: Array, x_BTE: Array, targets_BT: Array) -> tuple[_Part, _DivergencePart]:
         logits_BTV, teacher_BTV = head(x_BTD), teacher_head(x_BTE)
@@ -323,10 +329,9 @@ def train_loss(
     position of each sequence.  Both means include the same z-loss.
 
     Args:
-      key_B: the PRNG keys of the sequences, for dropout; see `dropout.sequence_keys`.
+      key_B: see `losses`.
     """
-    dropout = None if key_B is None else Dropout(key_B)
-    result = losses(params, tokens_BT, targets_BT, config, par, segments_BT, dropout)
+    result = losses(params, tokens_BT, targets_BT, config, par, segments_BT, key_B)
     if weights is None:
         z_loss = config.z_loss * jnp.mean(jnp.square(result.log_sum_BT))
         return result.loss_BT.mean() + z_loss, result.loss_BT[:, -1].mean() + z_loss

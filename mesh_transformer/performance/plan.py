@@ -236,12 +236,12 @@ def plan(
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     state, batch = layout.abstract, abstract_batch(layout)
-    own, taught = None, []
+    own, teachers = None, []
     if teacher is not None:
         own = teacher_layout(layout, teacher, str(config.teacher))
-        taught = [own.abstract["params"]]
+        teachers = [own.abstract["params"]]
     train = step.compile_train(layout, None, own)
-    memory = compiled(topology.name, train, state, batch, *taught, fast=fast)
+    memory = compiled(topology.name, train, state, batch, *teachers, fast=fast)
     tokens = math.prod(batch["obs"].shape)
     traffic = speed = None
     if memory.text is not None:
@@ -274,7 +274,7 @@ def plan(
         per_replica_batch=config.per_replica_batch,
         accumulation=config.gradient_accumulation_steps,
         parameters=flops.n_params(config),
-        state_bytes=bytes_on_one_device([state, taught]),
+        state_bytes=bytes_on_one_device([state, teachers]),
         host_bytes=bytes_in_host(state),
         peak_bytes=memory.peak,
         hbm_bytes=limit,

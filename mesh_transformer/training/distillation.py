@@ -16,7 +16,6 @@ from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import transformer
-from mesh_transformer.model.dropout import Dropout
 from mesh_transformer.model.loss import LossWeights, Teacher, distillation_losses
 from mesh_transformer.model.transformer import Params
 from mesh_transformer.training.objectives import PREFIX
@@ -88,11 +87,10 @@ def loss(
     al. 2015, section 2.1).
 
     Args:
-      weights, key_B: see `loss.train_loss`.
+      weights, key_B: see `loss.loss_weights` and `loss.losses`.
     """
-    dropout = None if key_B is None else Dropout(key_B)
     result, kl_BT = distillation_losses(
-        params, teacher, tokens_BT, targets_BT, config, par, segments_BT, dropout
+        params, teacher, tokens_BT, targets_BT, config, par, segments_BT, key_B
     )
     every_BT = jnp.ones(kl_BT.shape) if weights is None else weights.every_BT
 

@@ -25,7 +25,7 @@ from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import MetricsLog, StepClock, row_of, start_wandb
 from mesh_transformer.training.objectives import Head, head_of
-from mesh_transformer.training.rollouts import Rollouts, StoppedRolloutError
+from mesh_transformer.training.rollouts import Rollouts
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes, warmup_remark
@@ -33,6 +33,7 @@ from mesh_transformer.util import (
     DamagedError,
     HostError,
     InputError,
+    InterruptedWorkError,
     NonFiniteError,
     StoppedError,
     UncountedWarning,
@@ -72,8 +73,7 @@ def train(
     Without `validate`, no validation sets and lm-eval tasks are used.  `val_sets` replaces the
     config's `val_set`; its values are what `validation.open_set` accepts.  `prompts` replaces
     `train_set` if the config's objective samples answers.  `on_row` is called with the metrics row
-    of each step.  `temporary` means that `folder` will be deleted, so that messages
-    do not name it.
+    of each step.  `temporary` means that `folder` will be deleted, so that messages do not name it.
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
@@ -398,7 +398,7 @@ class _Run:
         with self.ledger.spending("data"):
             try:
                 sample = self.loader.get_samples()
-            except StoppedRolloutError:
+            except InterruptedWorkError:
                 return  # the signal ends the run
             except NonFiniteError:
                 self._log_steps(0)  # raises a clearer error if a loss was not finite
@@ -507,14 +507,14 @@ class _Run:
             if self.eval_tasks:
                 results = self.eval_tasks.results(self.network, stopped, share=False)
                 if results is None:
-                    raise validation.StoppedScoringError
+                    raise InterruptedWorkError
                 task_scores = harness.metric_values(results)
                 scores |= {f"eval/{name}": value for name, value in task_scores.items()}
                 summary += [f"{name} {value:.4f}" for name, value in task_scores.items()]
             is_best = self.best.add(self.network.step, newest | scores)
             # NaN, the loss of a set without tokens, is not JSON.
             newest = newest | {k: score for k, score in scores.items() if math.isfinite(score)}
-        except validation.StoppedScoringError:
+        except InterruptedWorkError:
             summary = []
         except NonFiniteError as error:
             if not self.config.skip_nonfinite:

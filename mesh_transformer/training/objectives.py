@@ -22,7 +22,6 @@ from jax import Array
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import GROUP
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model.dropout import Dropout
 from mesh_transformer.model.loss import losses
 from mesh_transformer.model.transformer import Params, segment_runs
 from mesh_transformer.util import InputError
@@ -281,11 +280,10 @@ def objective_weights(mask: Array, segments: Array | None, par: Parallel, head: 
         weights = mask.astype(jnp.float32)
         if head.divisor is not None:
             return weights * (mask.shape[-1] / head.divisor)
-        share = par.mean_over_dp(weights.mean())
-        return weights / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)
-    assert segments is not None
-    counts = jax.lax.map(lambda x: text_sums(jnp.ones(x[0].shape), *x), (mask, segments))
-    weights = counted(counts, by_text=head.by_text)
+    else:
+        assert segments is not None
+        counts = jax.lax.map(lambda x: text_sums(jnp.ones(x[0].shape), *x), (mask, segments))
+        weights = counted(counts, by_text=head.by_text)
     share = par.mean_over_dp(weights.mean())
     return weights / jnp.maximum(share, jnp.finfo(jnp.float32).tiny)
 
@@ -368,27 +366,28 @@ def objective_loss(
 
     Args:
       weights: of the microbatch's losses; see `objective_weights`.
-      key_B: see `loss.train_loss`.
+      key_B: see `loss.losses`.
       values: of texts, the first 3 N entries of a row of `reference` are the sums of the row's
         texts under the reference, in the order of their segment numbers.  For tokens, see `Tokens`.
     """
-    dropout = None if key_B is None else Dropout(key_B)
-    result = losses(params, tokens_BT, targets_BT, config, par, segments_BT, dropout)
+    result = losses(params, tokens_BT, targets_BT, config, par, segments_BT, key_B)
     reference_BT = values["reference"]
     if reference_BT is None and head.needs_reference:
         remedy = "" if head.by_token else "; add it with `training.references.with_reference`"
         raise InputError(f"train: the batch has no 'reference', which the objective needs{remedy}")
+    inputs: Tokens | Texts
     if head.by_token:
-        loss, metrics = head.function(tokens_of(-result.loss_BT, mask_BT, values))
-        measured = metric_sums(metrics, mask_BT.astype(jnp.float32))
-        return jnp.mean(weights * loss), jnp.concatenate(measured)
-    assert segments_BT is not None
-    sums_BN3 = text_sums(-result.loss_BT, mask_BT, segments_BT)
-    counts_BN3 = text_sums(jnp.ones(mask_BT.shape), mask_BT, segments_BT)
-    references_BN3 = jnp.zeros(sums_BN3.shape)
-    if reference_BT is not None:
-        used = sums_BN3[0].size
-        references_BN3 = reference_BT[:, :used].reshape(sums_BN3.shape)
-    loss, metrics = head.function(texts_of(sums_BN3, counts_BN3, references_BN3, par))
-    measured = metric_sums(metrics, counts_BN3)
+        inputs = tokens_of(-result.loss_BT, mask_BT, values)
+        counts = inputs.mask_BT
+    else:
+        assert segments_BT is not None
+        sums_BN3 = text_sums(-result.loss_BT, mask_BT, segments_BT)
+        counts = text_sums(jnp.ones(mask_BT.shape), mask_BT, segments_BT)
+        references_BN3 = jnp.zeros(sums_BN3.shape)
+        if reference_BT is not None:
+            used = sums_BN3[0].size
+            references_BN3 = reference_BT[:, :used].reshape(sums_BN3.shape)
+        inputs = texts_of(sums_BN3, counts, references_BN3, par)
+    loss, metrics = head.function(inputs)
+    measured = metric_sums(metrics, counts)
     return jnp.mean(weights * loss), jnp.concatenate(measured)

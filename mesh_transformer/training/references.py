@@ -32,7 +32,7 @@ from mesh_transformer.training.objectives import (
     text_sums,
     texts_of,
 )
-from mesh_transformer.util import InputError, NonFiniteError
+from mesh_transformer.util import InputError, InterruptedWorkError, NonFiniteError
 
 _compiled_sums = jax.jit(text_sums)
 
@@ -138,14 +138,14 @@ def score(
       source, stopped: see `validation.score`.
 
     Raises:
-      StoppedScoringError: if `stopped` returns True.
+      InterruptedWorkError: if `stopped` returns True.
     """
     batches = validation.open_set(network, source, reference=head.needs_reference)
     parts = []
     with contextlib.closing(batches):
         for sample, sums in _with_sums(network, islice(batches, network.config.val_batches)):
             if stopped():
-                raise validation.StoppedScoringError
+                raise InterruptedWorkError
             ones = np.ones(sample["obs"].shape, np.float32)
             reference = sample.get("reference", 0 * ones)
             parts.append((sums, _text_sums(ones, sample), reference[:, : sums.shape[1]]))

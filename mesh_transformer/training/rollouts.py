@@ -26,16 +26,12 @@ from mesh_transformer.generation.stream import MOST_STEPS
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.training.metrics import MetricsLog
 from mesh_transformer.training.objectives import PREFIX, Head
-from mesh_transformer.util import InputError, bucket
+from mesh_transformer.util import InputError, InterruptedWorkError, bucket
 
 NAME = "samples.jsonl"  # in the model folder: some answers of each rollout
 SAMPLES = 8  # answers per rollout in it, one per prompt
 SMALLEST_WIDTH = 16  # rows are padded to this times a power of two, so that few programs compile
 RAREST = 3  # with `curriculum`, each prompt is drawn at least 2**-3 times as often as others
-
-
-class StoppedRolloutError(Exception):
-    """A signal has ended a rollout; a resumed run samples it again."""
 
 
 class Answer(NamedTuple):
@@ -115,7 +111,7 @@ class Rollouts:
         Raises:
           InputError: if the reward of an answer fails and `on_reward_failure` is "stop".
           NonFiniteError: if the model's logits are not finite.
-          StoppedRolloutError: if a signal has arrived.
+          InterruptedWorkError: if a signal has arrived.
         """
         if self._update == self._config.rollout_updates:
             self._sample()
@@ -244,7 +240,7 @@ class Rollouts:
 
     def _check_signals(self) -> None:
         if self._network.signals:
-            raise StoppedRolloutError
+            raise InterruptedWorkError
 
     def _text(self, tokens: list[int]) -> str:
         own = before_end(tokens, self._ends)

@@ -41,7 +41,7 @@ def test_rows_become_prompts(kind: str, tmp_path: Path) -> None:
         ({"prompt": 3}, "expected a list of messages"),
         ({"text": "a"}, "found the keys text"),
         ([1], "expected `prompt`, a text, or `messages`"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "the last one is no answer"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "that does not end with an answer"),
         ({"prompt": "a" * 9}, "the prompt has 9 tokens, expected at most 8"),
     ],
 )
