@@ -16,7 +16,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
@@ -31,6 +30,7 @@ from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tfrecords import write_records
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import flops
+from mesh_transformer.performance import benchmark
 from mesh_transformer.performance.report import Column
 from mesh_transformer.storage.access import tensorflow
 from mesh_transformer.util import InputError, run_script
@@ -86,13 +86,6 @@ def write_index(folder: Path, records: int, seq: int) -> str:
     return str(index)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def time_alternately(
     rounds: int, label: str, first: Callable[[], object], second: Callable[[], object]
 ) -> tuple[float, float, float]:
@@ -105,9 +98,11 @@ def time_alternately(
       The median seconds of `first`, the median seconds of `second`, and the median over the rounds
       of the ratio of `first` to `second`.
     """
-    for call in (first, second):
+    calls = (first, second)
+    for call in calls:
         call()  # not timed, so that one-time costs do not count
-    pairs = [(seconds(first), seconds(second)) for _ in tqdm(range(rounds), label, leave=False)]
+    bar = tqdm(range(rounds), label, leave=False)
+    pairs = [[benchmark.timed(call)[0] for call in calls] for _ in bar]
     medians = (statistics.median(column) for column in zip(*pairs, strict=True))
     return (*medians, statistics.median(one / two for one, two in pairs))
 

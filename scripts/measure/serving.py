@@ -33,25 +33,8 @@ from tqdm import tqdm
 from mesh_transformer.performance import pictures
 from mesh_transformer.util import InputError, StoppedError, run_script
 
-WORDS = [
-    "the",
-    "king",
-    "and",
-    "his",
-    "men",
-    "went",
-    "over",
-    "a",
-    "hill",
-    "to",
-    "see",
-    "what",
-    "had",
-    "become",
-    "of",
-    "them",
-    "all",
-]
+TEXT = "the king and his men went over a hill to see what had become of them all"
+WORDS = TEXT.split()
 
 
 def share(text: str) -> float:
