@@ -16,7 +16,13 @@ from typing import Any
 from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
 from mesh_transformer.data.documents import TEXT_COLUMN, cleaner
 from mesh_transformer.data.inputs import InputSet, format_counts
-from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
+from mesh_transformer.data.packing import (
+    TextOptions,
+    TextSettings,
+    publish,
+    sequences,
+    write_parts,
+)
 from mesh_transformer.data.same_tokenizer import encoding
 from mesh_transformer.data.tokenizer import fingerprint
 from mesh_transformer.storage.access import check_bucket, is_uri
@@ -24,41 +30,6 @@ from mesh_transformer.storage.files import is_file, open_file, upload
 from mesh_transformer.util import InputError
 
 UPLOADED = "uploaded"  # folder, in the work folder, of the files that are uploaded to a bucket
-
-
-@dataclasses.dataclass(frozen=True)
-class TextSettings:
-    """What determines a record set, besides the tokenizer and the text files."""
-
-    text_column: str
-    seq: int
-    normalize_with_ftfy: bool
-    normalize_with_wikitext_detokenize: bool
-    min_unique_tokens: int
-    n_repack_epochs: int
-    seed: int
-    preserve_data_order: bool
-    sequences_per_file: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class TextOptions(TextSettings):
-    """How record sets are made from text: the flags of `mesh-transformer records`.
-
-    Attributes:
-      input_path: what the user gave as input, for messages.
-      output_dir: the folder of the record sets, which may be in a bucket.
-      tokenizer: the tokenizer's name; None for gpt2.
-      new: whether to start over, and to replace a record set that was made with other options.
-      verbose: whether skipped sequences are printed.
-    """
-
-    input_path: str
-    output_dir: str
-    tokenizer: str | None
-    skip_bad: bool
-    new: bool
-    verbose: bool
 
 
 @contextlib.contextmanager
@@ -160,14 +131,7 @@ def _make(
     )
     corpus = tokenizing.run()
     skipped = _skipped_counts(tokenizing.progress.sources)
-    packing = PackingOptions(
-        options.seq + 1,
-        options.n_repack_epochs,
-        not options.preserve_data_order,
-        options.min_unique_tokens,
-        options.verbose,
-    )
-    packed = sequences(corpus, packing, tokenizer, generator)
+    packed = sequences(corpus, options, tokenizer, generator)
     first = next(packed, None)
     if first is None:
         (work / PROGRESS).unlink()  # otherwise the next run would resume and fail here again
