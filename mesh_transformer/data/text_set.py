@@ -1,6 +1,5 @@
 """Sets of training records that are made from text; a run that is interrupted can be resumed."""
 
-import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -8,12 +7,13 @@ import json
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
+from mesh_transformer.data.corpus import PROGRESS, Corpus, Tokenizing
 from mesh_transformer.data.documents import TEXT_COLUMN, cleaner
 from mesh_transformer.data.inputs import InputSet, format_counts
 from mesh_transformer.data.packing import (
@@ -130,13 +130,18 @@ def _make(
         options.text_column,
     )
     corpus = tokenizing.run()
-    skipped = _skipped_counts(tokenizing.progress.sources)
+    sources = tokenizing.progress.sources
+    skipped = sum((Counter(source.skipped) for source in sources), Counter[str]())
+    skipped = dict(sorted(skipped.items()))
     packed = sequences(corpus, options, tokenizer, generator)
     first = next(packed, None)
     if first is None:
         (work / PROGRESS).unlink()  # otherwise the next run would resume and fail here again
         raise _no_sequence_error(options, inputs, corpus, skipped)
     parts = write_parts(work, chain([first], packed), options.sequences_per_file)
+    entries = [dataclasses.asdict(source) for source in sources]
+    for entry in entries:
+        del entry["changed"]  # the modification time, which copying the file changes
     manifest = {
         "tokens_per_sequence": options.seq + 1,
         "documents": len(corpus.sizes),
@@ -145,7 +150,7 @@ def _make(
         "tokenizer": tokenizer_entry,
         "options": settings,
         **({"dataset": inputs.origin} if inputs.origin else {}),
-        "sources": [_manifest_entry(source) for source in tokenizing.progress.sources],
+        "sources": entries,
     }
     base.parent.mkdir(parents=True, exist_ok=True)
     index = publish(base, parts, manifest)
@@ -218,21 +223,3 @@ def _no_sequence_error(
         f"{options.min_unique_tokens} distinct ones; add text, or lower --seq or "
         "--min-unique-tokens"
     )
-
-
-def _skipped_counts(sources: list[Source]) -> dict[str, int]:
-    """Return the number of skipped items in all source files together, by reason."""
-    counts: collections.Counter[str] = collections.Counter()
-    for source in sources:
-        counts.update(source.skipped)
-    return dict(sorted(counts.items()))
-
-
-def _manifest_entry(source: Source) -> dict[str, Any]:
-    """Return the manifest entry of a source file.
-
-    The modification time is left out, because copying the file changes it.
-    """
-    values = dataclasses.asdict(source)
-    del values["changed"]
-    return values
