@@ -300,6 +300,17 @@ def add_key_arguments(parser: argparse.ArgumentParser):
     return keys
 
 
+def key_arguments(args: argparse.Namespace, *others: str) -> dict[str, Any]:
+    """Return the config keys that the flags of `add_key_arguments` override, with their new values.
+
+    Args:
+      others: further config keys with a flag of the same name.
+    """
+    names = {"batch": "per_replica_batch", "accumulate": "gradient_accumulation_steps"}
+    names |= {name: name for name in ("zero", "remat", *others)}
+    return {key: x for name, key in names.items() if (x := getattr(args, name)) is not None}
+
+
 def input_help(types: tuple[str, ...]) -> str:
     """Return the help text of a command's input, which is read by `find_set`."""
     return (

@@ -16,6 +16,7 @@ from mesh_transformer.cli.arguments import (
     Parser,
     add_config_arguments,
     add_key_arguments,
+    key_arguments,
     load_config,
     positive,
 )
@@ -114,17 +115,10 @@ def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[
       devices: the number of devices of the slice.
       default_mp: the number of devices per replica if neither --dp nor --mp is given.
     """
-    changes: dict[str, Any] = {
-        "zero": args.zero,
-        "per_replica_batch": args.batch,
-        "gradient_accumulation_steps": args.accumulate,
-        "remat": args.remat,
-        "shard_activations": args.shard_activations,
-        "loss_chunk": args.loss_chunk,
-    }
+    changes = key_arguments(args, "shard_activations", "loss_chunk")
     if not args.search or (args.dp, args.mp) != (None, None):
         changes["cores_per_replica"] = replica_size(args.dp, args.mp, default_mp, devices)
-    return {key: value for key, value in changes.items() if value is not None}
+    return changes
 
 
 def main() -> None:
