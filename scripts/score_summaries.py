@@ -100,11 +100,7 @@ def continued(
 
 
 def scored(references: Sequence[str], candidates: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the mean F1, precision and recall of each ROUGE metric, and the standard error of F1.
-
-    Raises:
-      InputError: if the package rouge-score is not installed.
-    """
+    """Return the means of F1, precision and recall of each metric, and the standard error of F1."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
@@ -139,11 +135,7 @@ def table(results: dict[str, dict[str, float]], count: int) -> str:
 
 
 def read(options: argparse.Namespace) -> list[Pair]:
-    """Read all input files, and return the first `--limit` pairs of prompt and completion.
-
-    Raises:
-      InputError: if the files have no pairs.
-    """
+    """Read all input files, and return the first `--limit` pairs of prompt and completion."""
     bad = BadInputHandler(options.skip_bad)
     paths = find_files(options.pairs, TABLE_TYPES)
     pairs = [pair for path in paths for pair in read_pairs(path, bad, int)]

@@ -130,10 +130,6 @@ def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
     """Return the config that --config, --model and --set select; None if no flag is given.
 
     If the result is None, the conversion uses the config stored in the source checkpoint.
-
-    Args:
-      source: the path of the source checkpoint.
-      kind: the format of the source checkpoint.
     """
     from mesh_transformer.checkpoint import conversion
     from mesh_transformer.checkpoint.source import Source

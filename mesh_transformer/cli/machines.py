@@ -129,9 +129,7 @@ def refuse_tpu_arguments(args: argparse.Namespace) -> None:
 def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, SshOptions]:
     """Return the spec of the TPU to create, and the options of the SSH login to its hosts.
 
-    Args:
-      args: the values of `--tpu` and of the flags added by `add_tpu_arguments`.
-      config: determines the properties of the TPU that no flag sets, such as its zone.
+    The config determines the properties of the TPU that no flag sets, such as its zone.
     """
     changes = {key: getattr(args, key) for key in TPU_KEYS if getattr(args, key) is not None}
     ssh_flags = {"user": args.ssh_user, "key_file": args.ssh_key, "port": args.ssh_port}
@@ -156,7 +154,6 @@ def machines_of(
     start the model, because it also restarts Ray and recreates the TPU if necessary.
 
     Args:
-      args: the values of the flags added by `add_host_arguments`.
       wait: for a run that can continue on fewer devices, the seconds to wait for all of them.  The
         context manager then yields `elastic.ElasticHosts`.
     """

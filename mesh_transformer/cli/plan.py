@@ -83,14 +83,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> int:
-    """Return the number of devices per replica.
+    """Return the number of devices per replica of a mesh that uses all devices of the slice.
 
     Args:
-      dp: the number of replicas; None if --dp is not given.
-      mp: the number of devices per replica; None if --mp is not given.
-      default: the number of devices per replica if neither --dp nor --mp is given.  A default
-        above `devices` is reduced to `devices`.
-      devices: the number of devices of the slice; the mesh must use all of them.
+      dp, mp: the flags, None if they are not given.
+      default: the result if neither is given, at most `devices`.
 
     Raises:
       InputError: if dp times mp cannot be `devices`.
@@ -110,10 +107,6 @@ def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[
 
     The key cores_per_replica (mp) is left out if --search is given without --dp and --mp, so that
     the search can choose mp.
-
-    Args:
-      devices: the number of devices of the slice.
-      default_mp: the number of devices per replica if neither --dp nor --mp is given.
     """
     changes = key_arguments(args, "shard_activations", "loss_chunk")
     if not args.search or (args.dp, args.mp) != (None, None):

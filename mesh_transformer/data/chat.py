@@ -176,11 +176,7 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _with_system(entries: list[Any], row: dict[str, Any], where: str) -> list[Any]:
-    """Return the messages of a row, with the row's column `system` as the first one.
-
-    Raises:
-      BadInputError: see `Conversation.of`.
-    """
+    """Return the messages of a row, with the row's column `system` as the first one."""
     for name in ("tools", "functions"):
         if row.get(name) not in (None, "", "[]", "null", []):
             problem = f"{where}: the column {name} would not be in the text; render it yourself"
@@ -198,11 +194,7 @@ def _with_system(entries: list[Any], row: dict[str, Any], where: str) -> list[An
 
 
 def _history(value: Any, where: str) -> list[Any]:
-    """Return the pairs of questions and answers in Alpaca's column `history`.
-
-    Raises:
-      BadInputError: if it is something else.
-    """
+    """Return the pairs of questions and answers in Alpaca's column `history`."""
     turns = [] if value in (None, "") else _entries(value)
     if not all(isinstance(turn, list) and list(map(type, turn)) == [str, str] for turn in turns):
         expected = "expected `history` to be a list of pairs, a question and its answer each"

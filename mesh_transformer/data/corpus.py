@@ -258,11 +258,7 @@ class Tokenizing:
         )
 
     def _open_valid(self, name: str, size: int) -> IO[bytes]:
-        """Truncate a file of the corpus to its first `size` bytes, and open it to write more.
-
-        Raises:
-          InputError: if the file has fewer than `size` bytes.
-        """
+        """Truncate a file of the corpus to its first `size` bytes, and open it to write more."""
         path = self.folder / name
         path.touch()
         if path.stat().st_size < size:
@@ -315,7 +311,6 @@ class Tokenizing:
         """Yield the cleaned pieces of a file, and then `source` with `sha256` and `skipped` set.
 
         Args:
-          source: the `Source` of the file.
           ended, pieces: the numbers of documents, and of pieces of the next one, to skip at the
             start, because they are tokenised already.
         """
@@ -345,13 +340,7 @@ class Tokenizing:
     def _write(
         self, batch: Batch, encoded: list[list[int]], tokens: IO[bytes], ends: IO[bytes]
     ) -> None:
-        """Append a batch to the corpus files, and update the progress in memory.
-
-        Args:
-          encoded: the token ids of each piece in the batch.
-          tokens: the file of all tokens.
-          ends: the file of the documents' ends, as in `Corpus`.
-        """
+        """Append a batch to the corpus files, and update the progress in memory."""
         progress, rows = self.progress, iter(encoded)
         for item in batch.items:
             if isinstance(item, Source):

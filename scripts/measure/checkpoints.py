@@ -51,10 +51,6 @@ def measure(layout: Layout, folder: Path, rounds: int) -> dict[str, Any]:
     The optimizer's moments are set to random values, because moments of zero would take almost no
     space on disk.
 
-    Args:
-      folder: folder for the checkpoint and the plain file; both are deleted after each round.
-      rounds: number of times to save and restore.
-
     Returns:
       The sizes of the state on all devices together and of the checkpoint on disk, and medians over
       the rounds: `blocked_seconds` is the time from the start of a save until training can

@@ -57,20 +57,10 @@ COLUMNS: list[Column] = [
 
 
 def write_index(folder: Path, records: int, seq: int) -> str:
-    """Write `records` random records to `FILES` files, and an index of the files.
+    """Write `records` random records to `FILES` files; return the path of their index.
 
     The number of distinct records is `records` / `FILES`, but at most `MAX_DISTINCT_RECORDS`.
     Every file contains all distinct records, repeated as often as necessary.
-
-    Args:
-      folder: folder for the files and the index.
-      seq: sequence length in tokens.
-
-    Returns:
-      The path of the index.
-
-    Raises:
-      InputError: if `records` is not a multiple of `FILES` times the number of distinct records.
     """
     distinct = max(min(MAX_DISTINCT_RECORDS, records // FILES), 1)
     if records % (FILES * distinct):
@@ -89,10 +79,7 @@ def write_index(folder: Path, records: int, seq: int) -> str:
 def time_alternately(
     rounds: int, label: str, first: Callable[[], object], second: Callable[[], object]
 ) -> tuple[float, float, float]:
-    """Time two functions alternately, `rounds` times each.
-
-    Args:
-      label: text of the progress bar.
+    """Time two functions alternately; `label` is the text of the progress bar.
 
     Returns:
       The median seconds of `first`, the median seconds of `second`, and the median over the rounds
@@ -118,11 +105,7 @@ def read_with_tf_data(paths: list[str], batches: int, seq: int) -> None:
 
 
 def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str, Any]:
-    """Return the state of a loader after it has read `records` records, to pass to `resume`.
-
-    Args:
-      options: further arguments of `TFRecordNewInputs`.
-    """
+    """Return the state of a loader after it has read `records` records, to pass to `resume`."""
     with closing(TFRecordNewInputs(index, 1000, seq, **options)) as loader:
         for _ in tqdm(range(records // 1000), "reading", unit="k records", leave=False):
             loader.get_samples()
@@ -134,24 +117,13 @@ def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str,
 
 
 def resume(index: str, seq: int, state: dict[str, Any], **options: Any) -> None:
-    """Create a loader that resumes from `state`, and read one batch.
-
-    Args:
-      state: the state of a loader, as returned by `state_after`.
-      options: further arguments of `TFRecordNewInputs`.
-    """
+    """Create a loader that resumes from `state`, and read one batch."""
     with closing(TFRecordNewInputs(index, BATCH, seq, restore_state=state, **options)) as loader:
         loader.get_samples()
 
 
 def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]:
     """Measure the throughput of the loader and its time to resume, on newly written records.
-
-    Args:
-      folder: folder to write the records to.
-      records: number of records to write.
-      seq: sequence length in tokens.
-      rounds: number of times that each timing is repeated.
 
     Returns:
       A dict of medians over the rounds.  For throughput, it has the rates at which the loader and

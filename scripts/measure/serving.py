@@ -114,7 +114,6 @@ class Answer:
     """A complete answer of the server.
 
     Attributes:
-      text: the generated text.
       tokens: the number of generated tokens.
       first: seconds from the request to the first event of the stream.
       end: seconds from the request to the end of the stream.
@@ -171,10 +170,7 @@ class Client:
           leave: number of events of the stream after which to disconnect; None for never.
 
         Raises:
-          LeftError: if the client has disconnected before the answer's end.
-          InputError: if the server cannot be reached.
-          RefusedError: if the server's queue is full.
-          StoppedError: if the server returns another error or an incomplete answer.
+          StoppedError: if the server returns an error or an incomplete answer.
         """
         began = time.perf_counter() if began is None else began
         try:
@@ -277,11 +273,7 @@ class Load:
         return percentiles([answer.per_token for answer in self.answers if answer.tokens > 1])
 
     def report(self, name: str) -> None:
-        """Print the throughput and the latencies.
-
-        Args:
-          name: the name of the measurement, printed first.
-        """
+        """Print the name of the measurement, the throughput and the latencies."""
 
         def milliseconds(values: list[float]) -> str:
             return " / ".join(f"{1e3 * values[place]:.1f}" for place in PERCENTILES.values())
@@ -379,12 +371,7 @@ class Tester:
         self.memory: list[float] = []
 
     async def _ask(self, load: Load, began: float, until: float) -> bool:
-        """Send a request; return whether it was answered.
-
-        Args:
-          began: the time from which the answer's seconds are counted.
-          until: the end of the measurement.
-        """
+        """Send a request of a measurement that ends at `until`; return whether it was answered."""
         index = self._rng.randrange(len(self._requests))
         body, leave = self._requests[index], None
         if self._rng.random() < self._leave:
@@ -428,11 +415,7 @@ class Tester:
                 await task
 
     async def with_clients(self, clients: int, alone: Load) -> Load:
-        """Measure clients that each send a request when their last one has been answered.
-
-        Args:
-          alone: the measurement of one request at a time, for comparison.
-        """
+        """Measure clients that each send a request when their last one has been answered."""
         load, began = Load([], 0.0), time.perf_counter()
 
         async def work() -> int:
@@ -457,11 +440,7 @@ class Tester:
         return load
 
     async def with_arrivals(self, rate: float) -> Load:
-        """Measure requests that arrive at random times.
-
-        Args:
-          rate: mean number of requests per second.
-        """
+        """Measure requests that arrive at random times, on average `rate` per second."""
         load, began = Load([], self._seconds), time.perf_counter()
         due, end = began + self._rng.expovariate(rate), began + self._seconds
         with tqdm(desc=f"{rate:g} requests/s", unit="request", file=sys.stderr) as bar:
