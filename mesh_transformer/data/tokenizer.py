@@ -25,7 +25,7 @@ from mesh_transformer.data.gguf_tokenizer import read_tokenizer
 from mesh_transformer.data.special_tokens import BYTE_TOKEN
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import AnyPath, is_uri
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -207,7 +207,7 @@ def chat_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     try:
         return tokenizer.get_chat_template() if tokenizer.chat_template else None
     except ValueError as error:
-        raise InputError(f"tokenizer {tokenizer.name_or_path}: {_first_line(error)}") from error
+        raise InputError(f"tokenizer {tokenizer.name_or_path}: {first_line(error)}") from error
 
 
 def check_chat_template(template: str) -> None:
@@ -219,7 +219,7 @@ def check_chat_template(template: str) -> None:
         chat_template_utils.render_jinja_template([[]], chat_template=template)
     except jinja2.TemplateSyntaxError as error:
         raise InputError(
-            f"the chat template is not valid in line {error.lineno}: {_first_line(error)}; correct "
+            f"the chat template is not valid in line {error.lineno}: {first_line(error)}; correct "
             "it"
         ) from error
     except Exception:  # the template may refuse a conversation without messages
@@ -331,7 +331,7 @@ def _from_folder(folder: Path) -> "PreTrainedTokenizerBase":
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # KeyError and others for damaged files
-            raise InputError(f"tokenizer {folder}: {_first_line(error)}") from error
+            raise InputError(f"tokenizer {folder}: {first_line(error)}") from error
         # transformers 5 loads a tokenizer without its vocabulary, which gives no or unknown tokens.
         needed = {} if has_files("tokenizer.json") else loaded.vocab_files_names
         for key in ("vocab_file", "merges_file"):
@@ -370,7 +370,7 @@ def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
     try:
         tokenizer = transformers.GPT2Tokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the Rust library raises plain Exception on a damaged file
-        raise InputError(f"tokenizer {source}: {_first_line(error)}") from error
+        raise InputError(f"tokenizer {source}: {first_line(error)}") from error
     if len(tokenizer) < 256:
         raise InputError(
             f"tokenizer {source}: found only {len(tokenizer)} tokens, expected at least 256; "
@@ -396,7 +396,7 @@ def _from_hub(name: str) -> "PreTrainedTokenizerBase":
         return transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # KeyError and others for damaged files
         raise InputError(
-            f"tokenizer {name}: no such folder, and the hub reports: {_first_line(error)}; "
+            f"tokenizer {name}: no such folder, and the hub reports: {first_line(error)}; "
             "when offline, give a folder, gpt2 or bytes"
         ) from error
 
@@ -407,10 +407,6 @@ def _import_transformers():
     import transformers
 
     return transformers
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 TEMPLATE = "chat_template.jinja"
