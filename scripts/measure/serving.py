@@ -51,19 +51,15 @@ def parse_args() -> argparse.Namespace:
         "--url", default="http://127.0.0.1:5000", help="server (default %(default)s)"
     )
     parser.add_argument("--api-key", help="API key, if the server requires one")
-    parser.add_argument("--clients", type=int, default=64, help="concurrent clients (default 64)")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="duration of the load (default 60)"
-    )
-    parser.add_argument(
-        "--requests", type=int, default=64, help="number of distinct requests (default 64)"
-    )
-    parser.add_argument(
-        "--most-words", type=int, default=40, help="maximum words per prompt (default 40)"
-    )
-    parser.add_argument(
-        "--most-tokens", type=int, default=64, help="maximum tokens per answer (default 64)"
-    )
+    for flag, kind, default, description in (
+        ("--clients", int, 64, "concurrent clients"),
+        ("--seconds", float, 60.0, "duration of the load"),
+        ("--requests", int, 64, "number of distinct requests"),
+        ("--most-words", int, 40, "maximum words per prompt"),
+        ("--most-tokens", int, 64, "maximum tokens per answer"),
+    ):
+        text = f"{description} (default {default:g})"
+        parser.add_argument(flag, type=kind, default=default, help=text)
     parser.add_argument(
         "--lengths",
         choices=["uniform", "skewed"],
