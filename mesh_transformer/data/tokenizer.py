@@ -12,9 +12,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -224,37 +223,6 @@ def check_chat_template(template: str) -> None:
         ) from error
     except Exception:  # the template may refuse a conversation without messages
         return
-
-
-def render_chat(
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: list[dict[str, Any]],
-    template: str,
-    *,
-    prompt: bool = False,
-    unfinished: bool = False,
-    values: Mapping[str, Any] = MappingProxyType({}),
-) -> str:
-    """Return the text of a conversation.
-
-    Args:
-      template: the chat template.
-      prompt: whether to add what comes before an answer.
-      unfinished: whether to leave out what comes after the last message's content.
-      values: of other variables of the template.
-
-    Raises:
-      Exception: whatever the template raises.
-    """
-    rendered: Any = tokenizer.apply_chat_template(
-        messages,
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=prompt,
-        continue_final_message=unfinished,
-        **values,
-    )
-    return rendered
 
 
 def answer_spans(
