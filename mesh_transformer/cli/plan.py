@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import sys
-from typing import Any
 
 from mesh_transformer.cli.arguments import (
     Parser,
@@ -102,18 +101,6 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
     return mp
 
 
-def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[str, Any]:
-    """Return the config keys that the command-line flags override, with their new values.
-
-    The key cores_per_replica (mp) is left out if --search is given without --dp and --mp, so that
-    the search can choose mp.
-    """
-    changes = key_arguments(args, "shard_activations", "loss_chunk")
-    if not args.search or (args.dp, args.mp) != (None, None):
-        changes["cores_per_replica"] = replica_size(args.dp, args.mp, default_mp, devices)
-    return changes
-
-
 def main() -> None:
     args = parse_args()
     if args.cache_tokens and not args.decode:
@@ -141,7 +128,10 @@ def main() -> None:
             f"config: teacher is {config.teacher!r}, which --search and --scaling do not estimate; "
             "plan one mesh, or set teacher to null"
         )
-    changes = changes_of(args, slice_.devices, config.cores_per_replica)
+    changes = key_arguments(args, "shard_activations", "loss_chunk")
+    if not args.search or (args.dp, args.mp) != (None, None):  # else, the search chooses mp
+        mp = replica_size(args.dp, args.mp, config.cores_per_replica, slice_.devices)
+        changes["cores_per_replica"] = mp
     if args.scaling:
         generation = topology(args.topology).generation
         # --mp must not change the number of sequences per step.

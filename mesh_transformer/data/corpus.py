@@ -319,8 +319,9 @@ class Tokenizing:
         known = alphabet(self.tokenizer)
         if not known:
             texts = without_first(texts, ended)
-        if self.clean:
-            texts = map(self._cleaned, recut(texts, None))
+        if clean := self.clean:
+            whole = recut(texts, None)
+            texts = (piece._replace(text=clean(piece.text)) for piece in whole)
         if known:
             # Documents with unknown characters, which cleaning may add, are not counted.  So all
             # text is cleaned and checked again if a run is resumed.
@@ -333,9 +334,6 @@ class Tokenizing:
         with files.open_file(file) as raw:
             source.sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
         yield source
-
-    def _cleaned(self, piece: Piece) -> Piece:
-        return piece._replace(text=self.clean(piece.text)) if self.clean else piece
 
     def _write(
         self, batch: Batch, encoded: list[list[int]], tokens: IO[bytes], ends: IO[bytes]
