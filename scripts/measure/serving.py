@@ -166,7 +166,10 @@ class Client:
           leave: number of events of the stream after which to disconnect; None for never.
 
         Raises:
-          StoppedError: if the server returns an error or an incomplete answer.
+          LeftError: if the client has disconnected before the answer's end.
+          InputError: if the server cannot be reached.
+          RefusedError: if the server's queue is full.
+          StoppedError: if the server returns another error or an incomplete answer.
         """
         began = time.perf_counter() if began is None else began
         try:
