@@ -15,7 +15,6 @@ from mesh_transformer.config_model import Architecture, Model
 from mesh_transformer.families import BLOCKS, OBJECTIVES, PRESETS, ObjectiveKind, ObjectiveName
 from mesh_transformer.util import InputError, mismatch
 
-REQUIRED_TO_TRAIN = ("train_set", "total_steps")
 # Keys that earlier checkpoints may contain, with what to use instead; null was their default.
 REMOVED = {"memory_every": "set ckpt_every instead: checkpoints are written in the background, too"}
 LISTED = "`mesh-transformer keys` lists the keys"  # the end of errors about unknown keys
@@ -370,11 +369,10 @@ class Config(Model):
         Args:
           max_steps: the step to stop at; if it is given, `total_steps` is not required.
         """
-        for key in REQUIRED_TO_TRAIN:
-            if getattr(self, key) is None and (key != "total_steps" or max_steps is None):
-                raise InputError(f"config: training needs the key {key!r}; add it")
         total = self.total_steps if max_steps is None else max_steps
-        assert total is not None
+        if self.train_set is None or total is None:
+            missing = "train_set" if self.train_set is None else "total_steps"
+            raise InputError(f"config: training needs the key {missing!r}; add it")
         return total
 
     def model_folder(self) -> str:

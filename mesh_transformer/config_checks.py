@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mesh_transformer.families import (
@@ -21,6 +22,43 @@ LARGEST_FLOAT = 3e38  # of 32 bits
 LONG = ("seed", "anneal_tokens", "warmup_tokens")  # the keys that may be 2**31 or larger
 ROTARY_KEYS = ("rotary_scaling", "unrotated_layers", "sliding_rotary_base")  # only of pe rotary
 MATMULS = ("forward", "input_gradients", "weight_gradients")  # the names in `int8_matmuls`
+# (expected values, whether a value is one, keys); the keys may also be null.
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "at least 1",
+        lambda x: x >= 1,
+        "layers d_model n_heads key_heads ff_size n_vocab seq head_size attention_window tpu_size "
+        "cores_per_replica per_replica_batch gradient_accumulation_steps anneal_steps "
+        "original_bias_copies loss_chunk val_every ckpt_every keep_n keep_every max_skipped "
+        "reward_workers answer_tokens rollout_updates total_steps early_stop anneal_tokens "
+        "eval_harness_limit rollout_rows",
+    ),
+    (
+        "at least 0",
+        lambda x: x >= 0,
+        "warmup_steps warmup_tokens batch_ramp_steps lr end_lr weight_decay adam_eps z_loss "
+        "shuffle_buffer val_batches",
+    ),
+    (
+        "above 0",
+        lambda x: x > 0,
+        "clip_norm val_batch_multiplier desirable_weight undesirable_weight reward_seconds "
+        "clip_low clip_high importance_cap distill_temperature distill_weight norm_eps rotary_base "
+        "sliding_rotary_base attention_scale score_cap logit_cap logit_divisor embed_scale "
+        "residual_scale sliding_window",
+    ),
+    (
+        "at least 0 and below 1",
+        lambda x: 0 <= x < 1,
+        "adam_b1 adam_b2 lion_b1 lion_b2 momentum noise_scale_alpha dropout_embedding "
+        "dropout_attention dropout_residual",
+    ),
+    ("above 1", lambda x: x > 1, "skip_spikes"),
+    ("at least 2", lambda x: x >= 2, "group_size"),  # advantages are differences
+    ("at most 1", lambda x: x <= 1, "distill_weight"),
+    (f"at most {MOST_LAYERS}", lambda x: x <= MOST_LAYERS, "layers"),
+    ("at least -2**63", lambda x: x >= -(2**63), "seed"),
+)
 
 
 def check(c: Any) -> None:
@@ -33,45 +71,14 @@ def check(c: Any) -> None:
         limit = 63 if key in LONG else 31
         if isinstance(value, int) and value >= 2**limit:
             raise InputError(f"{key} is {value}, expected less than 2**{limit}")
-    positive = (
-        "layers d_model n_heads key_heads ff_size n_vocab seq head_size attention_window tpu_size "
-        "cores_per_replica per_replica_batch gradient_accumulation_steps anneal_steps "
-        "original_bias_copies loss_chunk val_every ckpt_every keep_n keep_every max_skipped "
-        "reward_workers answer_tokens rollout_updates"
-    )
-    for key in positive.split(" "):
-        if getattr(c, key) < 1:
-            raise InputError(f"{key} is {getattr(c, key)}, expected at least 1")
-    if c.layers > MOST_LAYERS:
-        raise InputError(f"layers is {c.layers}, expected at most {MOST_LAYERS}")
-    at_least_0 = "warmup_steps batch_ramp_steps lr end_lr weight_decay adam_eps z_loss "
-    at_least_0 += "shuffle_buffer val_batches"
-    for key in at_least_0.split(" "):
-        if getattr(c, key) < 0:
-            raise InputError(f"{key} is {getattr(c, key)}, expected at least 0")
-    dropouts = ("dropout_embedding", "dropout_attention", "dropout_residual")
-    below_1 = ("adam_b1", "adam_b2", "lion_b1", "lion_b2", "momentum", "noise_scale_alpha")
-    for key in (*below_1, *dropouts):
-        if not 0 <= getattr(c, key) < 1:
-            raise InputError(f"{key} is {getattr(c, key)}, expected at least 0 and below 1")
-    if c.seed < -(2**63):
-        raise InputError(f"seed is {c.seed}, expected at least -2**63")
-    above_0 = "clip_norm val_batch_multiplier desirable_weight undesirable_weight reward_seconds "
-    above_0 += "clip_low clip_high importance_cap distill_temperature distill_weight"
-    for key in above_0.split(" "):
-        if getattr(c, key) <= 0:
-            raise InputError(f"{key} is {getattr(c, key)}, expected above 0")
-    or_null = "total_steps early_stop anneal_tokens warmup_tokens eval_harness_limit rollout_rows"
-    for key in or_null.split(" "):
-        least = int(key != "warmup_tokens")
-        if (value := getattr(c, key)) is not None and value < least:
-            raise InputError(f"{key} is {value}, expected at least {least}")
+    for expected, holds, keys in RANGES:
+        for key in keys.split():
+            if (value := getattr(c, key)) is not None and not holds(value):
+                raise InputError(f"{key} is {value}, expected {expected}")
     paths = "train_set bucket model_dir tokenizer tune_model_path reference teacher"
     for key in paths.split(" "):
         if getattr(c, key) == "":
             raise InputError(f"{key} is an empty string; give a value, or remove the key")
-    if c.skip_spikes is not None and c.skip_spikes <= 1:
-        raise InputError(f"skip_spikes is {c.skip_spikes}, expected above 1")
     if c.attention_window is not None and c.attention_window > c.seq:
         raise InputError(
             f"attention_window is {c.attention_window}, expected at most seq ({c.seq})"
@@ -80,7 +87,7 @@ def check(c: Any) -> None:
     _check_block(c)
     _check_norm(c)
     _check_heads(c)
-    _check_layer_numbers(c)
+    _check_lists(c)
     _check_rotary_scaling(c)
     _check_lora(c)
     _check_divisions(c)
@@ -152,13 +159,6 @@ def _check_norm(c: Any) -> None:
 
 
 def _check_heads(c: Any) -> None:
-    positive = (
-        "norm_eps rotary_base sliding_rotary_base attention_scale score_cap logit_cap "
-        "logit_divisor embed_scale residual_scale sliding_window"
-    )
-    for key in positive.split(" "):
-        if (value := getattr(c, key)) is not None and value <= 0:
-            raise InputError(f"{key} is {value}, expected above 0")
     grouped = c.key_heads != c.n_heads
     alone = {
         "pe t5": (c.pe == "t5", {"key_heads": grouped, "sliding_window": c.sliding_window}),
@@ -189,16 +189,18 @@ def _check_heads(c: Any) -> None:
     allowed = ["fused_in"] if row.fused else list(row.lora_targets)
     if row.joint_bias:  # it is that of these two, unless the row has others besides
         allowed = [name for name in allowed if name not in ("o", "out") or name in row.biases]
-    for name in c.biases:
+    _check_names(c, "biases", allowed, f" (block {c.block})")
+
+
+def _check_names(c: Any, key: str, allowed: Sequence[str], where: str = "") -> None:
+    expected = f"expected only names from {', '.join(allowed)}{where}"
+    for name in getattr(c, key):
         if name not in allowed:
-            raise InputError(
-                f"biases has {name!r}, expected only names from {', '.join(allowed)} "
-                f"(block {c.block})"
-            )
+            raise InputError(f"{key} has {name!r}, {expected}")
 
 
-def _check_layer_numbers(c: Any) -> None:
-    for key in ("sliding_layers", "unrotated_layers", "biases"):
+def _check_lists(c: Any) -> None:
+    for key in ("sliding_layers", "unrotated_layers", "biases", "int8_matmuls"):
         if len(set(values := getattr(c, key) or ())) < len(values):
             raise InputError(f"{key} is {values}, expected no duplicates")
     for key in ("sliding_layers", "unrotated_layers"):
@@ -267,13 +269,7 @@ def _check_lora(c: Any) -> None:
     assert c.lora_targets is not None
     if c.lora_rank and c.lora_alpha <= 0:
         raise InputError(f"lora_alpha is {c.lora_alpha}, expected above 0")
-    allowed = c.layer_kind.lora_targets
-    for target in c.lora_targets:
-        if target not in allowed:
-            raise InputError(
-                f"lora_targets has {target!r}, expected only names from {', '.join(allowed)} "
-                f"(block {c.block})"
-            )
+    _check_names(c, "lora_targets", c.layer_kind.lora_targets, f" (block {c.block})")
     if len(set(c.lora_targets)) < max(len(c.lora_targets), 1):
         raise InputError(
             f"lora_targets is {c.lora_targets}, expected at least one name, and no duplicates"
@@ -318,13 +314,7 @@ def _check_offload(c: Any) -> None:
 
 
 def _check_int8_matmuls(c: Any) -> None:
-    for name in c.int8_matmuls:
-        if name not in MATMULS:
-            raise InputError(
-                f"int8_matmuls has {name!r}, expected only names from {', '.join(MATMULS)}"
-            )
-    if len(set(c.int8_matmuls)) < len(c.int8_matmuls):
-        raise InputError(f"int8_matmuls is {c.int8_matmuls}, expected no duplicates")
+    _check_names(c, "int8_matmuls", MATMULS)
     tokens = c.per_replica_batch * c.seq
     if "weight_gradients" in c.int8_matmuls and tokens > MOST_SUMMED:
         raise InputError(
@@ -394,16 +384,12 @@ def _check_objective(c: Any) -> None:
         )
     if c.objective is None and c.beta is not None:
         raise InputError(f"beta is {c.beta}, but objective is null; set objective")
-    if c.distill_weight > 1:
-        raise InputError(f"distill_weight is {c.distill_weight}, expected at most 1")
     if c.objective is not None and c.teacher is not None:
         raise InputError(
             f"objective is {c.objective}, but teacher is {c.teacher!r}; set one of them to null"
         )
     if c.has_rollouts and c.reward is None:
         raise InputError("objective is grpo, but reward is null; set it to FILE.py:FUNCTION")
-    if c.group_size < 2:  # advantages are differences
-        raise InputError(f"group_size is {c.group_size}, expected at least 2")
 
 
 def typed(key: str, value: Any, annotation: Any) -> Any:

@@ -257,28 +257,30 @@ BLOCKS: dict[str, Block] = {
 }
 
 
-def _gpt2(layers: int, d_model: int, n_heads: int) -> dict[str, Any]:
+def _model(
+    block: BlockName, layers: int, d_model: int, n_heads: int, **others: Any
+) -> dict[str, Any]:
     sizes = {"layers": layers, "d_model": d_model, "n_heads": n_heads}
-    return {"block": "gpt2", **sizes, "n_vocab": 50257, "seq": 1024}
+    return {"block": block, **sizes, **others}
+
+
+def _gpt2(*sizes: int) -> dict[str, Any]:
+    return _model("gpt2", *sizes, n_vocab=50257, seq=1024)
 
 
 def _neox(layers: int, d_model: int, n_heads: int, n_vocab: int = 50304) -> dict[str, Any]:
-    sizes = {"layers": layers, "d_model": d_model, "n_heads": n_heads, "n_vocab": n_vocab}
     rotary = {"pe_rotary_dims": d_model // n_heads // 4, "tokenizer": "EleutherAI/gpt-neox-20b"}
-    return {"block": "neox", **sizes, "seq": 2048, **rotary}
+    return _model("neox", layers, d_model, n_heads, n_vocab=n_vocab, seq=2048, **rotary)
 
 
-def _codegen(layers: int, d_model: int, n_heads: int, rotary: int = 64) -> dict[str, Any]:
-    sizes = {"layers": layers, "d_model": d_model, "n_heads": n_heads, "n_vocab": 51200}
+def _codegen(*sizes: int, rotary: int = 64) -> dict[str, Any]:
     names = {"tokenizer": "Salesforce/codegen-350M-mono", "hf_type": "codegen"}
-    return {"block": "gptj", **sizes, "seq": 2048, "pe_rotary_dims": rotary, **names}
+    return _model("gptj", *sizes, n_vocab=51200, seq=2048, pe_rotary_dims=rotary, **names)
 
 
-def _llama(
-    layers: int, d_model: int, n_heads: int, key_heads: int, ff_size: int, **others: Any
-) -> dict[str, Any]:
-    sizes = {"layers": layers, "d_model": d_model, "n_heads": n_heads, "key_heads": key_heads}
-    return {"block": "llama", **sizes, "ff_size": ff_size, **others}
+def _llama(*sizes: int, **others: Any) -> dict[str, Any]:
+    *model, key_heads, ff_size = sizes
+    return _model("llama", *model, key_heads=key_heads, ff_size=ff_size, **others)
 
 
 def _llama3(*sizes: int, factor: float = 8.0, **others: Any) -> dict[str, Any]:
@@ -325,15 +327,7 @@ _GEMMA3_TEXT = {"n_vocab": 262144, "seq": 32768, "sliding_window": 512, "rotary_
 
 # {name: the config keys that describe the model}
 PRESETS: dict[str, dict[str, Any]] = {
-    "gpt-j-6b": {
-        "block": "gptj",
-        "layers": 28,
-        "d_model": 4096,
-        "n_heads": 16,
-        "n_vocab": 50400,
-        "seq": 2048,
-        "pe_rotary_dims": 64,
-    },
+    "gpt-j-6b": _model("gptj", 28, 4096, 16, n_vocab=50400, seq=2048, pe_rotary_dims=64),
     # As in minGPT, the sizes of GPT-1 in the architecture of GPT-2.
     "gpt1": _gpt2(12, 768, 12)
     | {"n_vocab": 40478, "seq": 512, "tokenizer": "openai-community/openai-gpt"},
@@ -352,7 +346,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pythia-6.9b": _neox(32, 4096, 32, 50432),
     "pythia-12b": _neox(36, 5120, 40, 50688),
     "neox-20b": _neox(44, 6144, 64, 50432) | {"activation": "gelu_tanh"},
-    "codegen-350m": _codegen(20, 1024, 16, 32),
+    "codegen-350m": _codegen(20, 1024, 16, rotary=32),
     "codegen-2b": _codegen(32, 2560, 32),
     "codegen-6b": _codegen(33, 4096, 16),
     "codegen-16b": _codegen(34, 6144, 24),

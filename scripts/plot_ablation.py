@@ -18,11 +18,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Read a JSON file written by `benchmark.py --ablate --json`.
-
-    Raises:
-      InputError: if the file is not such a measurement.
-    """
+    """Read a JSON file written by `benchmark.py --ablate --json`."""
     printed_by = "benchmark.py --ablate --json"
     return pictures.read_object(path, keys={"mode": "ablate"}, printed_by=printed_by)
 

@@ -7,10 +7,8 @@ model and input always give the same scores.
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from mesh_transformer.data.completions import Pair
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files
 from mesh_transformer.data.special_tokens import before_end, end_tokens, prompt_tokens
+from mesh_transformer.storage import files
 from mesh_transformer.util import InputError, run_script
 
 METRICS = ("rouge1", "rouge2", "rougeL")
@@ -101,11 +100,7 @@ def continued(
 
 
 def scored(references: Sequence[str], candidates: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the mean F1, precision and recall of each ROUGE metric, and the standard error of F1.
-
-    Raises:
-      InputError: if the package rouge-score is not installed.
-    """
+    """Return the means of F1, precision and recall of each metric, and the standard error of F1."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
@@ -139,25 +134,11 @@ def table(results: dict[str, dict[str, float]], count: int) -> str:
     return "\n".join(lines)
 
 
-def write(path: str, contents: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    draft = Path(f"{path}.partial")
-    try:
-        draft.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-        os.replace(draft, path)
-    except OSError as error:
-        raise InputError(f"--output {path}: {error.strerror}; choose another file") from error
-
-
 def read(options: argparse.Namespace) -> list[Pair]:
-    """Read all input files, and return the first `--limit` pairs of prompt and completion.
-
-    Raises:
-      InputError: if the files have no pairs.
-    """
+    """Read all input files, and return the first `--limit` pairs of prompt and completion."""
     bad = BadInputHandler(options.skip_bad)
-    files = find_files(options.pairs, TABLE_TYPES)
-    pairs = [pair for file in files for pair in read_pairs(file, bad, int)]
+    paths = find_files(options.pairs, TABLE_TYPES)
+    pairs = [pair for path in paths for pair in read_pairs(path, bad, int)]
     if not pairs:
         raise no_pairs_error(options.pairs, bad)
     return pairs[: options.limit]
@@ -182,7 +163,12 @@ def main() -> None:
             {"prompt": pair.prompt, "completion": pair.completion, "summary": text}
             for pair, text in zip(pairs, texts, strict=True)
         ]
-        write(options.output, {"count": len(pairs), **results, "examples": examples})
+        contents = {"count": len(pairs), **results, "examples": examples}
+        try:
+            files.write_text(options.output, json.dumps(contents, indent=1) + "\n")
+        except OSError as error:
+            line = f"--output {options.output}: {error.strerror}; choose another file"
+            raise InputError(line) from error
     print(table(results, len(pairs)))
 
 

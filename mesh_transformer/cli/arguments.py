@@ -84,11 +84,7 @@ def add_config_arguments(
 
 
 def load_config(args: argparse.Namespace, version: int | None = None) -> Config:
-    """Return the config that --config, --model and --set describe.
-
-    Raises:
-      InputError: if the config is invalid, or neither --config nor --model is given.
-    """
+    """Return the config that --config, --model and --set describe."""
     if args.config is None and args.model is None:
         raise InputError("give --config, --model or both")
     return Config.load(args.config, version, settings(args), args.model)
@@ -165,11 +161,7 @@ def add_template_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
-    """Return (config, model folder, options) from the values of `run_parser`'s flags.
-
-    Raises:
-      InputError: if flags contradict each other, or the config is invalid.
-    """
+    """Return (config, model folder, options) from the values of `run_parser`'s flags."""
     for name in ("max_steps", "fresh_opt", "fall_back", "new"):
         if args.mode in EVAL_MODES and getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
@@ -298,6 +290,17 @@ def add_key_arguments(parser: argparse.ArgumentParser):
     keys.add_argument("--zero", type=int, choices=(0, 1, 3), help="ZeRO stage")
     keys.add_argument("--remat", choices=("full", "dots", "none"), help="remat policy")
     return keys
+
+
+def key_arguments(args: argparse.Namespace, *others: str) -> dict[str, Any]:
+    """Return the config keys that the flags of `add_key_arguments` override, with their new values.
+
+    Args:
+      others: further config keys with a flag of the same name.
+    """
+    names = {"batch": "per_replica_batch", "accumulate": "gradient_accumulation_steps"}
+    names |= {name: name for name in ("zero", "remat", *others)}
+    return {key: x for name, key in names.items() if (x := getattr(args, name)) is not None}
 
 
 def input_help(types: tuple[str, ...]) -> str:

@@ -23,6 +23,7 @@ from mesh_transformer.cli.arguments import (
     Parser,
     add_key_arguments,
     add_setting_argument,
+    key_arguments,
     positive,
     settings,
 )
@@ -97,28 +98,15 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         "h200, a100 or cpu (default: that of the devices; a CPU is measured)",
     )
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument(
-        "--decode", action="store_true", help="measure generation with --batch rows per replica"
-    )
-    modes.add_argument(
-        "--checkpoint", action="store_true", help="measure saving and restoring the state"
-    )
-    modes.add_argument(
-        "--loader", action="store_true", help="measure reading of records on one core"
-    )
-    modes.add_argument(
-        "--verify", action="store_true", help="compare what the devices compute with the formulas"
-    )
-    modes.add_argument(
-        "--ablate",
-        action="store_true",
-        help="measure the train step with one optimisation off at a time",
-    )
-    modes.add_argument(
-        "--suite",
-        action="store_true",
-        help="measure all that fits this machine, each case in a process of its own",
-    )
+    for flag, description in (
+        ("--decode", "measure generation with --batch rows per replica"),
+        ("--checkpoint", "measure saving and restoring the state"),
+        ("--loader", "measure reading of records on one core"),
+        ("--verify", "compare what the devices compute with the formulas"),
+        ("--ablate", "measure the train step with one optimisation off at a time"),
+        ("--suite", "measure all that fits this machine, each case in a process of its own"),
+    ):
+        modes.add_argument(flag, action="store_true", help=description)
     suite = parser.add_argument_group("with --suite or --verify")
     suite.add_argument(
         "--minutes", type=float, default=30.0, help="time for all cases or checks (default 30)"
@@ -210,18 +198,8 @@ def config_of(args: argparse.Namespace) -> Config:
         config = Config.load(str(CONFIGS / MODELS[name]))
     else:
         config = Config.from_dict(MODELS[name], f"model {name}")
-    changes: dict[str, Any] = {
-        "cores_per_replica": args.mp,
-        "tpu_size": args.dp * args.mp,
-        "per_replica_batch": args.batch,
-        "seq": args.seq,
-        "gradient_accumulation_steps": args.accumulate,
-        "zero": args.zero,
-        "remat": args.remat,
-        "partitioning": args.partitioning,
-        "dtype": args.dtype,
-    }
-    changes = {key: value for key, value in changes.items() if value is not None}
+    changes = {"cores_per_replica": args.mp, "tpu_size": args.dp * args.mp}
+    changes |= key_arguments(args, "seq", "partitioning", "dtype")
     full = {"batch_ramp_steps": 0}  # steps of the full size are measured
     return Config.from_dict(config.as_dict() | changes | settings(args) | full)
 

@@ -111,12 +111,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def no_pairs_error(path: str, bad: BadInputHandler, kind: str | None = None) -> InputError:
-    """Return the error to raise if the files at `path` have no usable pair or conversation.
-
-    Args:
-      bad: the handler that has counted the unusable rows, for the message.
-      kind: the kind of preferences that was expected, if any.
-    """
+    """Return the error to raise if the files at `path` have no usable row of the expected kind."""
     skipped = f" (skipped: {format_counts(bad.counts)})" if bad.count else ""
     if kind is not None:
         columns = ", ".join(Names().preferences[kind])
@@ -128,17 +123,9 @@ def no_pairs_error(path: str, bad: BadInputHandler, kind: str | None = None) -> 
 
 
 def read_texts(
-    path: str,
-    bad: BadInputHandler,
-    progress: Callable[[int], object],
-    names: Names,
+    path: str, bad: BadInputHandler, progress: Callable[[int], object], names: Names
 ) -> Iterator[Pair | Conversation]:
-    """Yield the pair or conversation in each row of a file.
-
-    Args:
-      bad: called for each unusable row.
-      progress: called repeatedly with the number of bytes read since the previous call.
-    """
+    """Yield the pair or conversation in each row of a file; see `rows_of` for the arguments."""
     flags = "name the columns with --messages-column, or --prompt-column and --completion-column"
     choices = ((names.messages,), (names.prompt, names.completion), (SHAREGPT,), ALPACA)
     columns = Columns(choices, flags, BESIDE)
@@ -152,11 +139,7 @@ def read_texts(
 def read_preferences(
     path: str, kind: str, bad: BadInputHandler, progress: Callable[[int], object], names: Names
 ) -> Iterator[Answers]:
-    """Yield the prompt and answers in each row of a file; see `read_texts`.
-
-    Args:
-      kind: "pairs" or "labels".
-    """
+    """Yield the prompt and answers in each row of a file; `kind` is "pairs" or "labels"."""
     columns = names.preferences[kind]
     of = {"pairs": Answers.of_pair, "labels": Answers.of_label}[kind]
     choices = (columns, columns[1:])  # conversations may have no column of prompts

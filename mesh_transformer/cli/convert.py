@@ -26,27 +26,19 @@ from mesh_transformer.util import InputError, StoppedError
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, dest, metavar, path in (
-        (
-            "--from",
-            "source",
-            "SRC",
-            "a model folder (newest step, or --step), a step_N or a .gguf file",
-        ),
-        (
-            "--to",
-            "target",
-            "DST",
-            "a model folder, a step_N in one or a .gguf file, not existing yet",
-        ),
+    old = "a model folder (newest step, or --step), a step_N or a .gguf file"
+    new = "a model folder, a step_N in one or a .gguf file, not existing yet"
+    for flag, dest, path, places in (
+        ("--from", "source", "SRC", old),
+        ("--to", "target", "DST", new),
     ):
         parser.add_argument(
             flag,
             dest=dest,
             nargs=2,
             required=True,
-            metavar=("|".join(ALL_FORMATS), metavar),
-            help=f"format and path of the {dest}: {path}",
+            metavar=("|".join(ALL_FORMATS), path),
+            help=f"format and path of the {dest}: {places}",
         )
     add_config_arguments(
         parser,
@@ -130,10 +122,6 @@ def _config(args: argparse.Namespace, source: str, kind: Any) -> Config | None:
     """Return the config that --config, --model and --set select; None if no flag is given.
 
     If the result is None, the conversion uses the config stored in the source checkpoint.
-
-    Args:
-      source: the path of the source checkpoint.
-      kind: the format of the source checkpoint.
     """
     from mesh_transformer.checkpoint import conversion
     from mesh_transformer.checkpoint.source import Source

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.cli.arguments import positive
@@ -21,8 +21,6 @@ from mesh_transformer.util import InputError
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.source import Source
     from mesh_transformer.pod.cluster import TPUCluster
-    from mesh_transformer.pod.elastic import ElasticHosts
-    from mesh_transformer.pod.hosts import Host
     from mesh_transformer.pod.restarts import RestartingCluster
     from mesh_transformer.storage.access import AnyPath
     from mesh_transformer.transformer_shard import CausalTransformer
@@ -131,9 +129,7 @@ def refuse_tpu_arguments(args: argparse.Namespace) -> None:
 def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, SshOptions]:
     """Return the spec of the TPU to create, and the options of the SSH login to its hosts.
 
-    Args:
-      args: the values of `--tpu` and of the flags added by `add_tpu_arguments`.
-      config: determines the properties of the TPU that no flag sets, such as its zone.
+    The config determines the properties of the TPU that no flag sets, such as its zone.
     """
     changes = {key: getattr(args, key) for key in TPU_KEYS if getattr(args, key) is not None}
     ssh_flags = {"user": args.ssh_user, "key_file": args.ssh_key, "port": args.ssh_port}
@@ -149,8 +145,8 @@ def tpu_arguments(args: argparse.Namespace, config: Config) -> tuple[TpuSpec, Ss
 
 
 def machines_of(
-    args: argparse.Namespace, config: Config
-) -> "contextlib.AbstractContextManager[Callable[[], list[Host]]]":
+    args: argparse.Namespace, config: Config, wait: float | None = None
+) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that provides the hosts chosen by the command's flags.
 
     The hosts are those of a TPU (--tpu) or processes on this machine (--local-hosts).  The context
@@ -158,28 +154,18 @@ def machines_of(
     start the model, because it also restarts Ray and recreates the TPU if necessary.
 
     Args:
-      args: the values of the flags added by `add_host_arguments`.
+      wait: for a run that can continue on fewer devices, the seconds to wait for all of them.  The
+        context manager then yields `elastic.ElasticHosts`.
     """
-    if args.tpu is not None:
-        return tpu_machines(config, *tpu_arguments(args, config))
-    refuse_tpu_arguments(args)
-    return local_machines(config, args.local_hosts)
-
-
-def elastic_machines_of(
-    args: argparse.Namespace, config: Config, wait: float
-) -> "contextlib.AbstractContextManager[ElasticHosts]":
-    """Return a context manager like `machines_of`, for a run that can continue on fewer devices.
-
-    Args:
-      args: the values of the flags added by `add_host_arguments`.
-      wait: seconds to wait for all devices.
-    """
-    if args.tpu is not None:
-        spec, ssh = tpu_arguments(args, config)
-        return smaller_tpus(config, spec, wait, ssh)
-    refuse_tpu_arguments(args)
-    return local_nodes(config, args.local_hosts, wait)
+    if args.tpu is None:
+        refuse_tpu_arguments(args)
+        if wait is None:
+            return local_machines(config, args.local_hosts)
+        return local_nodes(config, args.local_hosts, wait)
+    spec, ssh = tpu_arguments(args, config)
+    if wait is None:
+        return tpu_machines(config, spec, ssh)
+    return smaller_tpus(config, spec, wait, ssh)
 
 
 @contextlib.contextmanager

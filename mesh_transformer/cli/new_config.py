@@ -75,10 +75,6 @@ def check_same_tokenizer(train: str, val: str) -> None:
     """Raise InputError if training and validation records were created with different tokenizers.
 
     The check is skipped if either tokenizer is unknown.  Two names may be of the same tokenizer.
-
-    Args:
-      train: the path of the index of the training records.
-      val: the path of the index of the validation records.
     """
     from mesh_transformer.data.record_set import manifest_tokenizer
 

@@ -53,15 +53,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def texts(paths: list[str], column: str, skip_bad: bool) -> Iterator[str]:
-    """Yield the text of files, piece by piece, and show a progress bar.
-
-    Args:
-      column: the column of the text in tables (see `read_pieces`).
-
-    Raises:
-      InputError: if a file cannot be read.  Also if a document in a file is damaged, unless
-        `skip_bad` is true; it is then left out.
-    """
+    """Yield the text of files, piece by piece, and show a progress bar; see `read_pieces`."""
     bad = BadInputHandler(skip_bad)
     with tqdm(unit="B", unit_scale=True, desc="reading") as bar:
         bar.total = sum(map(size, paths))

@@ -10,12 +10,12 @@ import functools
 import json
 import os
 import sys
-from typing import Any
 
 from mesh_transformer.cli.arguments import (
     Parser,
     add_config_arguments,
     add_key_arguments,
+    key_arguments,
     load_config,
     positive,
 )
@@ -82,14 +82,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> int:
-    """Return the number of devices per replica.
+    """Return the number of devices per replica of a mesh that uses all devices of the slice.
 
     Args:
-      dp: the number of replicas; None if --dp is not given.
-      mp: the number of devices per replica; None if --mp is not given.
-      default: the number of devices per replica if neither --dp nor --mp is given.  A default
-        above `devices` is reduced to `devices`.
-      devices: the number of devices of the slice; the mesh must use all of them.
+      dp, mp: the flags, None if they are not given.
+      default: the result if neither is given, at most `devices`.
 
     Raises:
       InputError: if dp times mp cannot be `devices`.
@@ -102,29 +99,6 @@ def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> 
             "change --dp or --mp"
         )
     return mp
-
-
-def changes_of(args: argparse.Namespace, devices: int, default_mp: int) -> dict[str, Any]:
-    """Return the config keys that the command-line flags override, with their new values.
-
-    The key cores_per_replica (mp) is left out if --search is given without --dp and --mp, so that
-    the search can choose mp.
-
-    Args:
-      devices: the number of devices of the slice.
-      default_mp: the number of devices per replica if neither --dp nor --mp is given.
-    """
-    changes: dict[str, Any] = {
-        "zero": args.zero,
-        "per_replica_batch": args.batch,
-        "gradient_accumulation_steps": args.accumulate,
-        "remat": args.remat,
-        "shard_activations": args.shard_activations,
-        "loss_chunk": args.loss_chunk,
-    }
-    if not args.search or (args.dp, args.mp) != (None, None):
-        changes["cores_per_replica"] = replica_size(args.dp, args.mp, default_mp, devices)
-    return {key: value for key, value in changes.items() if value is not None}
 
 
 def main() -> None:
@@ -154,7 +128,10 @@ def main() -> None:
             f"config: teacher is {config.teacher!r}, which --search and --scaling do not estimate; "
             "plan one mesh, or set teacher to null"
         )
-    changes = changes_of(args, slice_.devices, config.cores_per_replica)
+    changes = key_arguments(args, "shard_activations", "loss_chunk")
+    if not args.search or (args.dp, args.mp) != (None, None):  # else, the search chooses mp
+        mp = replica_size(args.dp, args.mp, config.cores_per_replica, slice_.devices)
+        changes["cores_per_replica"] = mp
     if args.scaling:
         generation = topology(args.topology).generation
         # --mp must not change the number of sequences per step.

@@ -4,10 +4,9 @@ Recovers from failed hosts, and resumes stopped runs.
 """
 
 import argparse
-from typing import Any
 
 from mesh_transformer.cli.arguments import TRAIN_MODES, positive, run_arguments, run_parser
-from mesh_transformer.cli.machines import add_host_arguments, elastic_machines_of, machines_of
+from mesh_transformer.cli.machines import add_host_arguments, machines_of
 from mesh_transformer.pod.launch import build_model
 from mesh_transformer.training.goodput import Ledger, process_seconds
 from mesh_transformer.util import InputError
@@ -46,9 +45,7 @@ def main() -> None:
         preparation.check_records(config, validate=options["validate"])
     if args.mode != "train":
         harness.load_harness(config)  # fails before a TPU is created if tasks are not available
-    machines: Any = (
-        elastic_machines_of(args, config, args.wait) if args.wait else machines_of(args, config)
-    )
+    machines = machines_of(args, config, args.wait)
     if args.new:
         preparation.delete_run(folder, yes=args.yes)
     with machines as hosts:

@@ -27,7 +27,8 @@ from mesh_transformer.cli.arguments import (
 )
 from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import InputSet, find_set, find_sets, left_out
-from mesh_transformer.data.text_set import TextOptions, make_set
+from mesh_transformer.data.packing import TextOptions
+from mesh_transformer.data.text_set import make_set
 from mesh_transformer.data.tfrecords import check_set_name
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.util import InputError

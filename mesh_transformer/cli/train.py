@@ -24,11 +24,6 @@ EQUAL_FLAGS = ("mode", "tune_model_path", "fresh_opt", "fall_back", "max_steps",
 
 
 def parse_args() -> argparse.Namespace:
-    """Return the values of the flags.
-
-    Raises:
-      InputError: if a flag is given that requires --every-host, without --every-host.
-    """
     parser = run_parser(__doc__)
     group = parser.add_argument_group(
         "many hosts", "the same command is started on every host, for example by srun"

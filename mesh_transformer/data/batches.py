@@ -125,12 +125,7 @@ def check_tokens(
 
 
 def _check_keys(method: str, sample: Any, ignored: str | None) -> None:
-    """Raise InputError unless `sample` is a dict with the keys of a batch.
-
-    Args:
-      method: the name of the calling method, for error messages.
-      ignored: a further key that is allowed, or None.
-    """
+    """Raise InputError unless `sample` is a dict with the keys of a batch; see `check_batch`."""
     optional = " and ".join([", ".join(BATCH_KEYS[2:-1]), BATCH_KEYS[-1]])
     expected = f"expected a dict of obs, target, and optionally {optional}"
     if not isinstance(sample, dict):

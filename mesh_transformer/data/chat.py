@@ -14,12 +14,7 @@ from typing import Any, NamedTuple
 from mesh_transformer.data.inputs import BadInputError, BadInputHandler
 from mesh_transformer.data.reasoning import CLOSE, OPEN, Reasoning
 from mesh_transformer.data.tables import replace_surrogates
-from mesh_transformer.data.tokenizer import (
-    answer_spans,
-    chat_template,
-    check_chat_template,
-    render_chat,
-)
+from mesh_transformer.data.tokenizer import answer_spans, chat_template, check_chat_template
 from mesh_transformer.storage.files import open_file
 from mesh_transformer.util import InputError, brief, join_keys
 
@@ -176,11 +171,7 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _with_system(entries: list[Any], row: dict[str, Any], where: str) -> list[Any]:
-    """Return the messages of a row, with the row's column `system` as the first one.
-
-    Raises:
-      BadInputError: see `Conversation.of`.
-    """
+    """Return the messages of a row, with the row's column `system` as the first one."""
     for name in ("tools", "functions"):
         if row.get(name) not in (None, "", "[]", "null", []):
             problem = f"{where}: the column {name} would not be in the text; render it yourself"
@@ -198,11 +189,7 @@ def _with_system(entries: list[Any], row: dict[str, Any], where: str) -> list[An
 
 
 def _history(value: Any, where: str) -> list[Any]:
-    """Return the pairs of questions and answers in Alpaca's column `history`.
-
-    Raises:
-      BadInputError: if it is something else.
-    """
+    """Return the pairs of questions and answers in Alpaca's column `history`."""
     turns = [] if value in (None, "") else _entries(value)
     if not all(isinstance(turn, list) and list(map(type, turn)) == [str, str] for turn in turns):
         expected = "expected `history` to be a list of pairs, a question and its answer each"
@@ -324,17 +311,16 @@ class ChatTemplate:
         Raises:
           BadInputError: if the template cannot render the conversation.
         """
+        options = {"add_generation_prompt": add, "continue_final_message": unfinished}
         try:
-            return render_chat(
-                self._tokenizer,
-                messages,
-                self.template,
-                prompt=add,
-                unfinished=unfinished,
-                values=values,
-            )
+            return self._rendered(messages, **options, **values)
         except Exception as error:  # the template is a program
             raise _failure(error) from error
+
+    def _rendered(self, messages: list[Message], **options: Any) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, chat_template=self.template, tokenize=False, **options
+        )
 
     def _marked(self, conversation: Conversation) -> list[Segment]:
         text, spans = answer_spans(self._tokenizer, conversation.messages, self.template)
@@ -358,8 +344,8 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if not _counts(message):
                 continue
-            prompt = render_chat(self._tokenizer, messages[:number], self.template, prompt=True)
-            whole = render_chat(self._tokenizer, messages[: number + 1], self.template)
+            prompt = self._rendered(messages[:number], add_generation_prompt=True)
+            whole = self._rendered(messages[: number + 1])
             if not whole.startswith(prompt):
                 raise BadInputError(
                     "template",

@@ -258,11 +258,7 @@ class Tokenizing:
         )
 
     def _open_valid(self, name: str, size: int) -> IO[bytes]:
-        """Truncate a file of the corpus to its first `size` bytes, and open it to write more.
-
-        Raises:
-          InputError: if the file has fewer than `size` bytes.
-        """
+        """Truncate a file of the corpus to its first `size` bytes, and open it to write more."""
         path = self.folder / name
         path.touch()
         if path.stat().st_size < size:
@@ -315,7 +311,6 @@ class Tokenizing:
         """Yield the cleaned pieces of a file, and then `source` with `sha256` and `skipped` set.
 
         Args:
-          source: the `Source` of the file.
           ended, pieces: the numbers of documents, and of pieces of the next one, to skip at the
             start, because they are tokenised already.
         """
@@ -324,8 +319,9 @@ class Tokenizing:
         known = alphabet(self.tokenizer)
         if not known:
             texts = without_first(texts, ended)
-        if self.clean:
-            texts = map(self._cleaned, recut(texts, None))
+        if clean := self.clean:
+            whole = recut(texts, None)
+            texts = (piece._replace(text=clean(piece.text)) for piece in whole)
         if known:
             # Documents with unknown characters, which cleaning may add, are not counted.  So all
             # text is cleaned and checked again if a run is resumed.
@@ -339,19 +335,10 @@ class Tokenizing:
             source.sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
         yield source
 
-    def _cleaned(self, piece: Piece) -> Piece:
-        return piece._replace(text=self.clean(piece.text)) if self.clean else piece
-
     def _write(
         self, batch: Batch, encoded: list[list[int]], tokens: IO[bytes], ends: IO[bytes]
     ) -> None:
-        """Append a batch to the corpus files, and update the progress in memory.
-
-        Args:
-          encoded: the token ids of each piece in the batch.
-          tokens: the file of all tokens.
-          ends: the file of the documents' ends, as in `Corpus`.
-        """
+        """Append a batch to the corpus files, and update the progress in memory."""
         progress, rows = self.progress, iter(encoded)
         for item in batch.items:
             if isinstance(item, Source):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mesh_transformer.data.gguf_header import GgufHeader
 from mesh_transformer.data.special_tokens import BYTE_TOKEN, beginning
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, first_line
 
 _PREFIX = "tokenizer.ggml."
 BPE, SENTENCEPIECE = "gpt2", "llama"  # values of `tokenizer.ggml.model`
@@ -133,9 +133,8 @@ def read_tokenizer(header: GgufHeader) -> GgufTokenizer:
     except InputError:
         raise
     except Exception as error:  # the Rust library raises plain Exception
-        line = str(error).partition("\n")[0]
         raise InputError(
-            f"{header.path}: its tokenizer is damaged ({line}); copy the file again"
+            f"{header.path}: its tokenizer is damaged ({first_line(error)}); copy the file again"
         ) from None
     begins = split is None or split.begins
     if header.get(f"{_PREFIX}add_bos_token", bool, begins) and "bos_token" in names:

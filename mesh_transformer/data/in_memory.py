@@ -245,11 +245,7 @@ def _row(item: Any) -> Row:
 
 
 def _array(value: Any) -> np.ndarray:
-    """Return the array of a sequence's tokens, or of what goes with them.
-
-    Raises:
-      InputError: if it is not an array of numbers, such as a list of lists of different lengths.
-    """
+    """Return the array of a sequence's tokens, or of what goes with them."""
     with contextlib.suppress(ValueError):
         array = np.asarray(value)
         if array.dtype.kind in "biuf":

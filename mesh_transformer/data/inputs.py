@@ -126,7 +126,9 @@ def find_sets(
     elif subset is not None:
         raise InputError(f"--subset {subset}: only a dataset on the hub (hf:NAME) has subsets")
     elif (saved := _saved(path)) == SPLITS_FILE:
-        splits = _saved_splits(path)
+        file = os.path.join(path, SPLITS_FILE)
+        names = _read_json(file, lambda value: [str(name) for name in value["splits"]])
+        splits = {name: _saved_files(os.path.join(path, name)) for name in names}
     elif saved == STATE_FILE and split is None:
         return [InputSet(os.path.basename(os.path.normpath(path)), _saved_files(path))]
     if splits is None:
@@ -227,13 +229,6 @@ def _saved(path: str) -> str | None:
     if SPLITS_FILE in names:
         return SPLITS_FILE
     return STATE_FILE if {STATE_FILE, INFO_FILE} <= names else None
-
-
-def _saved_splits(folder: str) -> dict[str, list[str]]:
-    """Return {split: files} of a saved Hugging Face DatasetDict."""
-    path = os.path.join(folder, SPLITS_FILE)
-    splits = _read_json(path, lambda value: [str(name) for name in value["splits"]])
-    return {name: _saved_files(os.path.join(folder, name)) for name in splits}
 
 
 def _saved_files(folder: str) -> list[str]:

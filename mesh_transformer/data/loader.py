@@ -126,11 +126,7 @@ class TFRecordNewInputs:
         return batch
 
     def _batches_from(self, first: int) -> Iterator[tuple[Row, "MixturePosition"]]:
-        """Yield (batch, position of the record after the batch).
-
-        Args:
-          first: the number of batches before the first one.
-        """
+        """Yield (batch, position of the record after it), after `first` earlier batches."""
         records = self._mixture.records(self._place, repeat=self._repeat)
         for number in count(first):
             rows = self._shape[0] if self._first_size is None else self._first_size(number)
@@ -311,11 +307,7 @@ class Mixture:
             yield row, MixturePosition(drawn, tuple(positions))
 
     def _choices(self, drawn: int) -> Iterator[int]:
-        """Choose the record set of each record: yield indices into `sets`, endlessly.
-
-        Args:
-          drawn: the number of records that were read from the mixture before.
-        """
+        """Yield the index in `sets` of each record's set, endlessly, after `drawn` records."""
         while True:
             block, past = divmod(drawn, CHOICES_PER_BLOCK)
             numbers = random(self.seed, "sets", block).random(CHOICES_PER_BLOCK)

@@ -5,6 +5,7 @@ memory per document (65 at the start of the second and later epochs) and 8 bytes
 index file of a record set is written last, when all other files of the set are complete.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from array import array
 from collections.abc import Iterator
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -23,21 +24,38 @@ from mesh_transformer.data.tfrecords import write_records
 from mesh_transformer.storage import files
 
 
-class PackingOptions(NamedTuple):
-    """Options that determine which sequences are written and in which order.
+@dataclasses.dataclass(frozen=True)
+class TextSettings:
+    """What determines a record set, besides the tokenizer and the text files."""
+
+    text_column: str
+    seq: int
+    normalize_with_ftfy: bool
+    normalize_with_wikitext_detokenize: bool
+    min_unique_tokens: int
+    n_repack_epochs: int
+    seed: int
+    preserve_data_order: bool
+    sequences_per_file: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions(TextSettings):
+    """How record sets are made from text: the flags of `mesh-transformer records`.
 
     Attributes:
-      length: tokens per sequence.
-      epochs: how many times the whole text is packed into sequences.
-      is_shuffled: whether documents and sequences are shuffled in each epoch.
-      min_unique_tokens: sequences with fewer distinct tokens than this are skipped.
+      input_path: what the user gave as input, for messages.
+      output_dir: the folder of the record sets, which may be in a bucket.
+      tokenizer: the tokenizer's name; None for gpt2.
+      new: whether to start over, and to replace a record set that was made with other options.
       verbose: whether skipped sequences are printed.
     """
 
-    length: int
-    epochs: int
-    is_shuffled: bool
-    min_unique_tokens: int
+    input_path: str
+    output_dir: str
+    tokenizer: str | None
+    skip_bad: bool
+    new: bool
     verbose: bool
 
 
@@ -84,7 +102,7 @@ class Packing:
 
 
 def sequences(
-    corpus: Corpus, order: PackingOptions, tokenizer, generator: random.Random
+    corpus: Corpus, options: TextOptions, tokenizer, generator: random.Random
 ) -> Iterator[tuple[Packing, int]]:
     """Yield (packing, i) for each sequence of all epochs, in the order in which to write them.
 
@@ -93,25 +111,25 @@ def sequences(
     """
     documents = array("q", range(len(corpus.sizes)))
     carry = corpus.tokens[:0]
-    for _ in range(order.epochs):
-        if order.is_shuffled:
+    for _ in range(options.n_repack_epochs):
+        if not options.preserve_data_order:
             generator.shuffle(documents)  # type: ignore[arg-type]
-        packing = Packing(corpus, np.array(documents), carry, order.length)
-        kept = array("q", select(packing, order, tokenizer))
-        if order.is_shuffled:
+        packing = Packing(corpus, np.array(documents), carry, options.seq + 1)
+        kept = array("q", select(packing, options, tokenizer))
+        if not options.preserve_data_order:
             generator.shuffle(kept)  # type: ignore[arg-type]
         for number in kept:
             yield packing, number
         carry = packing.remainder()
 
 
-def select(packing: Packing, order: PackingOptions, tokenizer) -> Iterator[int]:
-    """Yield the indices of sequences with at least `order.min_unique_tokens` distinct tokens."""
+def select(packing: Packing, options: TextOptions, tokenizer) -> Iterator[int]:
+    """Yield the indices of sequences with at least `options.min_unique_tokens` distinct tokens."""
     for number in range(len(packing)):
-        if order.min_unique_tokens > 0:
+        if options.min_unique_tokens > 0:
             distinct = len(np.unique(packing[number]))
-            if distinct < order.min_unique_tokens:
-                if order.verbose:
+            if distinct < options.min_unique_tokens:
+                if options.verbose:
                     text = tokenizer.decode(packing[number])
                     tqdm.write(f"skipped, {distinct} distinct tokens: {text!r}")
                 continue

@@ -350,15 +350,7 @@ class RecordSet:
                 return
 
     def _row(self, arrays: dict[str, np.ndarray | None], where: str) -> Row:
-        """Convert the features of a record to the dict that `row` returns.
-
-        Args:
-          arrays: the features by name, as returned by the function `features`.
-          where: the file and number of the record, for error messages.
-
-        Raises:
-          InputError: if the record lacks a feature, or a feature has a wrong length or value.
-        """
+        """Convert the features of a record to the dict that `row` returns."""
         if "text" in arrays or not self.extras:
             text = self._tokens("text", arrays, where, self.seq + 1)
             return {"obs": text[:-1], "target": text[1:]}
@@ -385,12 +377,7 @@ class RecordSet:
     def _tokens(
         self, name: str, arrays: dict[str, np.ndarray | None], where: str, count: int
     ) -> np.ndarray:
-        """Return the feature `name` as token ids, uint32 [count].
-
-        Raises:
-          InputError: if the record lacks the feature, its length is not `count`, or it has a token
-            id outside the vocabulary.
-        """
+        """Return the feature `name` as token ids, uint32 [count]."""
         tokens = self._numbers(name, arrays, where, count)
         limit = 2**32 if self.n_vocab is None else self.n_vocab
         outside = tokens[(tokens < 0) | (tokens >= limit)]
@@ -404,11 +391,7 @@ class RecordSet:
     def _numbers(
         self, name: str, arrays: dict[str, np.ndarray | None], where: str, count: int
     ) -> np.ndarray:
-        """Return the feature `name`, int64 [count].
-
-        Raises:
-          InputError: if the record lacks the feature, or its length is not `count`.
-        """
+        """Return the feature `name`, int64 [count]."""
         numbers = arrays.get(name)
         if numbers is None:
             raise InputError(

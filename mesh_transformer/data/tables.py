@@ -20,7 +20,7 @@ from mesh_transformer.data.inputs import (
     find_files,
     open_input,
 )
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, first_line
 
 LONGEST_LINE = 1 << 27  # bytes; limits the memory that a file without line ends can take
 JSON_CHARACTERS = 1 << 16  # of a .json file that are read at once, unless an item is longer
@@ -306,7 +306,7 @@ def _arrow_rows(
     except Exception as error:  # damaged bytes make pyarrow raise errors of many classes
         if isinstance(error, OSError) and error.errno is not None:  # the file cannot be read
             raise
-        raise DamagedError(_first_line(error)) from error
+        raise DamagedError(first_line(error)) from error
 
 
 def _parquet_batches(raw: IO[bytes], path: str, columns: Columns) -> Iterator[Any]:
@@ -367,7 +367,3 @@ def _cell(value: Any) -> Any:
         return value.as_py()
     except UnicodeDecodeError as error:
         return _NotText(error.object[error.start : error.end])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

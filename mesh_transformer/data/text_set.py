@@ -1,6 +1,5 @@
 """Sets of training records that are made from text; a run that is interrupted can be resumed."""
 
-import collections
 import contextlib
 import dataclasses
 import fcntl
@@ -8,15 +7,22 @@ import json
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.data.corpus import PROGRESS, Corpus, Source, Tokenizing
+from mesh_transformer.data.corpus import PROGRESS, Corpus, Tokenizing
 from mesh_transformer.data.documents import TEXT_COLUMN, cleaner
 from mesh_transformer.data.inputs import InputSet, format_counts
-from mesh_transformer.data.packing import PackingOptions, publish, sequences, write_parts
+from mesh_transformer.data.packing import (
+    TextOptions,
+    TextSettings,
+    publish,
+    sequences,
+    write_parts,
+)
 from mesh_transformer.data.same_tokenizer import encoding
 from mesh_transformer.data.tokenizer import fingerprint
 from mesh_transformer.storage.access import check_bucket, is_uri
@@ -24,41 +30,6 @@ from mesh_transformer.storage.files import is_file, open_file, upload
 from mesh_transformer.util import InputError
 
 UPLOADED = "uploaded"  # folder, in the work folder, of the files that are uploaded to a bucket
-
-
-@dataclasses.dataclass(frozen=True)
-class TextSettings:
-    """What determines a record set, besides the tokenizer and the text files."""
-
-    text_column: str
-    seq: int
-    normalize_with_ftfy: bool
-    normalize_with_wikitext_detokenize: bool
-    min_unique_tokens: int
-    n_repack_epochs: int
-    seed: int
-    preserve_data_order: bool
-    sequences_per_file: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class TextOptions(TextSettings):
-    """How record sets are made from text: the flags of `mesh-transformer records`.
-
-    Attributes:
-      input_path: what the user gave as input, for messages.
-      output_dir: the folder of the record sets, which may be in a bucket.
-      tokenizer: the tokenizer's name; None for gpt2.
-      new: whether to start over, and to replace a record set that was made with other options.
-      verbose: whether skipped sequences are printed.
-    """
-
-    input_path: str
-    output_dir: str
-    tokenizer: str | None
-    skip_bad: bool
-    new: bool
-    verbose: bool
 
 
 @contextlib.contextmanager
@@ -159,20 +130,18 @@ def _make(
         options.text_column,
     )
     corpus = tokenizing.run()
-    skipped = _skipped_counts(tokenizing.progress.sources)
-    packing = PackingOptions(
-        options.seq + 1,
-        options.n_repack_epochs,
-        not options.preserve_data_order,
-        options.min_unique_tokens,
-        options.verbose,
-    )
-    packed = sequences(corpus, packing, tokenizer, generator)
+    sources = tokenizing.progress.sources
+    skipped = sum((Counter(source.skipped) for source in sources), Counter[str]())
+    skipped = dict(sorted(skipped.items()))
+    packed = sequences(corpus, options, tokenizer, generator)
     first = next(packed, None)
     if first is None:
         (work / PROGRESS).unlink()  # otherwise the next run would resume and fail here again
         raise _no_sequence_error(options, inputs, corpus, skipped)
     parts = write_parts(work, chain([first], packed), options.sequences_per_file)
+    entries = [dataclasses.asdict(source) for source in sources]
+    for entry in entries:
+        del entry["changed"]  # the modification time, which copying the file changes
     manifest = {
         "tokens_per_sequence": options.seq + 1,
         "documents": len(corpus.sizes),
@@ -181,7 +150,7 @@ def _make(
         "tokenizer": tokenizer_entry,
         "options": settings,
         **({"dataset": inputs.origin} if inputs.origin else {}),
-        "sources": [_manifest_entry(source) for source in tokenizing.progress.sources],
+        "sources": entries,
     }
     base.parent.mkdir(parents=True, exist_ok=True)
     index = publish(base, parts, manifest)
@@ -254,21 +223,3 @@ def _no_sequence_error(
         f"{options.min_unique_tokens} distinct ones; add text, or lower --seq or "
         "--min-unique-tokens"
     )
-
-
-def _skipped_counts(sources: list[Source]) -> dict[str, int]:
-    """Return the number of skipped items in all source files together, by reason."""
-    counts: collections.Counter[str] = collections.Counter()
-    for source in sources:
-        counts.update(source.skipped)
-    return dict(sorted(counts.items()))
-
-
-def _manifest_entry(source: Source) -> dict[str, Any]:
-    """Return the manifest entry of a source file.
-
-    The modification time is left out, because copying the file changes it.
-    """
-    values = dataclasses.asdict(source)
-    del values["changed"]
-    return values

@@ -115,11 +115,7 @@ def _names(path: str, types: tuple[str, ...]) -> list[str] | None:
 def _convert_errors(
     line: Callable[[Exception], str],
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that replaces storage errors by InputErrors.
-
-    Args:
-      line: a function from such an error to the message.
-    """
+    """Return a context manager that replaces storage errors by InputErrors of one `line`."""
     return replace_errors(
         lambda error: InputError(line(error)) if is_storage_error(error) else error
     )
@@ -316,11 +312,7 @@ def _decompressor() -> Any:
 
 
 def _skip(file: IO[bytes], count: int, path: str) -> None:
-    """Read and discard the next `count` bytes of a file.
-
-    Raises:
-      InputError: if fewer than `count` bytes are left.
-    """
+    """Read and discard the next `count` bytes of a file."""
     while count:
         skipped = len(file.read(min(count, CHUNK_BYTES)))
         if not skipped:
@@ -333,10 +325,6 @@ def _skip(file: IO[bytes], count: int, path: str) -> None:
 
 def _unframe(framed: bytes, count: int, path: str, offset: int) -> bytes:
     """Verify the checksum that follows the first `count` bytes of `framed`, and return these bytes.
-
-    Args:
-      path: the file, for error messages.
-      offset: the byte at which the record starts, for error messages.
 
     Raises:
       InputError: if bytes are missing or the checksum is wrong.
@@ -384,45 +372,41 @@ def features(payload: bytes, where: str) -> dict[str, np.ndarray | None]:
     }
 
 
+# TensorFlow's `tf.train.Example`, as a description of a file of protobuf's.
+_EXAMPLE = """
+name: "example" package: "mesh_transformer" syntax: "proto3"
+message_type {name: "bytes" field {name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES}}
+message_type {name: "float" field {name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT}}
+message_type {name: "int64" field {name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64}}
+message_type {
+  name: "Feature"
+  oneof_decl {name: "kind"}
+  field {name: "bytes_list" number: 1 type_name: "bytes" oneof_index: 0}
+  field {name: "float_list" number: 2 type_name: "float" oneof_index: 0}
+  field {name: "int64_list" number: 3 type_name: "int64" oneof_index: 0}
+}
+message_type {
+  name: "Features"
+  field {name: "feature" number: 1 label: LABEL_REPEATED type_name: "FeatureEntry"}
+  nested_type {
+    name: "FeatureEntry"
+    options {map_entry: true}
+    field {name: "key" number: 1 type: TYPE_STRING}
+    field {name: "value" number: 2 type_name: "Feature"}
+  }
+}
+message_type {name: "Example" field {name: "features" number: 1 type_name: "Features"}}
+"""
+
+
 @functools.cache
 def _example() -> Any:
-    """Return the protobuf class of TensorFlow's `tf.train.Example`, without TensorFlow."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    """Return the protobuf class of `tf.train.Example`, without TensorFlow."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    package = "mesh_transformer"
-    file = descriptor_pb2.FileDescriptorProto(name="example", package=package, syntax="proto3")
-    field = descriptor_pb2.FieldDescriptorProto
-    string, message = field.TYPE_STRING, field.TYPE_MESSAGE
-
-    def add(
-        owner: Any, name: str, *fields: tuple[str, int, str, bool], oneof: str | None = None
-    ) -> Any:
-        """Add the type `name` to `owner`; the fields are (name, type, message's type, repeated)."""
-        added = owner.add(name=name)
-        for number, (key, kind, of, repeated) in enumerate(fields, 1):
-            label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
-            own = added.field.add(name=key, number=number, type=kind, label=label)
-            if of:
-                own.type_name = f".{package}.{of}"
-            if oneof:
-                own.oneof_index = 0
-        if oneof:
-            added.oneof_decl.add(name=oneof)
-        return added
-
-    types = file.message_type
-    kinds = {"bytes": field.TYPE_BYTES, "float": field.TYPE_FLOAT, "int64": field.TYPE_INT64}
-    for kind, number in kinds.items():
-        add(types, kind, ("value", number, "", True))
-    lists = [(f"{kind}_list", message, kind, False) for kind in kinds]
-    add(types, "Feature", *lists, oneof="kind")
-    features = add(types, "Features", ("feature", message, "Features.FeatureEntry", True))
-    pair = ("key", string, "", False), ("value", message, "Feature", False)
-    add(features.nested_type, "FeatureEntry", *pair).options.map_entry = True
-    add(types, "Example", ("features", message, "Features", False))
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.Example"))
+    pool.Add(text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("mesh_transformer.Example"))
 
 
 def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> int:

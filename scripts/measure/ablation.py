@@ -159,7 +159,6 @@ class Compiled:
     """A variant's compiled train step, its first losses, and figures about the compiled program.
 
     Attributes:
-      run: the compiled train step.
       losses: losses of the first `COMPARED_STEPS` steps.
       figures: compilation time, memory and all-reduces, by name.
     """
@@ -212,11 +211,7 @@ def measure(
     variants update the same state.
 
     Args:
-      rounds: number of timed steps per variant.
       selected: the variants, of which the first is the library's own step (default: `variants`).
-
-    Returns:
-      The results for these variants, as JSON-serialisable values.
 
     Raises:
       StoppedError: if a variant's losses differ from those of the library's own step.
@@ -271,9 +266,7 @@ def _summary(compiled: Compiled, seconds: list[float], library: list[float]) -> 
     """Return a variant's results, as JSON-serialisable values.
 
     Args:
-      seconds: the variant's step time in each round.
-      library: the step time of the library's own step in each round.  The results contain the ratio
-        of `seconds` to `library` for each round, and the median ratio.
+      seconds, library: the step time of the variant, and of the library's own step, in each round.
     """
     ratios = [own / baseline for own, baseline in zip(seconds, library, strict=True)]
     return {

@@ -4,7 +4,6 @@ The flags are those of `bench`.
 """
 
 import argparse
-import dataclasses
 import os
 import shutil
 import statistics
@@ -44,38 +43,7 @@ COLUMNS: list[Column] = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpointing:
-    """Times to save and restore a training state, compared with a plain file of the same size.
-
-    All times and ratios are medians over the rounds of `measure`.
-
-    Attributes:
-      state_bytes: size of the state on all devices together.
-      disk_bytes: size of the checkpoint on disk.
-      blocked_seconds: time from the start of a save until training can continue.
-      save_seconds: time of a whole save, until the checkpoint is on disk.
-      write_seconds: time to write the plain file, including fsync.
-      read_seconds: time to read the plain file.
-      save_ratio: time of a save divided by the time of writing the plain file in the same round.
-      restore_ratio: time of a restore divided by the time of reading the plain file in the same
-        round.
-    """
-
-    state_bytes: int
-    disk_bytes: int
-    blocked_seconds: float
-    save_seconds: float
-    write_seconds: float
-    restore_seconds: float
-    read_seconds: float
-    save_bytes_per_second: float
-    restore_bytes_per_second: float
-    save_ratio: float
-    restore_ratio: float
-
-
-def measure(layout: Layout, folder: Path, rounds: int) -> Checkpointing:
+def measure(layout: Layout, folder: Path, rounds: int) -> dict[str, Any]:
     """Measure the time to save and restore the training state of a new model.
 
     For comparison, each round also writes and reads a plain file of the same size.  The checkpoint
@@ -83,9 +51,10 @@ def measure(layout: Layout, folder: Path, rounds: int) -> Checkpointing:
     The optimizer's moments are set to random values, because moments of zero would take almost no
     space on disk.
 
-    Args:
-      folder: folder for the checkpoint and the plain file; both are deleted after each round.
-      rounds: number of times to save and restore.
+    Returns:
+      The sizes of the state on all devices together and of the checkpoint on disk, and medians over
+      the rounds: `blocked_seconds` is the time from the start of a save until training can
+      continue, and the ratios are those of a save and a restore to the plain file of their round.
     """
     network = CausalTransformer(layout.config, devices=list(layout.mesh.devices.flat))
     state = network.state
@@ -113,19 +82,19 @@ def measure(layout: Layout, folder: Path, rounds: int) -> Checkpointing:
         plain.unlink()
         timings.append((blocked, blocked + rest, written, restored, read))
     blocked, total, written, restored, read = map(statistics.median, zip(*timings, strict=True))
-    return Checkpointing(
-        state_bytes=size,
-        disk_bytes=disk,
-        blocked_seconds=blocked,
-        save_seconds=total,
-        write_seconds=written,
-        restore_seconds=restored,
-        read_seconds=read,
-        save_bytes_per_second=size / total,
-        restore_bytes_per_second=size / restored,
-        save_ratio=statistics.median(row[1] / row[2] for row in timings),
-        restore_ratio=statistics.median(row[3] / row[4] for row in timings),
-    )
+    return {
+        "state_bytes": size,
+        "disk_bytes": disk,
+        "blocked_seconds": blocked,
+        "save_seconds": total,
+        "write_seconds": written,
+        "restore_seconds": restored,
+        "read_seconds": read,
+        "save_bytes_per_second": size / total,
+        "restore_bytes_per_second": size / restored,
+        "save_ratio": statistics.median(row[1] / row[2] for row in timings),
+        "restore_ratio": statistics.median(row[3] / row[4] for row in timings),
+    }
 
 
 def _random_like(tree: Any) -> Any:
@@ -176,7 +145,7 @@ def _read(path: Path) -> None:
 def result(layout: Layout, args: argparse.Namespace, _: float | None) -> dict[str, Any]:
     """Return the results that `bench --checkpoint` reports."""
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=args.folder) as folder:
-        return dataclasses.asdict(measure(layout, Path(folder), args.rounds))
+        return measure(layout, Path(folder), args.rounds)
 
 
 if __name__ == "__main__":

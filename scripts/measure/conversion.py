@@ -46,11 +46,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_model(folder: Path, config: Config) -> int:
-    """Write a checkpoint of 8 shards with random weights and no optimizer state.
-
-    Returns:
-      The size of the checkpoint in bytes.
-    """
+    """Write 8 shards with random weights and no optimizer state; return their size in bytes."""
     rng = np.random.default_rng(0)
     values = 0.02 * rng.standard_normal(1 << 22, np.float32)
 
@@ -67,11 +63,7 @@ def write_model(folder: Path, config: Config) -> int:
 
 
 def run(*command: object) -> tuple[float, float]:
-    """Run a Python script in a new process.
-
-    Returns:
-      The elapsed seconds, and the peak resident memory of the process in GiB.
-    """
+    """Run a Python script in a new process; return its seconds and peak resident memory in GiB."""
     os.sync()  # so that the process does not wait for earlier writes
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, *map(str, command)])
@@ -82,11 +74,7 @@ def run(*command: object) -> tuple[float, float]:
 
 
 def copy(source: Path, target: Path) -> float:
-    """Copy a folder, flush the copy to disk, and then delete the copy.
-
-    Returns:
-      The seconds that copying and flushing took.
-    """
+    """Copy a folder and flush the copy to disk; return the seconds.  The copy is deleted."""
     os.sync()
     began = time.perf_counter()
     shutil.copytree(source, target)

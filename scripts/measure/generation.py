@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -138,18 +138,23 @@ def bytes_read(args: argparse.Namespace, batch: int) -> int:
     return int(weights.get(args.dtype, 4 * (layers + head)) + 4 * cache)
 
 
+def alternately(pairs: int) -> Iterator[tuple[str, Any]]:
+    """Run this script with `--one` for each engine in turn; yield (engine, the value printed)."""
+    for engine in ENGINES * pairs:
+        command = [sys.executable, *sys.argv, "--one", engine]
+        process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        yield engine, json.loads(process.stdout.splitlines()[-1])
+
+
 def main() -> None:
     args = parse_args()
     if args.one:
         print(json.dumps(measure_one(args)))
         return
     results: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
-    for _ in range(args.pairs):
-        for engine in ENGINES:
-            command = [sys.executable, __file__, *sys.argv[1:], "--one", engine]
-            process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            results[engine].append(json.loads(process.stdout.splitlines()[-1]))
-            print(engine, {key: round(value, 1) for key, value in results[engine][-1].items()})
+    for engine, result in alternately(args.pairs):
+        results[engine].append(result)
+        print(engine, {key: round(value, 1) for key, value in result.items()})
 
     from mesh_transformer.mesh.accelerators import hardware
 

@@ -16,7 +16,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
@@ -31,6 +30,7 @@ from mesh_transformer.data.loader import TFRecordNewInputs
 from mesh_transformer.data.tfrecords import write_records
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import flops
+from mesh_transformer.performance import benchmark
 from mesh_transformer.performance.report import Column
 from mesh_transformer.storage.access import tensorflow
 from mesh_transformer.util import InputError, run_script
@@ -57,20 +57,10 @@ COLUMNS: list[Column] = [
 
 
 def write_index(folder: Path, records: int, seq: int) -> str:
-    """Write `records` random records to `FILES` files, and an index of the files.
+    """Write `records` random records to `FILES` files; return the path of their index.
 
     The number of distinct records is `records` / `FILES`, but at most `MAX_DISTINCT_RECORDS`.
     Every file contains all distinct records, repeated as often as necessary.
-
-    Args:
-      folder: folder for the files and the index.
-      seq: sequence length in tokens.
-
-    Returns:
-      The path of the index.
-
-    Raises:
-      InputError: if `records` is not a multiple of `FILES` times the number of distinct records.
     """
     distinct = max(min(MAX_DISTINCT_RECORDS, records // FILES), 1)
     if records % (FILES * distinct):
@@ -86,28 +76,20 @@ def write_index(folder: Path, records: int, seq: int) -> str:
     return str(index)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def time_alternately(
     rounds: int, label: str, first: Callable[[], object], second: Callable[[], object]
 ) -> tuple[float, float, float]:
-    """Time two functions alternately, `rounds` times each.
-
-    Args:
-      label: text of the progress bar.
+    """Time two functions alternately; `label` is the text of the progress bar.
 
     Returns:
       The median seconds of `first`, the median seconds of `second`, and the median over the rounds
       of the ratio of `first` to `second`.
     """
-    for call in (first, second):
+    calls = (first, second)
+    for call in calls:
         call()  # not timed, so that one-time costs do not count
-    pairs = [(seconds(first), seconds(second)) for _ in tqdm(range(rounds), label, leave=False)]
+    bar = tqdm(range(rounds), label, leave=False)
+    pairs = [[benchmark.timed(call)[0] for call in calls] for _ in bar]
     medians = (statistics.median(column) for column in zip(*pairs, strict=True))
     return (*medians, statistics.median(one / two for one, two in pairs))
 
@@ -123,11 +105,7 @@ def read_with_tf_data(paths: list[str], batches: int, seq: int) -> None:
 
 
 def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str, Any]:
-    """Return the state of a loader after it has read `records` records, to pass to `resume`.
-
-    Args:
-      options: further arguments of `TFRecordNewInputs`.
-    """
+    """Return the state of a loader after it has read `records` records, to pass to `resume`."""
     with closing(TFRecordNewInputs(index, 1000, seq, **options)) as loader:
         for _ in tqdm(range(records // 1000), "reading", unit="k records", leave=False):
             loader.get_samples()
@@ -139,24 +117,13 @@ def state_after(index: str, records: int, seq: int, **options: Any) -> dict[str,
 
 
 def resume(index: str, seq: int, state: dict[str, Any], **options: Any) -> None:
-    """Create a loader that resumes from `state`, and read one batch.
-
-    Args:
-      state: the state of a loader, as returned by `state_after`.
-      options: further arguments of `TFRecordNewInputs`.
-    """
+    """Create a loader that resumes from `state`, and read one batch."""
     with closing(TFRecordNewInputs(index, BATCH, seq, restore_state=state, **options)) as loader:
         loader.get_samples()
 
 
 def measure(folder: Path, records: int, seq: int, rounds: int) -> dict[str, Any]:
     """Measure the throughput of the loader and its time to resume, on newly written records.
-
-    Args:
-      folder: folder to write the records to.
-      records: number of records to write.
-      seq: sequence length in tokens.
-      rounds: number of times that each timing is repeated.
 
     Returns:
       A dict of medians over the rounds.  For throughput, it has the rates at which the loader and

@@ -33,25 +33,8 @@ from tqdm import tqdm
 from mesh_transformer.performance import pictures
 from mesh_transformer.util import InputError, StoppedError, run_script
 
-WORDS = [
-    "the",
-    "king",
-    "and",
-    "his",
-    "men",
-    "went",
-    "over",
-    "a",
-    "hill",
-    "to",
-    "see",
-    "what",
-    "had",
-    "become",
-    "of",
-    "them",
-    "all",
-]
+TEXT = "the king and his men went over a hill to see what had become of them all"
+WORDS = TEXT.split()
 
 
 def share(text: str) -> float:
@@ -68,19 +51,15 @@ def parse_args() -> argparse.Namespace:
         "--url", default="http://127.0.0.1:5000", help="server (default %(default)s)"
     )
     parser.add_argument("--api-key", help="API key, if the server requires one")
-    parser.add_argument("--clients", type=int, default=64, help="concurrent clients (default 64)")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="duration of the load (default 60)"
-    )
-    parser.add_argument(
-        "--requests", type=int, default=64, help="number of distinct requests (default 64)"
-    )
-    parser.add_argument(
-        "--most-words", type=int, default=40, help="maximum words per prompt (default 40)"
-    )
-    parser.add_argument(
-        "--most-tokens", type=int, default=64, help="maximum tokens per answer (default 64)"
-    )
+    for flag, kind, default, description in (
+        ("--clients", int, 64, "concurrent clients"),
+        ("--seconds", float, 60.0, "duration of the load"),
+        ("--requests", int, 64, "number of distinct requests"),
+        ("--most-words", int, 40, "maximum words per prompt"),
+        ("--most-tokens", int, 64, "maximum tokens per answer"),
+    ):
+        text = f"{description} (default {default:g})"
+        parser.add_argument(flag, type=kind, default=default, help=text)
     parser.add_argument(
         "--lengths",
         choices=["uniform", "skewed"],
@@ -131,7 +110,6 @@ class Answer:
     """A complete answer of the server.
 
     Attributes:
-      text: the generated text.
       tokens: the number of generated tokens.
       first: seconds from the request to the first event of the stream.
       end: seconds from the request to the end of the stream.
@@ -294,11 +272,7 @@ class Load:
         return percentiles([answer.per_token for answer in self.answers if answer.tokens > 1])
 
     def report(self, name: str) -> None:
-        """Print the throughput and the latencies.
-
-        Args:
-          name: the name of the measurement, printed first.
-        """
+        """Print the name of the measurement, the throughput and the latencies."""
 
         def milliseconds(values: list[float]) -> str:
             return " / ".join(f"{1e3 * values[place]:.1f}" for place in PERCENTILES.values())
@@ -396,12 +370,7 @@ class Tester:
         self.memory: list[float] = []
 
     async def _ask(self, load: Load, began: float, until: float) -> bool:
-        """Send a request; return whether it was answered.
-
-        Args:
-          began: the time from which the answer's seconds are counted.
-          until: the end of the measurement.
-        """
+        """Send a request of a measurement that ends at `until`; return whether it was answered."""
         index = self._rng.randrange(len(self._requests))
         body, leave = self._requests[index], None
         if self._rng.random() < self._leave:
@@ -445,11 +414,7 @@ class Tester:
                 await task
 
     async def with_clients(self, clients: int, alone: Load) -> Load:
-        """Measure clients that each send a request when their last one has been answered.
-
-        Args:
-          alone: the measurement of one request at a time, for comparison.
-        """
+        """Measure clients that each send a request when their last one has been answered."""
         load, began = Load([], 0.0), time.perf_counter()
 
         async def work() -> int:
@@ -474,11 +439,7 @@ class Tester:
         return load
 
     async def with_arrivals(self, rate: float) -> Load:
-        """Measure requests that arrive at random times.
-
-        Args:
-          rate: mean number of requests per second.
-        """
+        """Measure requests that arrive at random times, on average `rate` per second."""
         load, began = Load([], self._seconds), time.perf_counter()
         due, end = began + self._rng.expovariate(rate), began + self._seconds
         with tqdm(desc=f"{rate:g} requests/s", unit="request", file=sys.stderr) as bar:

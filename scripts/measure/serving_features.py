@@ -22,15 +22,14 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from mesh_transformer.generation.sampling import SamplingOptions, sampler_settings
 from mesh_transformer.generation.speculation import guess
+from mesh_transformer.performance.benchmark import timed
 from mesh_transformer.serving.engine import Engine, Progress, Request
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -65,12 +64,6 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def timed(function: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
 def measure_evaluation(args: argparse.Namespace, network: CausalTransformer) -> None:
     from mesh_transformer.evaluation import network_lm
 
@@ -96,8 +89,8 @@ def measure_evaluation(args: argparse.Namespace, network: CausalTransformer) -> 
         score(together)  # compiles
     ratios = []
     for _ in range(args.rounds):
-        apart = timed(lambda: score(False))
-        ratios.append(apart / timed(lambda: score(True)))
+        apart, joined = (timed(functools.partial(score, x))[0] for x in (False, True))
+        ratios.append(apart / joined)
     worst = max(abs(one - other) for (one, _), (other, _) in zip(*results.values(), strict=True))
     print(
         f"evaluation: {len(requests)} texts of {args.prompt + 56} tokens take "
@@ -205,8 +198,8 @@ def time_of_guesses(
         each.insert(range(rows), prompts, 10**6, settings)
     ratios = []
     for turn in range(1 + 5 * args.rounds):
-        seconds = timed(functools.partial(plain.decode, 4))
-        ratio = timed(functools.partial(batch.decode, 4, speculate=True)) / seconds
+        seconds, _ = timed(functools.partial(plain.decode, 4))
+        ratio = timed(functools.partial(batch.decode, 4, speculate=True))[0] / seconds
         ratios += [ratio] if turn else []  # the first turn compiles
     return min(ratios), statistics.median(ratios), max(ratios)
 

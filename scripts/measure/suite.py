@@ -51,7 +51,6 @@ class Machine:
 
     Attributes:
       platform: of JAX, such as "gpu".
-      device: name, such as "NVIDIA H200".
       count: number of devices; 1 for a CPU.
       memory: bytes of all devices together.
     """
@@ -207,12 +206,8 @@ def run(folder: Path, minutes: float, *, resume: bool) -> int:
     """Run the suite; return 1 if a case has failed, else 0.
 
     Args:
-      folder: for the results.
       minutes: time after which no case runs any more; those that are left are named.
       resume: whether to measure only what an earlier suite has not, or where it failed.
-
-    Raises:
-      InputError: if the folder has results, and `resume` is false.
     """
     end = time.monotonic() + 60 * minutes - REPORT_SECONDS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the present case ends, too

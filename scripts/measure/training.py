@@ -8,18 +8,16 @@ the range of the ratio of their speeds.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from generation import ENGINES, alternately
 
 # layers, d_model, n_heads, n_vocab; 105M is that of `mesh-transformer bench`
 SIZES = {"33M": (8, 256, 4, 50400), "105M": (8, 1024, 4, 2048)}
 ROTARY = 64
-ENGINES = ("ours", "torch")
 
 
 def parse_args() -> argparse.Namespace:
@@ -111,12 +109,9 @@ def main() -> None:
         print(json.dumps(measure_one(args)))
         return
     seconds: dict[str, list[float]] = {engine: [] for engine in ENGINES}
-    for _ in range(args.pairs):
-        for engine in ENGINES:
-            command = [sys.executable, __file__, *sys.argv[1:], "--one", engine]
-            process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            seconds[engine].append(json.loads(process.stdout.splitlines()[-1]))
-            print(f"{engine}: {seconds[engine][-1]:.3f} s per step")
+    for engine, step_seconds in alternately(args.pairs):
+        seconds[engine].append(step_seconds)
+        print(f"{engine}: {step_seconds:.3f} s per step")
     ratios = [b / a for a, b in zip(seconds["ours"], seconds["torch"], strict=True)]
     ratio = statistics.median(ratios)
     print(

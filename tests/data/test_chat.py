@@ -19,7 +19,7 @@ from mesh_transformer.data.chat import ANSWERS, PLAIN, ChatTemplate, Conversatio
 from mesh_transformer.data.completions import Encoder, _with_loss
 from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.loader import TFRecordNewInputs
-from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer, render_chat
+from mesh_transformer.data.tokenizer import Tokenizer, load_tokenizer
 from mesh_transformer.util import InputError
 from tests.support.llama_tokenizers import LLAMA_LIKE, PIECES
 
@@ -231,8 +231,9 @@ def test_a_template_that_changes_earlier_answers_gives_one_text_per_answer(chatm
     assert made.several > 3
 
 
-def rendered(tokenizer, messages, **options):
-    return render_chat(tokenizer, messages, THINKING, **options)
+def rendered(tokenizer, messages, template=THINKING, *, prompt=False):
+    options = {"chat_template": template, "add_generation_prompt": prompt}
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 @pytest.mark.parametrize("template", [None, CHATML, MARKED])
@@ -260,7 +261,7 @@ def test_tokens_before_an_answer_are_the_prompt_for_it(chatml, template):
         (text,) = texts(chatml, [messages], template=template)
         first = text.has_loss.index(True)
         if template != MARKED:  # which has no prompt
-            prompt = render_chat(chatml, messages[:-1], template or PLAIN, prompt=True)
+            prompt = rendered(chatml, messages[:-1], template or PLAIN, prompt=True)
             assert text.tokens[:first] == chatml.encode(prompt)
 
 
