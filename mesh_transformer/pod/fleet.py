@@ -23,7 +23,7 @@ import numpy as np
 from mesh_transformer.calls import Call, Result, joined, split
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.generation.batch import BadWeights, NewBatch, Run
+from mesh_transformer.generation.batch import BadWeights, NewBatch
 from mesh_transformer.generation.finite import blaming
 from mesh_transformer.network import (
     AddAdapters,
@@ -202,27 +202,22 @@ class Fleet(TrainableNetwork):
     def run(self, call: Call[Any]) -> Any:
         """Run a call on all members, each of which gets the rows of its replicas."""
         match call:
-            case NewBatch():
-                return self._new_batch(call)
             case Train():
                 return self._train(call)
             case Save() | Wait():
                 return self._save(call)
-            case Claim():
+            case Claim() | Restore():
                 self._check_shared(call.folder)
-            case Restore():
-                self._check_shared(call.folder)
-                return self._set_adapters(call, 0)
-            case Init() | Load():
-                return self._set_adapters(call, 0)  # the new weights have none yet
+        result = self._run(call)
+        match call:
+            case NewBatch():
+                self._batches += 1
+                return functools.partial(self._run_in_batch, self._batches, call.rows)
+            case Init() | Load() | Restore():
+                self._adapters = 0  # the new weights have none yet
             case AddAdapters():
-                return self._set_adapters(call, len(call.paths))
-        return self._run(call)
-
-    def _new_batch(self, call: NewBatch) -> Run:
-        self._run(call)
-        self._batches += 1
-        return functools.partial(self._run_in_batch, self._batches, call.rows)
+                self._adapters = len(call.paths)
+        return result
 
     def _train(self, call: Train) -> dict[str, Any]:
         """Dispatch a step, and return its metrics and its seconds on each member."""
@@ -251,12 +246,6 @@ class Fleet(TrainableNetwork):
             self._check_shared(call.folder)
         self._save_failed = False
         self._run(call, agree=self.patience)  # others may be writing when one raises an error
-
-    def _set_adapters(self, call: Call[Result], count: int) -> Result:
-        """Run a call after which the members have `count` adapters."""
-        result = self._run(call)
-        self._adapters = count
-        return result
 
     def _run(
         self, call: Call[Result], size: int | None = None, agree: float = SECONDS_TO_AGREE
