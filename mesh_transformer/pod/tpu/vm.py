@@ -35,7 +35,7 @@ from mesh_transformer.pod.tpu.api import (
     TpuApi,
     name_in_use_error,
 )
-from mesh_transformer.pod.tpu.guard import Guard, ownership_label
+from mesh_transformer.pod.tpu.guard import locked_file, ownership_label
 from mesh_transformer.pod.tpu.signals import Signals
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, deadline_script
 from mesh_transformer.pod.tpu.ssh import Hosts
@@ -138,10 +138,14 @@ class TpuVm:
         self._may_exist = False  # whether a TPU that we requested or took over may exist
         self._answered = True  # False while the request to create the TPU has no answer
         self._hosts: Hosts | None = None
-        self._guard = Guard(self.spec, self._signals, exclusive=adopt)
+        self._guard = contextlib.ExitStack()  # of signal handlers, and with `adopt` a lock
 
     def __enter__(self) -> Self:
-        self._guard.hold()
+        if self._adopt:
+            self._guard.enter_context(locked_file(self.spec))
+        # The handlers turn signals into exceptions, so that `with` blocks can delete the TPU.
+        self._guard.callback(self._signals.uninstall)
+        self._signals.install()
         try:
             if self._adopt:
                 self._mark = ownership_label(self.spec)
@@ -181,7 +185,7 @@ class TpuVm:
             raise
         finally:
             self._close_hosts()
-            self._guard.release()
+            self._guard.close()
         return True
 
     def _make(self, capacity_seconds: float, retry_on: tuple[type[Exception], ...] = ()) -> None:
