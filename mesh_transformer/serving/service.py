@@ -318,21 +318,6 @@ class Service:
         return np.array(tokens, np.int32)
 
 
-@dataclasses.dataclass
-class _Choice:
-    """One of the answers in a `Completion`.
-
-    Attributes:
-      prompt: token ids [T].
-      request: the engine's request; several choices may share one request.
-      answer: the answer's text so far; None until the engine has accepted the request.
-    """
-
-    prompt: np.ndarray
-    request: engines.Request
-    answer: Answer | None = None
-
-
 class Completion:
     """The answers to one HTTP request, which arrive from the engine in pieces.
 
@@ -358,8 +343,9 @@ class Completion:
         self._echo = isinstance(body, CompletionRequest) and body.echo
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
         self._alternatives = int(body.logprobs or 0)  # number of tokens besides the chosen one
-        self._choices: list[_Choice] = []
-        self._updates = Updates[Sequence[int]]()  # each with the indices of its choices
+        self._requests: list[engines.Request] = []  # of each answer; several may share one
+        self._answers: list[Answer] = []  # their texts so far, once the engine has the requests
+        self._updates = Updates[Sequence[int]]()  # each with the indices of its answers
         self._head = {
             "id": f"{self._prefix}-{secrets.token_hex(12)}",
             "object": self._kind,
@@ -375,7 +361,7 @@ class Completion:
           length: maximum number of tokens to generate per answer.
           options: the sampling settings of each answer.
         """
-        body, form, first = self._body, self._form, len(self._choices)
+        body, form, first = self._body, self._form, len(self._requests)
         indices = range(first, first + len(options))
         groups = [[index] for index in indices] if length else [list(indices)]
         score = self._echo and (self._with_logprobs or not length)
@@ -396,7 +382,7 @@ class Completion:
                 score=score and group[0] == first,
                 constraint=None if form is None else form.copy(),
             )
-            self._choices += [_Choice(prompt, request) for _ in group]
+            self._requests += [request] * len(group)
 
     def begin(self) -> None:
         """Submit all answers to the engine.
@@ -404,23 +390,7 @@ class Completion:
         Raises:
           ApiError: if the engine's queue is full (status 429), or the engine has stopped (503).
         """
-        requests = {id(choice.request): choice.request for choice in self._choices}
-        submit(self._service.engine, list(requests.values()))
-
-    async def _answers(self) -> list[Answer]:
-        """Create and return one `Answer` per choice, with an `Echo` of its prompt if requested."""
-        words, echoes = self._service.words, dict[int, Echo]()
-        for choice in self._choices:
-            key = id(choice.prompt)
-            numbers = choice.prompt.tolist()
-            if self._echo and key not in echoes:
-                echoes[key] = await self._service.run_in_thread(
-                    functools.partial(Echo, words, numbers)
-                )
-            stop = choice.request.stop
-            echo, reasoning = echoes.get(key), self._new_reasoning()
-            choice.answer = Answer(words, numbers, self._body.stops, stop, echo, reasoning)
-        return [choice.answer for choice in self._choices if choice.answer is not None]
+        submit(self._service.engine, list(dict.fromkeys(self._requests)))
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yield (index of the answer, piece) for the pieces of all answers, as they are generated.
@@ -428,22 +398,29 @@ class Completion:
         Raises:
           ApiError: if the engine has stopped (status 503), or the model fails (500).
         """
-        answers = await self._answers()
-        running = set(range(len(answers)))
+        words, stops, echoes = self._service.words, self._body.stops, dict[int, Echo]()
+        for request in self._requests:
+            key, numbers = id(request.prompt), request.prompt.tolist()
+            if self._echo and key not in echoes:
+                work = functools.partial(Echo, words, numbers)
+                echoes[key] = await self._service.run_in_thread(work)
+            echo, reasoning = echoes.get(key), self._new_reasoning()
+            self._answers.append(Answer(words, numbers, stops, request.stop, echo, reasoning))
+        running = set(range(len(self._answers)))
         while running:
             indices, progress = await self._updates.next()
             for index in running.intersection(indices):
-                piece = answers[index].feed(progress)
+                piece = self._answers[index].feed(progress)
                 if piece.finish is not None:
                     running.discard(index)
-                    self._service.engine.cancel(self._choices[index].request)
+                    self._service.engine.cancel(self._requests[index])
                 if piece != EMPTY:
                     yield index, piece
 
     def cancel(self) -> None:
         """Cancel the answers that are still running."""
-        for choice in self._choices:
-            self._service.engine.cancel(choice.request)
+        for request in self._requests:
+            self._service.engine.cancel(request)
 
     async def text(self) -> str:
         """Wait for all answers, and return the concatenation of their texts."""
@@ -455,7 +432,7 @@ class Completion:
         Returns:
           An iterator over consecutive parts of the JSON text, because the text may be long.
         """
-        joined = [Piece("", []) for _ in self._choices]
+        joined = [Piece("", []) for _ in self._requests]
         async for index, piece in self._pieces():
             whole = joined[index]
             whole.text += piece.text
@@ -526,13 +503,12 @@ class Completion:
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens of the prompts and of the answers so far, and their sum."""
         # A prompt with several answers is counted once, as in OpenAI's API.
-        prompts = {id(choice.prompt): len(choice.prompt) for choice in self._choices}
+        prompts = {id(request.prompt): len(request.prompt) for request in self._requests}
         cached = dict(prompts)
-        for choice in self._choices:
-            name = id(choice.prompt)
-            cached[name] = min(cached[name], choice.request.cached)
-        prompt = sum(prompts.values())
-        completion = sum(choice.answer.tokens for choice in self._choices if choice.answer)
+        for request in self._requests:
+            name = id(request.prompt)
+            cached[name] = min(cached[name], request.cached)
+        prompt, completion = sum(prompts.values()), sum(answer.tokens for answer in self._answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
