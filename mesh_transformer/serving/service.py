@@ -11,7 +11,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -439,22 +439,8 @@ class Completion:
             whole.reasoning += piece.reasoning
             whole.token_offsets += piece.token_offsets
             whole.finish = piece.finish
-        return self._parts(joined)
-
-    async def _parts(self, joined: Sequence[Piece]) -> AsyncIterator[str]:
-        """Yield the JSON response in parts of about `PART_CHARACTERS` characters.
-
-        Args:
-          joined: the complete answers.
-        """
-        part = json.dumps(self._head)[:-1] + ', "choices": ['
-        for index, piece in enumerate(joined):
-            part += (", " if index else "") + json.dumps(self._choice(index, piece))
-            if len(part) > PART_CHARACTERS:
-                yield part
-                part = ""
-                await asyncio.sleep(0)  # so that one fast client cannot block the others
-        yield part + f'], "usage": {json.dumps(self.usage())}}}'
+        choices = (self._choice(index, piece) for index, piece in enumerate(joined))
+        return json_parts(self._head, "choices", choices, {"usage": self.usage()})
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the answers as server-sent events in OpenAI's format."""
@@ -570,6 +556,23 @@ def _top(words: TokenTexts, spot: TokenOffset, count: int) -> dict[str, float] |
         return None
     top = {words[number]: logprob for number, logprob in spot.token.top[:count]}
     return top | {words[spot.token.number]: spot.token.logprob}
+
+
+async def json_parts(
+    head: Mapping[str, Any], key: str, items: Iterable[Any], tail: Mapping[str, Any]
+) -> AsyncIterator[str]:
+    """Yield a JSON object in parts of about `PART_CHARACTERS` characters.
+
+    Its keys are those of `head`, then `key` with a list of `items`, and those of `tail`.
+    """
+    part = json.dumps(head)[:-1] + f', "{key}": ['
+    for index, item in enumerate(items):
+        part += (", " if index else "") + json.dumps(item)
+        if len(part) > PART_CHARACTERS:
+            yield part
+            part = ""
+            await asyncio.sleep(0)  # so that one fast client cannot block the others
+    yield f"{part}], {json.dumps(tail)[1:]}"
 
 
 def _event(value: dict[str, Any]) -> str:
