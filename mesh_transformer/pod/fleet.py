@@ -10,11 +10,12 @@ the order in which it sends them, and the leader sends the next step's batch whi
 the current step.  A fleet ends if a member fails.
 """
 
+import dataclasses
 import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
 
@@ -37,8 +38,7 @@ from mesh_transformer.network import (
     Wait,
 )
 from mesh_transformer.pod.faults import LostError, PermanentError, RaisedError
-from mesh_transformer.pod.runner import MeshPlace, marker_in
-from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
+from mesh_transformer.pod.runner import MeshPlace, StepReport, marker_in
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.storage.access import is_uri
 from mesh_transformer.training.objectives import head_of
@@ -73,6 +73,50 @@ class Member(Protocol):
     def ping(self) -> Future[Any]:
         """Return a result that comes at once from a member that responds, also during a call."""
         ...
+
+
+@dataclasses.dataclass
+class DispatchedStep:
+    """A training step that `Fleet.train` has dispatched to the hosts.
+
+    Attributes:
+      step: number of the step.
+      dispatched: the results of the `Train` calls, one per host, which come later.
+      values: metrics of the step; None until `Fleet.read` has fetched them.
+      error: the error of the step, if it has failed.
+      finished: whether all hosts have reported that the step has finished.
+    """
+
+    step: int
+    dispatched: list[Future[Any]]
+    values: dict[str, float] | None = None
+    error: Exception | None = None
+    finished: bool = False
+
+
+class PendingMetric:
+    """One metric of a training step; `float(metric)` waits until the step has finished."""
+
+    def __init__(
+        self, read: Callable[[DispatchedStep], dict[str, float]], reading: DispatchedStep, name: str
+    ):
+        self._read, self._reading, self._name = read, reading, name
+
+    def __float__(self) -> float:
+        return self._read(self._reading)[self._name]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(float(self), dtype)
+
+    def __format__(self, form: str) -> str:
+        return format(float(self), form)
+
+    def is_ready(self) -> bool:
+        """Return whether the step is known to have finished.
+
+        A finished step may give False until metrics of this step or an earlier one are read.
+        """
+        return self._reading.finished or self._reading.values is not None
 
 
 class Fleet(TrainableNetwork):

@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +29,6 @@ from mesh_transformer.mesh.program import compile_together, use_compilation_cach
 from mesh_transformer.network import Train
 from mesh_transformer.pod import meeting
 from mesh_transformer.pod.faults import host_error
-from mesh_transformer.pod.steps import StepReport
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, StoppedError, brief
@@ -106,6 +105,26 @@ class MeshPlace:
     heartbeat: int
     devices: int | None = None
     bind: str | None = None
+
+
+class StepReport(NamedTuple):
+    """One host's report about one training step.
+
+    Attributes:
+      step: number of the step.
+      seconds: duration of the step on this host, in seconds.
+      numbers: the step's metrics, by name.
+      finished: number of later steps that have also finished on this host.
+      save_failed: whether the last save of a checkpoint has failed on this host.
+      notice: whether this host has received SIGTERM, a sign that its machine will be shut down.
+    """
+
+    step: int
+    seconds: float
+    numbers: dict[str, float]
+    finished: int
+    save_failed: bool
+    notice: bool = False
 
 
 class NetworkRunner:
