@@ -29,8 +29,7 @@ from mesh_transformer.serving.answer import EMPTY, Answer, Echo, Piece, TokenOff
 from mesh_transformer.serving.delivery import Updates, submit
 from mesh_transformer.serving.engine import Engine
 from mesh_transformer.serving.errors import ApiError, invalid
-from mesh_transformer.serving.formats import Formats
-from mesh_transformer.serving.grammar import Format
+from mesh_transformer.serving.grammar import Format, Formats
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
     MOST_CHOICES,
