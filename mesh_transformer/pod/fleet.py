@@ -225,10 +225,7 @@ class Fleet(TrainableNetwork):
         return reading.values
 
     def _merge_reports(self, step: int, measured: list[StepReport]) -> dict[str, float]:
-        """Merge the members' reports about one step into a dict of metrics.
-
-        The dict has the metrics, which must be the same on all members, and the duration of the
-        step in seconds on each member as `host_seconds/<rank>`.
+        """Return a step's metrics, and its seconds on each member as `host_seconds/<rank>`.
 
         Raises:
           HostError: if the members' metrics are not bit-identical, or not those of `step`.
@@ -363,10 +360,7 @@ class Fleet(TrainableNetwork):
         return self._results(self._submit(method, *arguments), agree)
 
     def _submit(self, method: str, *arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        """Send a call to every member without waiting, and return the results, which come later.
-
-        The arguments are the same as for `call`.  `_results` waits for the results.
-        """
+        """Send a call to every member, as `call`, but return results for which `_results` waits."""
         if self.ended:
             raise HostError(f"the hosts have been shut down{self._why}; create a new cluster")
         own: Sequence[tuple[Any, ...]] = arguments or [()] * len(self.members)
@@ -463,10 +457,8 @@ class Fleet(TrainableNetwork):
     def _joint_error(self, errors: Sequence[BaseException | None]) -> InputError:
         """Return the error that the leader raises for a call that is bad input to some members.
 
-        Its line names the member if the others have no such error.
-
-        Args:
-          errors: for each result of `_results`, its error, or None.
+        Its line names the member if the others have no such error.  `errors` has an error or None
+        for each result.
         """
         index, error = next((index, error) for index, error in enumerate(errors) if error)
         assert isinstance(error, InputError)
@@ -500,10 +492,7 @@ class Fleet(TrainableNetwork):
         return self._shut_down("; ".join([*gone, message] if message else gone or [fallback]))
 
     def _shut_down(self, why: str) -> HostError:
-        """Shut down all members and return a HostError with the text `why`.
-
-        All later calls raise a HostError that repeats `why`.
-        """
+        """Shut down all members and return a HostError, which all later calls raise again."""
         self._why = f" ({why})"
         self.kill()
         return HostError(why)

@@ -340,11 +340,9 @@ def _is_gone(tpu: TpuVm) -> bool:
 def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
     """Start Ray on the TPU's hosts; return the hosts once all have joined the Ray cluster.
 
-    Args:
-      head: "HOST:PORT" of the Ray head.
-      known: addresses of the hosts if all have joined before, else empty.  Ray is then started only
-        on hosts that have left the cluster.  A restart of Ray on the other hosts would end the
-        copies of the state in their memory.
+    If all have joined before, and `known` has their addresses, Ray is started only on those that
+    have left the cluster.  A restart on the others would end the copies of the state in their
+    memory.
     """
     from mesh_transformer.pod.hosts import joined_hosts, missing_hosts
 

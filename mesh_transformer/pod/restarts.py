@@ -152,11 +152,8 @@ def _run_with_retries(
         InputError                                     the same error
 
     An attempt makes progress if it reaches a step that no earlier attempt has reached.  Progress
-    resets the number of restarts and the wait before the next one.
-
-    Args:
-      retries: see `train`.
-      ledger: counts the seconds of the waits and of the calls of `make`.
+    resets the number of restarts and the wait before the next one.  The ledger counts the seconds
+    of the waits and of the calls of `make`.
     """
     ledger = ledger or Ledger()
     furthest, failures, previous = -1, 0, ""

@@ -121,11 +121,7 @@ class Prefiller:
         ]
 
     def _compile(self, width: int, size: int | None) -> None:
-        """Compile the program for `size` prompts, or, without a size, for chunks; time the latter.
-
-        Args:
-          width: number of tokens that the prompts or chunks are padded to.
-        """
+        """Compile the program for `size` prompts, or for chunks if it is None, and time chunks."""
         none, prompt = SamplingOptions(), np.zeros(self._window, np.int32)
         count = min(width, self._longest)
         if size is not None:

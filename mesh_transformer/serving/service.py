@@ -254,8 +254,8 @@ class Service:
           special: whether to add the special tokens that the tokenizer puts before a text.
 
         Raises:
-          ApiError: if a token id is invalid, or if the prompt, or the prompt together with its
-            answer, is too long for the model.
+          ApiError: if a token id is invalid, if the prompt is longer than the model's window, or if
+            it and its answer together are longer than the model allows (see `longest_text`).
         """
         window = self.engine.network.config.window
         # Such a text is refused without tokenizing it, which would take long.
@@ -287,15 +287,7 @@ class Service:
         return tokens
 
     def _checked(self, tokens: Sequence[int], length: int, param: str = "prompt") -> np.ndarray:
-        """Check the token ids of a prompt, and return them as an array [T].
-
-        Args:
-          length: number of tokens to generate after the prompt.
-
-        Raises:
-          ApiError: if a token id is outside the vocabulary, or if the prompt and its answer
-            together are longer than the model allows (see `longest_text`).
-        """
+        """Check the token ids of a prompt, and return them as an array [T]; see `tokens`."""
         config = self.engine.network.config
         outside = [token for token in tokens if not 0 <= token < config.n_vocab]
         if outside:

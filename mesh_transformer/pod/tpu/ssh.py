@@ -189,11 +189,7 @@ class Hosts:
         """Call `function` with each host's number, in parallel, and return the results in order.
 
         If a call fails, all connections are closed, which ends the other calls.  The error of the
-        failed call is then raised.
-
-        Args:
-          what: the purpose of the calls, for messages.
-          seconds: time limit of the calls, in seconds; connecting has a time limit of its own.
+        failed call is then raised.  Connecting has a time limit of its own, besides `seconds`.
         """
         count = len(self._numbers)
         self._stopping.clear()
@@ -246,10 +242,7 @@ class Hosts:
         Retries are needed because a new host takes some time until it accepts SSH connections with
         the user's key.
         """
-        from paramiko.ssh_exception import (
-            AuthenticationException,
-            BadHostKeyException,
-        )
+        from paramiko.ssh_exception import AuthenticationException, BadHostKeyException
 
         options, label = self.options, self._label(host)
         deadline = time.monotonic() + seconds
@@ -314,12 +307,7 @@ class Hosts:
         return connection
 
     def _trust(self, client: Any, address: str) -> None:
-        """Set which host keys a paramiko SSH client accepts from the host at `address`.
-
-        If the host has published host keys, only these keys are accepted.  Otherwise, if
-        `trust_first` is set, only the key that the host presents first is accepted, now and in
-        later connections.  In all other cases, the host is rejected.
-        """
+        """Set which host keys a paramiko SSH client accepts, as the module's docstring says."""
         from paramiko import MissingHostKeyPolicy, PKey
 
         hosts, known, may_pin = self, self._keys.get(address, []), self.options.trust_first
@@ -346,11 +334,7 @@ class Hosts:
 
 
 class _UntrustedError(Exception):
-    """A host presented an SSH host key that is not accepted.
-
-    Either this host has published other keys or presented another key before, or `trust_first` is
-    False.
-    """
+    """A host presented an SSH host key that is not accepted; see `Hosts._trust`."""
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
@@ -366,9 +350,6 @@ class _Output:
 
     The object keeps the last `SHOWN_LINES` lines.  If `show` is set, each line is also printed as
     soon as it is complete.
-
-    Args:
-      label: the host's name in printed lines.
     """
 
     def __init__(self, label: str, show: bool):

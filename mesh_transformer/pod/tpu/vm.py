@@ -236,9 +236,6 @@ class TpuVm:
 
         If the TPU already exists, it is taken over instead, and the result is None.  A TPU that was
         taken over but will not become ready is deleted and requested again.
-
-        Args:
-          kind: accelerator type to request.
         """
         node, queued = self._api.node(), self._api.queued()
         if node is not None or queued is not None:
@@ -276,11 +273,7 @@ class TpuVm:
     def _take_over(
         self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None"
     ) -> None:
-        """Use an existing TPU instead of a new one; see the argument `adopt` of `TpuVm`.
-
-        Args:
-          node: the TPU's node, or None if the TPU is queued and has no node yet.
-          queued: the TPU's queued resource, or None if the TPU was not queued.
+        """Use an existing TPU, which may have no node yet; see the argument `adopt` of `TpuVm`.
 
         Raises:
           InputError: if `adopt` is not set, or if the TPU has another ownership label or type.
@@ -352,13 +345,8 @@ class TpuVm:
     def _polls(self, what: str, seconds: float, advice: str) -> Iterator[tqdm]:
         """Yield a progress bar each time the caller should poll the API; sleep in between.
 
-        Args:
-          what: the TPU's activity, such as "being deleted", for the progress bar and the error.
-          seconds: time limit for the whole loop.
-          advice: what the user can do after the time limit, for the error.
-
         Raises:
-          StoppedError: once `seconds` seconds have passed.
+          StoppedError: that the TPU is still `what`, and `advice`, once `seconds` have passed.
         """
         start = time.monotonic()
         layout = "{desc} {elapsed}{postfix}"
