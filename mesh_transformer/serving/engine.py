@@ -151,11 +151,9 @@ class Engine:
         # it serves; `submit` only counts them, and may be wrong by those of the present turn.
         self._wake = threading.Condition()
         self._worker: threading.Thread | None = None
-        metrics.watch(
-            waiting=lambda: self.waiting,
-            active=lambda: self.active,
-            used=lambda: self._prefiller.used_tokens,
-        )
+        metrics.waiting.set_function(lambda: self.waiting)
+        metrics.active.set_function(lambda: self.active)
+        metrics.used_tokens.set_function(lambda: self._prefiller.used_tokens)
 
     @property
     def waiting(self) -> int:
@@ -390,7 +388,7 @@ class Engine:
 
         A request that must also generate tokens is put back at the front of the queue.
         """
-        self._metrics.prompt_tokens(len(request.prompt))
+        self._metrics.prompt_tokens.inc(len(request.prompt))
         try:
             scores = self._score_text(request.prompt, request.settings.adapter)
         except NonFiniteError:
@@ -405,7 +403,7 @@ class Engine:
 
     def _embed(self, request: Request) -> None:
         """Deliver the prompt's vector."""
-        self._metrics.prompt_tokens(len(request.prompt))
+        self._metrics.prompt_tokens.inc(len(request.prompt))
         vector, error = None, None
         try:
             vector = self._vector(request.prompt, request.settings.adapter)
@@ -453,7 +451,7 @@ class Engine:
 
     def _begin_answer(self, request: Request, tokens: list[Token]) -> None:
         """Let a request whose prompt is in its row generate, and deliver its first token."""
-        self._metrics.first_token(time.perf_counter() - request.began)
+        self._metrics.first_token_seconds.observe(time.perf_counter() - request.began)
         self._active[request.row] = request
         self._advance(request.row, request, tokens)
 
@@ -477,7 +475,7 @@ class Engine:
         # A row whose answer ends within the call makes fewer tokens, with guesses or without.
         full = [int(made[row]) for row in self._active if batch.left[row] and row not in allowed]
         self._speculation.observe(speculate, seconds, steps, full)
-        self._metrics.decode(seconds, steps)
+        self._metrics.step_seconds.observe(self._step_seconds)
         for row, request in list(self._active.items()):
             self._advance(row, request, tokens_of(part_of(chosen, (row, slice(made[row])))))
 

@@ -236,7 +236,8 @@ class Prefiller:
             pages, own = self._pages[self._replica(request.row)], self._in_rows[request.row]
             pages.keep(own, request.named[-self._window :])
             pages.end_prompt(own)
-        self._metrics.prefill(time.perf_counter() - began, sum(map(len, prompts)))
+        self._metrics.prefill_seconds.observe(time.perf_counter() - began)
+        self._metrics.prompt_tokens.inc(sum(map(len, prompts)))
         return chosen
 
     def insert_chunk(self, request: Request, most: int) -> tuple[int, Any]:
@@ -268,8 +269,9 @@ class Prefiller:
         if last:
             pages.end_prompt(own)
         took = time.perf_counter() - began
-        self._metrics.prefill(took, end - begin)
-        self._metrics.cached(begin - request.filled)
+        self._metrics.prefill_seconds.observe(took)
+        self._metrics.prompt_tokens.inc(end - begin)
+        self._metrics.cached_tokens.inc(begin - request.filled)
         if begin:
             self._observe(self.cost(end - begin), took)
         request.filled, request.cached = end, request.cached + begin - request.filled
