@@ -492,7 +492,7 @@ class Fleet(TrainableNetwork):
         return self._shut_down("; ".join([*gone, message] if message else gone or [fallback]))
 
     def _shut_down(self, why: str) -> HostError:
-        """Shut down all members and return a HostError, which all later calls raise again."""
+        """Shut down all members and return a HostError; later calls raise one that repeats it."""
         self._why = f" ({why})"
         self.kill()
         return HostError(why)
