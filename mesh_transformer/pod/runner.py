@@ -85,6 +85,24 @@ def marker_in(folder: str) -> str:
     return os.path.join(folder, f".{secrets.token_hex(8)}{MARKER}")
 
 
+# The methods of `NetworkRunner` that a leader may call.
+CALLS = [
+    "pid",
+    "free_port",
+    "versions",
+    "start",
+    "open_train_set",
+    "record_files",
+    "read",
+    "metrics",
+    "run",
+    "create_marker",
+    "marker_exists",
+    "delete_marker",
+    "close",
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshPlace:
     """How a process joins the others of a mesh.
@@ -131,7 +149,7 @@ class NetworkRunner:
     """Runs a `CausalTransformer` in one process of a mesh, on that process's own batch rows.
 
     Call `start` first.  All processes of a mesh must receive the same calls in the same order; the
-    leader makes them by `call`, which gives it all methods without an underscore.
+    leader makes them by `call`.
     `Train` starts a step without waiting for it; a later call of `metrics` waits for the step and
     returns its metrics.
     """
@@ -173,7 +191,7 @@ class NetworkRunner:
             leader, so it is replaced by the result of `host_error`, which names this process.  Its
             traceback is printed.
         """
-        if method.startswith("_") or method not in vars(NetworkRunner):
+        if method not in CALLS:
             raise InputError(f"{method!r} is no call of a leader")
         try:
             return getattr(self, method)(*arguments)
