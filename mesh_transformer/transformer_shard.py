@@ -118,8 +118,7 @@ class CausalTransformer(TrainableNetwork):
         self.noise_batches = (small, self.batch_size * accumulation)
         hardware = accelerators.hardware_of(self.mesh.devices.flat[0])
         self.peak_flops = None if hardware is None else hardware.peak * self.mesh.size
-        # Of `train`, and of all other methods.
-        self._rows = self._eval_rows = Rows(self.mesh, self.config.virtual_replicas(self.dp))
+        self._rows = Rows(self.mesh, self.config.virtual_replicas(self.dp))
         self._checkpoints: Checkpoints | None = None
         self._folder: str | None = None  # of `_checkpoints`
         self.step = 0  # a copy on the host; reading the step in `state` would wait for the device
@@ -144,7 +143,8 @@ class CausalTransformer(TrainableNetwork):
 
     @functools.singledispatchmethod
     def _dispatch(self, call: Call[Any]) -> Any:
-        return self._generator.run(self._own_params(), call)
+        # After `only_generate` there is no state, and the generator uses its copy of the weights.
+        return self._generator.run(None if self.state is None else self._params(), call)
 
     @_dispatch.register
     def _init(self, _: Init) -> None:
@@ -170,12 +170,12 @@ class CausalTransformer(TrainableNetwork):
     @property
     def alone(self) -> bool:
         """Whether no other process has to make the same calls."""
-        return self._eval_rows.alone
+        return self._rows.alone
 
     @property
     def own_replicas(self) -> Sequence[int]:
         """Replicas whose batch rows this process passes in and gets back."""
-        return self._eval_rows.replicas
+        return self._rows.replicas
 
     def set_objective(self, objective: objectives.Objective | None) -> None:
         """Let `train` minimise a function; see `TrainableNetwork.set_objective`."""
@@ -205,7 +205,7 @@ class CausalTransformer(TrainableNetwork):
 
     @functools.cached_property
     def _generator(self) -> Generator:
-        return Generator(self._layout, self._eval_rows)
+        return Generator(self._layout, self._rows)
 
     def _drop_weights(self, *, adapters: bool = False) -> None:
         """Free the generator's copy of the weights, and optionally its adapters."""
@@ -247,7 +247,7 @@ class CausalTransformer(TrainableNetwork):
 
     @_dispatch.register
     def _evaluate(self, call: Eval) -> dict[str, Any]:
-        count, rows = len(call.batch["obs"]), self._eval_rows
+        count, rows = len(call.batch["obs"]), self._rows
         placed = rows.place({key: rows.pad(x) for key, x in call.batch.items()}, P("dp"))
         params = self._params()
         if call.base:
@@ -271,7 +271,7 @@ class CausalTransformer(TrainableNetwork):
     def logits(self, tokens: np.ndarray) -> Array | np.ndarray:
         """Return the next-token logits f32 [B, T, n_vocab] at each position of `tokens` [B, T]."""
         tokens = check_tokens(self.config, "tokens", tokens, 2)
-        rows = self._eval_rows
+        rows = self._rows
         outputs = self._logits(self._params(), rows.place(rows.pad(tokens), P("dp")))
         logits, finite = (rows.fetch(x, len(tokens)) for x in jax.block_until_ready(outputs))
         with blaming(lambda: self._generator.cause(self._params())):
@@ -282,7 +282,7 @@ class CausalTransformer(TrainableNetwork):
     def _add_adapters(self, call: AddAdapters) -> None:
         params, layout = self._params(), self._layout
         loaded = [loading.load_adapter(Source.of(path), layout, params) for path in call.paths]
-        self._generator = Generator(layout, self._eval_rows, loaded, self._generator.draft)
+        self._generator = Generator(layout, self._rows, loaded, self._generator.draft)
 
     @_dispatch.register
     def _add_draft(self, call: AddDraft) -> None:
@@ -412,10 +412,6 @@ class CausalTransformer(TrainableNetwork):
         if self.state is None:
             raise InputError("the model has no weights yet; call init, restore or load")
         return self.state
-
-    def _own_params(self) -> Any | None:
-        """Return the parameters; None after `only_generate`, as the generator keeps a copy."""
-        return None if self.state is None else self._params()
 
     def _params(self) -> Any:
         return steps.all_params(self._loaded())

@@ -192,13 +192,7 @@ class TPUCluster(Fleet):
         return super()._shut_down(why)
 
     def _disk_full_error(self, where: str) -> StoppedError:
-        """Shut down all hosts and return a StoppedError that says that a disk is full.
-
-        The error is not a HostError, because a restart would not help.
-
-        Args:
-          where: the machine whose disk is full.
-        """
+        """Shut down all hosts; return an error that is no HostError: a restart would not help."""
         self.kill()
         return StoppedError(
             f"Ray's object store on {where} is full, and so is the disk that it spills to "

@@ -65,7 +65,4 @@ class ElasticCluster(TPUCluster):
 
     def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
         """Start saving the state, with the run's own config; see `TPUCluster.save`."""
-        super().save(folder, self._with_run_config(aux or {}))
-
-    def _with_run_config(self, aux: dict[str, Any]) -> dict[str, Any]:
-        return aux | {"config": self._run_config.as_dict()}
+        super().save(folder, (aux or {}) | {"config": self._run_config.as_dict()})

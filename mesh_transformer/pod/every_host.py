@@ -267,7 +267,14 @@ def find_place(
     ids = [int(i) for i in os.environ.get("JAX_LOCAL_DEVICE_IDS", "").split(",") if i] or None
     coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     if chosen == (None, None, None):
-        coordinator, count, index, ids = _detected(coordinator, ids, seconds)
+        try:
+            coordinator, count, index, ids = detect_cluster(coordinator, ids, int(seconds))
+        except Exception as error:  # each kind of cluster raises its own exceptions
+            text = " ".join(str(error).split())[:300]
+            raise InputError(
+                f"--every-host: JAX cannot detect the cluster ({type(error).__name__}: {text}); "
+                f"give {', '.join(FLAGS)}"
+            ) from None
     values = zip(FLAGS, (coordinator, count, index), strict=True)
     if missing := [flag for flag, value in values if value is None]:
         raise InputError(
@@ -285,20 +292,6 @@ def find_place(
             f"--process-index is {index}, expected 0 to {count - 1} (--process-count is {count})"
         )
     return Place(coordinator, count, index), ids
-
-
-def _detected(
-    coordinator: str | None, ids: list[int] | None, seconds: float
-) -> tuple[str | None, int | None, int | None, list[int] | None]:
-    """Return (address of process 0, process count, process index, local device ids) from JAX."""
-    try:
-        return detect_cluster(coordinator, ids, int(seconds))
-    except Exception as error:  # each kind of cluster raises its own exceptions
-        text = " ".join(str(error).split())[:300]
-        raise InputError(
-            f"--every-host: JAX cannot detect the cluster ({type(error).__name__}: {text}); give "
-            f"{', '.join(FLAGS)}"
-        ) from None
 
 
 @contextlib.contextmanager

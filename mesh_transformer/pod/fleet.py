@@ -10,11 +10,12 @@ the order in which it sends them, and the leader sends the next step's batch whi
 the current step.  A fleet ends if a member fails.
 """
 
+import dataclasses
 import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ import numpy as np
 from mesh_transformer.calls import Call, Result, joined, split
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.generation.batch import BadWeights, NewBatch, Run
+from mesh_transformer.generation.batch import BadWeights, NewBatch
 from mesh_transformer.generation.finite import blaming
 from mesh_transformer.network import (
     AddAdapters,
@@ -37,8 +38,7 @@ from mesh_transformer.network import (
     Wait,
 )
 from mesh_transformer.pod.faults import LostError, PermanentError, RaisedError
-from mesh_transformer.pod.runner import MeshPlace, marker_in
-from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
+from mesh_transformer.pod.runner import MeshPlace, StepReport, marker_in
 from mesh_transformer.pod.train_set import READ_ON_HOSTS, ClusterTrainSet
 from mesh_transformer.storage.access import is_uri
 from mesh_transformer.training.objectives import head_of
@@ -73,6 +73,50 @@ class Member(Protocol):
     def ping(self) -> Future[Any]:
         """Return a result that comes at once from a member that responds, also during a call."""
         ...
+
+
+@dataclasses.dataclass
+class DispatchedStep:
+    """A training step that `Fleet.train` has dispatched to the hosts.
+
+    Attributes:
+      step: number of the step.
+      dispatched: the results of the `Train` calls, one per host, which come later.
+      values: metrics of the step; None until `Fleet.read` has fetched them.
+      error: the error of the step, if it has failed.
+      finished: whether all hosts have reported that the step has finished.
+    """
+
+    step: int
+    dispatched: list[Future[Any]]
+    values: dict[str, float] | None = None
+    error: Exception | None = None
+    finished: bool = False
+
+
+class PendingMetric:
+    """One metric of a training step; `float(metric)` waits until the step has finished."""
+
+    def __init__(
+        self, read: Callable[[DispatchedStep], dict[str, float]], reading: DispatchedStep, name: str
+    ):
+        self._read, self._reading, self._name = read, reading, name
+
+    def __float__(self) -> float:
+        return self._read(self._reading)[self._name]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(float(self), dtype)
+
+    def __format__(self, form: str) -> str:
+        return format(float(self), form)
+
+    def is_ready(self) -> bool:
+        """Return whether the step is known to have finished.
+
+        A finished step may give False until metrics of this step or an earlier one are read.
+        """
+        return self._reading.finished or self._reading.values is not None
 
 
 class Fleet(TrainableNetwork):
@@ -181,10 +225,7 @@ class Fleet(TrainableNetwork):
         return reading.values
 
     def _merge_reports(self, step: int, measured: list[StepReport]) -> dict[str, float]:
-        """Merge the members' reports about one step into a dict of metrics.
-
-        The dict has the metrics, which must be the same on all members, and the duration of the
-        step in seconds on each member as `host_seconds/<rank>`.
+        """Return a step's metrics, and its seconds on each member as `host_seconds/<rank>`.
 
         Raises:
           HostError: if the members' metrics are not bit-identical, or not those of `step`.
@@ -202,27 +243,22 @@ class Fleet(TrainableNetwork):
     def run(self, call: Call[Any]) -> Any:
         """Run a call on all members, each of which gets the rows of its replicas."""
         match call:
-            case NewBatch():
-                return self._new_batch(call)
             case Train():
                 return self._train(call)
             case Save() | Wait():
                 return self._save(call)
-            case Claim():
+            case Claim() | Restore():
                 self._check_shared(call.folder)
-            case Restore():
-                self._check_shared(call.folder)
-                return self._set_adapters(call, 0)
-            case Init() | Load():
-                return self._set_adapters(call, 0)  # the new weights have none yet
+        result = self._run(call)
+        match call:
+            case NewBatch():
+                self._batches += 1
+                return functools.partial(self._run_in_batch, self._batches, call.rows)
+            case Init() | Load() | Restore():
+                self._adapters = 0  # the new weights have none yet
             case AddAdapters():
-                return self._set_adapters(call, len(call.paths))
-        return self._run(call)
-
-    def _new_batch(self, call: NewBatch) -> Run:
-        self._run(call)
-        self._batches += 1
-        return functools.partial(self._run_in_batch, self._batches, call.rows)
+                self._adapters = len(call.paths)
+        return result
 
     def _train(self, call: Train) -> dict[str, Any]:
         """Dispatch a step, and return its metrics and its seconds on each member."""
@@ -251,12 +287,6 @@ class Fleet(TrainableNetwork):
             self._check_shared(call.folder)
         self._save_failed = False
         self._run(call, agree=self.patience)  # others may be writing when one raises an error
-
-    def _set_adapters(self, call: Call[Result], count: int) -> Result:
-        """Run a call after which the members have `count` adapters."""
-        result = self._run(call)
-        self._adapters = count
-        return result
 
     def _run(
         self, call: Call[Result], size: int | None = None, agree: float = SECONDS_TO_AGREE
@@ -330,10 +360,7 @@ class Fleet(TrainableNetwork):
         return self._results(self._submit(method, *arguments), agree)
 
     def _submit(self, method: str, *arguments: tuple[Any, ...]) -> list[Future[Any]]:
-        """Send a call to every member without waiting, and return the results, which come later.
-
-        The arguments are the same as for `call`.  `_results` waits for the results.
-        """
+        """Send a call to every member, as `call`, but return results for which `_results` waits."""
         if self.ended:
             raise HostError(f"the hosts have been shut down{self._why}; create a new cluster")
         own: Sequence[tuple[Any, ...]] = arguments or [()] * len(self.members)
@@ -430,10 +457,8 @@ class Fleet(TrainableNetwork):
     def _joint_error(self, errors: Sequence[BaseException | None]) -> InputError:
         """Return the error that the leader raises for a call that is bad input to some members.
 
-        Its line names the member if the others have no such error.
-
-        Args:
-          errors: for each result of `_results`, its error, or None.
+        Its line names the member if the others have no such error.  `errors` has an error or None
+        for each result.
         """
         index, error = next((index, error) for index, error in enumerate(errors) if error)
         assert isinstance(error, InputError)
@@ -467,10 +492,7 @@ class Fleet(TrainableNetwork):
         return self._shut_down("; ".join([*gone, message] if message else gone or [fallback]))
 
     def _shut_down(self, why: str) -> HostError:
-        """Shut down all members and return a HostError with the text `why`.
-
-        All later calls raise a HostError that repeats `why`.
-        """
+        """Shut down all members and return a HostError; later calls raise one that repeats it."""
         self._why = f" ({why})"
         self.kill()
         return HostError(why)

@@ -259,12 +259,19 @@ class TpuHosts:
         self._tries_left = FIRST_TRIES
 
     def __call__(self) -> "list[Host]":
+        from mesh_transformer.pod.hosts import joined_hosts, missing_hosts
+
         self._head.revive()
         if _is_gone(self.tpu):
             self._known = []
             self.tpu.recreate()
         try:
-            joined = _join(self.tpu, self._head.address, self._known)
+            # Once all have joined, Ray is started only on hosts that have left the cluster.  On
+            # others, a restart would end the copies of the state in their memory.
+            missing = missing_hosts(self._known) if self._known else None
+            if missing != []:
+                self.tpu.start_ray(self._head.address, ray_token(), only=missing)
+            joined = joined_hosts(self.tpu.hosts())
         except StoppedError as error:
             self._tries_left -= 1
             if self._tries_left > 0 or _is_gone(self.tpu):
@@ -335,23 +342,6 @@ def _is_gone(tpu: TpuVm) -> bool:
     except PreemptedError:
         return True
     return False
-
-
-def _join(tpu: TpuVm, head: str, known: list[str]) -> "list[Host]":
-    """Start Ray on the TPU's hosts; return the hosts once all have joined the Ray cluster.
-
-    Args:
-      head: "HOST:PORT" of the Ray head.
-      known: addresses of the hosts if all have joined before, else empty.  Ray is then started only
-        on hosts that have left the cluster.  A restart of Ray on the other hosts would end the
-        copies of the state in their memory.
-    """
-    from mesh_transformer.pod.hosts import joined_hosts, missing_hosts
-
-    missing = missing_hosts(known) if known else None
-    if missing != []:
-        tpu.start_ray(head, ray_token(), only=missing)
-    return joined_hosts(tpu.hosts())
 
 
 def _object_store(config: Config) -> int:

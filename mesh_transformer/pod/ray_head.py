@@ -192,9 +192,7 @@ def _usual_folder() -> str:
 
 
 def _require_token() -> None:
-    """Enable Ray's token authentication in this process and its children.
-
-    Creates a token unless the environment already provides one.
+    """Enable Ray's token authentication, with a new token unless the environment provides one.
 
     Raises:
       RuntimeError: if Ray was imported before RAY_AUTH_MODE was set, because Ray reads this
@@ -257,11 +255,7 @@ def _servers() -> dict[int, str]:
 
 
 def _watch(servers: dict[int, str]) -> None:
-    """Wait until standard input is closed or a server dies; print the name of a dead server.
-
-    Args:
-      servers: {process id: name} of the servers to watch.
-    """
+    """Wait until standard input is closed or a server dies; print the name of a dead server."""
     watched = {os.pidfd_open(pid): name for pid, name in servers.items()}
     ready, _, _ = select.select([sys.stdin.fileno(), *watched], [], [])
     if ready[0] in watched:
@@ -269,12 +263,9 @@ def _watch(servers: dict[int, str]) -> None:
 
 
 def _members(session: int) -> dict[int, str]:
-    """Return {process id: name} of all processes in an operating system session (Linux only).
+    """Return {process id: name} of the processes in a session of `os.getsid` (Linux only).
 
     Processes that end during the scan are left out.
-
-    Args:
-      session: session id, as returned by `os.getsid`.
     """
     names = {}
     for path in Path("/proc").glob("[0-9]*"):

@@ -55,17 +55,8 @@ class RestartingCluster(Network):
           HostError: if a host fails during another call than `Eval` and `NewBatch`, if all
             `ATTEMPTS` attempts fail, or if `close` has been called.
         """
-        is_retried = isinstance(call, Eval | NewBatch)
-        if is_retried:
-            return self._call_with_retries(lambda cluster: cluster.run(call))
-        return self._cluster.run(call)
-
-    def _call_with_retries(self, call: "Callable[[TPUCluster], Result]") -> "Result":
-        """Return `call(cluster)`; after a host failure, retry the call on new hosts.
-
-        Raises:
-          HostError: after `ATTEMPTS` failures, or if `close` has been called.
-        """
+        if not isinstance(call, Eval | NewBatch):
+            return self._cluster.run(call)
         failures = 0
         while True:
             try:
@@ -76,7 +67,7 @@ class RestartingCluster(Network):
                     self._cluster = self._make()
                     if self._closed:  # another thread called `close` during the start
                         self._cluster.kill()
-                return call(self._cluster)
+                return self._cluster.run(call)
             except HostError as error:
                 failures += 1
                 if failures == ATTEMPTS or self._closed:
@@ -161,11 +152,8 @@ def _run_with_retries(
         InputError                                     the same error
 
     An attempt makes progress if it reaches a step that no earlier attempt has reached.  Progress
-    resets the number of restarts and the wait before the next one.
-
-    Args:
-      retries: see `train`.
-      ledger: counts the seconds of the waits and of the calls of `make`.
+    resets the number of restarts and the wait before the next one.  The ledger counts the seconds
+    of the waits and of the calls of `make`.
     """
     ledger = ledger or Ledger()
     furthest, failures, previous = -1, 0, ""

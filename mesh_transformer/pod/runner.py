@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,24 +29,9 @@ from mesh_transformer.mesh.program import compile_together, use_compilation_cach
 from mesh_transformer.network import Train
 from mesh_transformer.pod import meeting
 from mesh_transformer.pod.faults import host_error
-from mesh_transformer.pod.steps import StepReport
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, StoppedError, brief
-
-
-def bypass_proxy(address: str) -> None:
-    """Make this process's gRPC connections to `address` direct, even if a proxy is configured.
-
-    The address is added to the environment variables `no_proxy` and `NO_PROXY`.
-
-    Args:
-      address: IP address or host name, without a port.
-    """
-    for name in ("no_proxy", "NO_PROXY"):
-        others = [other for other in os.environ.get(name, "").split(",") if other]
-        os.environ[name] = ",".join([*others, address])
-
 
 SECONDS_TO_SEE = 10.0  # for a new file to be seen through a network file system
 SECONDS_TO_SHUT_DOWN = 60  # for JAX to disconnect the processes at the end
@@ -138,6 +123,26 @@ class MeshPlace:
     heartbeat: int
     devices: int | None = None
     bind: str | None = None
+
+
+class StepReport(NamedTuple):
+    """One host's report about one training step.
+
+    Attributes:
+      step: number of the step.
+      seconds: duration of the step on this host, in seconds.
+      numbers: the step's metrics, by name.
+      finished: number of later steps that have also finished on this host.
+      save_failed: whether the last save of a checkpoint has failed on this host.
+      notice: whether this host has received SIGTERM, a sign that its machine will be shut down.
+    """
+
+    step: int
+    seconds: float
+    numbers: dict[str, float]
+    finished: int
+    save_failed: bool
+    notice: bool = False
 
 
 class NetworkRunner:
@@ -236,13 +241,8 @@ class NetworkRunner:
                     "process one GPU, unless JAX_LOCAL_DEVICE_IDS lists more)"
                 )
         self.network = CausalTransformer(config, init=False)
-        return {
-            "replicas": self.network.replicas,
-            "dp": self.network.dp,
-            "batch_size": self.network.batch_size,
-            "noise_batches": self.network.noise_batches,
-            "peak_flops": self.network.peak_flops,
-        }
+        names = ("replicas", "dp", "batch_size", "noise_batches", "peak_flops")
+        return {name: getattr(self.network, name) for name in names}
 
     def _connect(self, place: MeshPlace) -> None:
         """Connect JAX in this process to JAX in the others."""
@@ -252,7 +252,9 @@ class NetworkRunner:
         if self.rank == 0:
             meeting.check_free(bind.strip("[]"), int(port))
         jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
-        bypass_proxy(host.strip("[]"))
+        for name in ("no_proxy", "NO_PROXY"):  # gRPC then connects without a configured proxy
+            others = [other for other in os.environ.get(name, "").split(",") if other]
+            os.environ[name] = ",".join([*others, host.strip("[]")])
         bind_collectives(place.address)
         jax.config.update("jax_check_proxy_envs", False)  # it would warn of `no_proxy`
         jax.distributed.initialize(
@@ -297,8 +299,8 @@ class NetworkRunner:
             self._train_set.close()
         self._read.clear()
         config = network.config.replace(train_set=train_set)
-        (columns,) = process_rows([network.replicas], network.batch_size // network.dp)
-        self._train_set = open_train_set(config, network.batch_size, columns.tolist())
+        own = process_rows([network.replicas], network.batch_size // network.dp)
+        self._train_set = open_train_set(config, network.batch_size, *own)
         self._train_set.restore(state, batches)
         return self._train_set.state()
 

@@ -22,7 +22,8 @@ class ClusterTrainSet:
     A run may therefore resume with another number of hosts, or with the driver reading all rows.
 
     Raises:
-      InputError: if opening or reading the training set raises InputError on any host.
+      InputError: if opening or reading the training set raises InputError on any host, or if the
+        hosts do not all see the same record files.
       HostError: if a host fails, or if the hosts are not all at the same record.
     """
 
@@ -30,7 +31,14 @@ class ClusterTrainSet:
         self._fleet = fleet
         self._state: dict[str, Any] = {}
         self.restore(None)
-        self._check_files()
+        seen = fleet.call("record_files")
+        for member, files in zip(fleet.members, seen, strict=True):
+            if files != seen[0]:
+                raise InputError(
+                    f"train_set: {member.name} sees other record files than "
+                    f"{fleet.members[0].name} (names or sizes differ); give all hosts the same "
+                    "files"
+                )
 
     def restore(self, state: dict[str, Any] | None, batches: int = 0) -> None:
         """Continue reading from a position; see `TFRecordNewInputs.restore`."""
@@ -41,17 +49,6 @@ class ClusterTrainSet:
         else:
             resolved = path_of(train_set)
         self._call("open_train_set", resolved, state, batches)
-
-    def _check_files(self) -> None:
-        """Raise InputError if the hosts do not all see the same record files."""
-        seen = self._fleet.call("record_files")
-        for member, files in zip(self._fleet.members, seen, strict=True):
-            if files != seen[0]:
-                raise InputError(
-                    f"train_set: {member.name} sees other record files than "
-                    f"{self._fleet.members[0].name} (names or sizes differ); give all hosts the "
-                    "same files"
-                )
 
     def get_samples(self) -> dict[str, np.ndarray]:
         """Make the hosts read the next batch, which stays on the hosts.

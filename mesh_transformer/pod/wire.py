@@ -24,7 +24,6 @@ MODULES = frozenset(
         "network",
         "pod.faults",
         "pod.runner",
-        "pod.steps",
         "util",
     )
 )

@@ -372,56 +372,44 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
         service.adapter(name)
         return model(name)
 
-    @app.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        keys.check(request)
-        return await _answered(service, request, CompletionRequest, service.completion)
+    def post(path: str, name: str, kind: type[BaseModel], *work: Any) -> None:
+        """Add an endpoint whose requests `_answered` answers, with `work` as last arguments."""
 
-    async def chat(request: Request) -> Response:
-        keys.check(request)
-        return await _answered(service, request, ChatRequest, service.chat)
+        async def endpoint(request: Request) -> Response:
+            keys.check(request)
+            return await _answered(service, request, kind, *work)
 
-    async def no_chat(request: Request) -> Response:
-        keys.check(request)
-        if service.template is not None:
-            raise ApiError(404, f"POST {RESPONSES}: not served; send messages to POST {CHAT}")
+        # The body's schema; FastAPI itself would also check bodies, with errors of its own.
+        schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}}
+        described = {"requestBody": schema}
+        app.add_api_route(path, endpoint, methods=["POST"], name=name, openapi_extra=described)
+
+    def refuse(path: str, message: str, **details: Any) -> None:
+        """Add an endpoint that this server knows but does not serve."""
+
+        async def endpoint(request: Request) -> Response:
+            keys.check(request)
+            raise ApiError(404, message, **details)
+
+        app.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False)
+
+    post("/v1/completions", "completions", CompletionRequest, service.completion)
+    if service.template is None:
         message = (
             f"{service.name} is a base model without a chat template; send a prompt to "
             "POST /v1/completions"
         )
-        raise ApiError(404, message, param="model", code="not_a_chat_model")
-
-    app.add_api_route(RESPONSES, no_chat, methods=["POST"], include_in_schema=False)
-    if service.template is None:
-        app.add_api_route(CHAT, no_chat, methods=["POST"], include_in_schema=False)
+        for path in (RESPONSES, CHAT):
+            refuse(path, message, param="model", code="not_a_chat_model")
     else:
-        app.add_api_route(CHAT, chat, methods=["POST"], openapi_extra=_body_of(ChatRequest))
-
-    async def embeddings(request: Request) -> Response:
-        keys.check(request)
-        if service.engine.pooling is None:
-            raise ApiError(
-                404, f"POST {EMBEDDINGS}: not served; start the server with --embeddings"
-            )
+        refuse(RESPONSES, f"POST {RESPONSES}: not served; send messages to POST {CHAT}")
+        post(CHAT, "chat", ChatRequest, service.chat)
+    if service.engine.pooling is None:
+        refuse(EMBEDDINGS, f"POST {EMBEDDINGS}: not served; start the server with --embeddings")
+    else:
         begin = functools.partial(embeddings_of, service)
-        return await _answered(service, request, EmbeddingRequest, begin)
-
-    described: dict[str, Any] = {"include_in_schema": False}
-    if service.engine.pooling is not None:
-        described = {"openapi_extra": _body_of(EmbeddingRequest)}
-    app.add_api_route(EMBEDDINGS, embeddings, methods=["POST"], **described)
-
-    @app.post("/complete", openapi_extra=_body_of(ContextRequest))
-    async def complete(request: Request) -> Response:
-        keys.check(request)
-        began = time.perf_counter()
-
-        async def respond(body: ContextRequest, completion: Completion) -> Response:
-            text = await completion.text()
-            seconds = time.perf_counter() - began
-            return JSONResponse({"context": body.context, "completion": text, "time": seconds})
-
-        return await _answered(service, request, ContextRequest, service.continuation, respond)
+        post(EMBEDDINGS, "embeddings", EmbeddingRequest, begin)
+    post("/complete", "complete", ContextRequest, service.continuation, _original_response)
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -429,9 +417,18 @@ Answer = TypeVar("Answer", Completion, Embeddings)
 Result = TypeVar("Result")
 
 
-async def _json_response(_: BaseModel, answer: Completion | Embeddings) -> Response:
+async def _json_response(_: BaseModel, answer: Completion | Embeddings, __: float) -> Response:
     """Return the complete answer as one JSON object."""
     return StreamingResponse(await answer.json_response(), media_type="application/json")
+
+
+async def _original_response(
+    body: ContextRequest, completion: Completion, began: float
+) -> Response:
+    """Return the complete answer as the original mesh-transformer-jax did."""
+    text = await completion.text()
+    seconds = time.perf_counter() - began
+    return JSONResponse({"context": body.context, "completion": text, "time": seconds})
 
 
 async def _answered(
@@ -439,15 +436,17 @@ async def _answered(
     request: Request,
     kind: type[Body],
     begin: Callable[[Body], Awaitable[Answer]],
-    respond: Callable[[Body, Answer], Awaitable[Response]] = _json_response,
+    respond: Callable[[Body, Answer, float], Awaitable[Response]] = _json_response,
 ) -> Response:
     """Return the answer to a request, unless the client disconnects.
 
     Args:
       kind: the type of the request's body.
       begin: begins the answer to a body.
-      respond: waits for the complete answer, and returns the response with it.
+      respond: waits for the complete answer, and returns the response with it.  The last argument
+        is when the request arrived, as a value of `time.perf_counter`.
     """
+    began = time.perf_counter()
     content = await read_json(request)
 
     async def response() -> Response:
@@ -456,16 +455,11 @@ async def _answered(
         if isinstance(answer, Completion) and isinstance(body, SamplingRequest) and body.stream:
             return Events(answer)
         try:
-            return await respond(body, answer)
+            return await respond(body, answer, began)
         finally:
             answer.cancel()
 
     return await unless_disconnected(request, response())
-
-
-def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of an endpoint whose request body has the type `kind`."""
-    return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

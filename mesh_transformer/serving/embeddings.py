@@ -1,8 +1,6 @@
 """Answers to `POST /v1/embeddings`: one vector of length 1 per text."""
 
-import asyncio
 import base64
-import json
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +12,7 @@ from mesh_transformer.serving import engine as engines
 from mesh_transformer.serving.delivery import QUEUE_FULL, Updates, submit
 from mesh_transformer.serving.errors import ApiError, invalid
 from mesh_transformer.serving.requests import MOST_INPUTS, EmbeddingRequest
-from mesh_transformer.serving.service import Service
+from mesh_transformer.serving.service import Service, json_parts
 
 
 async def embeddings_of(service: Service, body: EmbeddingRequest) -> "Embeddings":
@@ -87,7 +85,12 @@ class Embeddings:
             index, progress = await self._updates.next()
             vectors[index] = self._encoded(progress.vector)
             running += self._submit_more(running - 1) - 1
-        return self._parts(vectors)
+        items = (
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(vectors)
+        )
+        tail = {"model": self._model, "usage": self.usage()}
+        return json_parts({"object": "list"}, "data", items, tail)
 
     def _submit_more(self, running: int) -> int:
         """Submit further texts while there is room for them, and return how many.
@@ -106,16 +109,6 @@ class Embeddings:
             self._rest.popleft()
             count += 1
         return count
-
-    async def _parts(self, vectors: list[Any]) -> AsyncIterator[str]:
-        """Yield the JSON response, one vector at a time."""
-        yield '{"object": "list", "data": ['
-        for index, vector in enumerate(vectors):
-            item = {"object": "embedding", "index": index, "embedding": vector}
-            yield (", " if index else "") + json.dumps(item)
-            await asyncio.sleep(0)  # so that one fast client cannot block the others
-        rest = {"model": self._model, "usage": self.usage()}
-        yield f"], {json.dumps(rest)[1:]}"
 
     def _encoded(self, vector: np.ndarray | None) -> list[float] | str:
         """Scale a vector to length 1, and return its numbers, or their little-endian f32 bytes."""

@@ -9,22 +9,21 @@ A request joins the batch once the pool has enough pages for its prompt and answ
 """
 
 import collections
-import dataclasses
 import functools
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from mesh_transformer.generation.finite import NO_TOKEN
-from mesh_transformer.generation.sampling_settings import SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.serving.pages import of_adapter
 from mesh_transformer.serving.prefill import (
     ALTERNATIVES,
     CHUNK,
@@ -33,16 +32,16 @@ from mesh_transformer.serving.prefill import (
     Prefiller,
     allowed_in,
 )
+from mesh_transformer.serving.progress import Constraint as Constraint  # public in this module
 from mesh_transformer.serving.progress import (
-    Constraint,
     ConstraintError,
     Progress,
+    Request,
     Token,
     part_of,
     tokens_of,
 )
 from mesh_transformer.serving.speculation import Speculation
-from mesh_transformer.serving.warm_up import WarmUp
 from mesh_transformer.util import NonFiniteError, bucket, start_thread
 
 STOPPING = "the server is stopping"
@@ -53,57 +52,6 @@ STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as 
 COMPILING = 10  # how many times as long a turn may take while some programs are not compiled
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """A request to continue one prompt, to score it, or both; or to return its vector.
-
-    Attributes:
-      prompt: token ids [T].
-      length: maximum number of tokens to generate; 0 is allowed only if `score` or `embed` is true.
-      settings: the sampling settings of the answer.
-      deliver: callback that the engine's worker thread calls with each `Progress`; must not block.
-      stop: the ids of the tokens that end the answer early.  Such a token is also delivered.
-      logprobs: whether generated tokens are delivered with logprobs.
-      score: whether the prompt's tokens are delivered too, with logprobs.
-      embed: whether the prompt's vector is delivered, and nothing else.
-      constraint: what limits the answer's tokens, or None.
-      cancelled: whether `Engine.cancel` has been called for this request.
-      began: when the request was created, as a value of `time.perf_counter`.
-      generated: number of tokens generated so far.
-      row: the request's batch row, once it has one.
-      chunks: whether the prompt is inserted in chunks, once it has a row.
-      filled: number of prompt tokens in the row's cache.
-      cached: number of prompt tokens whose keys and values were not computed for this request.
-    """
-
-    prompt: np.ndarray
-    length: int
-    settings: SamplingOptions
-    deliver: Callable[[Progress], None]
-    stop: frozenset[int] = frozenset()
-    logprobs: bool = False
-    score: bool = False
-    embed: bool = False
-    constraint: Constraint | None = None
-    cancelled: bool = False
-    began: float = dataclasses.field(default_factory=time.perf_counter)
-    generated: int = 0
-    row: int = -1
-    chunks: bool = False
-    filled: int = 0
-    cached: int = 0
-
-    @property
-    def reads_only(self) -> bool:
-        """Whether the next call for this request reads its prompt, and needs no batch row."""
-        return self.score or self.embed
-
-    @functools.cached_property
-    def named(self) -> np.ndarray:
-        """The prompt and the number of its adapter, for `Prefiller`."""
-        return of_adapter(self.prompt, self.settings.adapter)
 
 
 class QueueFullError(Exception):
@@ -120,6 +68,47 @@ class QueueFullError(Exception):
 
 class StoppedEngineError(Exception):
     """The engine accepts no more requests: it is closing, or its network has failed permanently."""
+
+
+class WarmUp:
+    """The programs that are compiled before requests need them, and their progress bar."""
+
+    def __init__(self):
+        self._left: collections.deque[Callable[[], Any]] = collections.deque()
+        self._bar = tqdm(disable=True)
+
+    @property
+    def left(self) -> int:
+        """Number of programs that are not compiled yet."""
+        return len(self._left)
+
+    def begin(self, now: Sequence[Callable[[], Any]], later: Sequence[Callable[[], Any]]) -> None:
+        """Call the functions `now`, which each compile a program, and keep `later` for later."""
+        self.end()
+        total = len(now) + len(later)
+        self._left.extend((*now, *later))
+        self._bar = tqdm(
+            total=total, desc="compiling", unit="program", file=sys.stderr, leave=False
+        )
+        try:
+            for _ in now:
+                self.compile_next()
+        except BaseException:
+            self.end()
+            raise
+
+    def compile_next(self) -> None:
+        """Compile the next program."""
+        self._left[0]()
+        self._left.popleft()  # only now, as `left` counts the one that is being compiled
+        self._bar.update()
+        if not self._left:
+            self.end()
+
+    def end(self) -> None:
+        """Compile nothing more in advance, and remove the progress bar."""
+        self._left.clear()
+        self._bar.close()
 
 
 class Engine:
@@ -204,11 +193,9 @@ class Engine:
         # it serves; `submit` only counts them, and may be wrong by those of the present turn.
         self._wake = threading.Condition()
         self._worker: threading.Thread | None = None
-        metrics.watch(
-            waiting=lambda: self.waiting,
-            active=lambda: self.active,
-            used=lambda: self._prefiller.used_tokens,
-        )
+        metrics.waiting.set_function(lambda: self.waiting)
+        metrics.active.set_function(lambda: self.active)
+        metrics.used_tokens.set_function(lambda: self._prefiller.used_tokens)
 
     @property
     def waiting(self) -> int:
@@ -410,21 +397,14 @@ class Engine:
         if self._waiting[0].reads_only:
             return [self._waiting.popleft()]
         in_chunks = self._prefiller.in_chunks
-        chunks = in_chunks(self._waiting[0].named)
+        chunks = in_chunks(self._waiting[0])
         first = itertools.islice(self._waiting, PREFILL_SIZES[0])
         alike = list(
-            itertools.takewhile(lambda r: not r.reads_only and in_chunks(r.named) == chunks, first)
+            itertools.takewhile(lambda r: not r.reads_only and in_chunks(r) == chunks, first)
         )
         used = {*self._active, *(request.row for request in self._filling)}
         free = [row for row in range(self.rows) if row not in used]
-        rows = self._prefiller.place(
-            [request.named for request in alike],
-            [request.length for request in alike],
-            free,
-            chunks=chunks,
-        )
-        for request, row in zip(alike, rows, strict=False):
-            request.row, request.chunks = row, chunks
+        rows = self._prefiller.place(alike, free, chunks=chunks)
         return [self._waiting.popleft() for _ in rows]
 
     def _turn(self) -> None:
@@ -450,7 +430,7 @@ class Engine:
 
         A request that must also generate tokens is put back at the front of the queue.
         """
-        self._metrics.prompt_tokens(len(request.prompt))
+        self._metrics.prompt_tokens.inc(len(request.prompt))
         try:
             scores = self._score_text(request.prompt, request.settings.adapter)
         except NonFiniteError:
@@ -465,7 +445,7 @@ class Engine:
 
     def _embed(self, request: Request) -> None:
         """Deliver the prompt's vector."""
-        self._metrics.prompt_tokens(len(request.prompt))
+        self._metrics.prompt_tokens.inc(len(request.prompt))
         vector, error = None, None
         try:
             vector = self._vector(request.prompt, request.settings.adapter)
@@ -491,13 +471,7 @@ class Engine:
 
     def _prefill(self, admitted: list[Request]) -> None:
         """Put requests into free batch rows, and deliver the first token of each answer."""
-        chosen = self._prefiller.insert(
-            [request.row for request in admitted],
-            [request.prompt for request in admitted],
-            [request.length for request in admitted],
-            [request.settings for request in admitted],
-            [request.constraint for request in admitted],
-        )
+        chosen = self._prefiller.insert(admitted)
         for index, request in enumerate(admitted):
             self._begin_answer(request, tokens_of(part_of(chosen, slice(index, index + 1))))
 
@@ -507,17 +481,8 @@ class Engine:
         left = self._prefiller.chunk(seconds)
         for _ in range(min(len(self._filling), PREFILL_SIZES[0])):
             request = self._filling[0]
-            filled, cached, chosen = self._prefiller.insert_chunk(
-                request.row,
-                request.prompt,
-                request.filled,
-                request.length,
-                request.settings,
-                request.constraint,
-                left,
-            )
-            left -= self._prefiller.cost(filled - request.filled - cached)
-            request.filled, request.cached = filled, request.cached + cached
+            computed, chosen = self._prefiller.insert_chunk(request, left)
+            left -= self._prefiller.cost(computed)
             self._filling.popleft()
             if chosen is None:
                 self._filling.append(request)
@@ -528,7 +493,7 @@ class Engine:
 
     def _begin_answer(self, request: Request, tokens: list[Token]) -> None:
         """Let a request whose prompt is in its row generate, and deliver its first token."""
-        self._metrics.first_token(time.perf_counter() - request.began)
+        self._metrics.first_token_seconds.observe(time.perf_counter() - request.began)
         self._active[request.row] = request
         self._advance(request.row, request, tokens)
 
@@ -537,7 +502,7 @@ class Engine:
         began, batch = time.perf_counter(), self._prefiller.batch
         left = [request.length - request.generated for request in self._active.values()]
         # All calls have this argument, so that one program suffices.
-        allowed = allowed_in(self._active, [r.constraint for r in self._active.values()])
+        allowed = allowed_in(self._active.values())
         # If requests are waiting, decode only until the first row is free for one of them.
         most = (self.steps + 1) // 2 if self._filling else self.steps
         # Rows with constraints generate one token per call.
@@ -552,7 +517,7 @@ class Engine:
         # A row whose answer ends within the call makes fewer tokens, with guesses or without.
         full = [int(made[row]) for row in self._active if batch.left[row] and row not in allowed]
         self._speculation.observe(speculate, seconds, steps, full)
-        self._metrics.decode(seconds, steps)
+        self._metrics.step_seconds.observe(self._step_seconds)
         for row, request in list(self._active.items()):
             self._advance(row, request, tokens_of(part_of(chosen, (row, slice(made[row])))))
 

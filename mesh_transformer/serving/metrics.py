@@ -2,7 +2,6 @@
 
 import collections
 import time
-from collections.abc import Callable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,7 +20,8 @@ TOKEN_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 class Metrics:
     """The Prometheus metrics of one server, in a separate registry.
 
-    Gauges of the current state, such as the queue length, are computed at each scrape.
+    Gauges of the current state, such as the queue length, are computed at each scrape, by functions
+    that the engine sets.
 
     Args:
       rows: number of batch rows, which is reported as a gauge.
@@ -41,70 +41,29 @@ class Metrics:
 
         ProcessCollector(registry=registry)  # memory and CPU time of the server's process, on Linux
         self.answers = counter("http_responses", "Responses by path and status", "path", "status")
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed")
         cached = "Prompt tokens whose keys and values were kept from earlier prompts"
-        self._cached = counter("cached_prompt_tokens", cached)
+        self.cached_tokens = counter("cached_prompt_tokens", cached)
         self._tokens = counter("generated_tokens", "Generated tokens")
         guessed = "Guessed tokens, except those of an answer's last call"
-        self._guessed = counter("guessed_tokens", guessed)
-        self._right = counter("right_guesses", "Those of them that became part of an answer")
-        self._waiting = gauge("queue_length", "Requests waiting for a batch row")
-        self._active = gauge("rows_active", "Batch rows with a request")
+        self.guessed_tokens = counter("guessed_tokens", guessed)
+        self.right_guesses = counter("right_guesses", "Those of them that became part of an answer")
+        self.waiting = gauge("queue_length", "Requests waiting for a batch row")
+        self.active = gauge("rows_active", "Batch rows with a request")
         gauge("rows", "Batch rows").set(rows)
-        self._used = gauge(
+        self.used_tokens = gauge(
             "cache_tokens_used", "Tokens that the pages of active rows have room for"
         )
         rate = f"Generated tokens per second over the last {RATE_SECONDS:.0f} s"
-        self._rate = gauge("tokens_per_second", rate)
-        self._rate.set_function(self.tokens_per_second)
+        gauge("tokens_per_second", rate).set_function(self.tokens_per_second)
         first = "Time from a request's arrival to its first token"
-        self._first = histogram("time_to_first_token_seconds", first)
+        self.first_token_seconds = histogram("time_to_first_token_seconds", first)
         step = "Time of one decode step, which generates one token per row"
-        self._step = histogram("seconds_per_token", step, TOKEN_LATENCIES)
+        self.step_seconds = histogram("seconds_per_token", step, TOKEN_LATENCIES)
         prefill = "Time of one prefill call, during which no row advances"
-        self._prefill = histogram("prefill_seconds", prefill)
+        self.prefill_seconds = histogram("prefill_seconds", prefill)
         # Pairs (time, number of tokens generated at that time), oldest first.
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
-
-    def watch(
-        self, *, waiting: Callable[[], int], active: Callable[[], int], used: Callable[[], int]
-    ) -> None:
-        """Set the functions that return the engine's state.
-
-        Args:
-          waiting: returns the length of the queue.
-          active: returns the number of active rows.
-          used: returns the number of tokens that the pages of active rows have room for.
-        """
-        self._waiting.set_function(waiting)
-        self._active.set_function(active)
-        self._used.set_function(used)
-
-    def prompt_tokens(self, count: int) -> None:
-        """Record that a prompt of `count` tokens was scored."""
-        self._prompt_tokens.inc(count)
-
-    def prefill(self, seconds: float, tokens: int) -> None:
-        """Record the duration of a prefill call and its number of prompt tokens."""
-        self._prefill.observe(seconds)
-        self._prompt_tokens.inc(tokens)
-
-    def cached(self, tokens: int) -> None:
-        """Record that `tokens` tokens of a prompt did not have to be computed."""
-        self._cached.inc(tokens)
-
-    def first_token(self, seconds: float) -> None:
-        """Record the time from a request's arrival to its first token."""
-        self._first.observe(seconds)
-
-    def decode(self, seconds: float, steps: int) -> None:
-        """Record the duration of a decode call and its number of steps."""
-        self._step.observe(seconds / steps)
-
-    def guesses(self, count: int, right: int) -> None:
-        """Record `count` guessed tokens, of which `right` became part of answers."""
-        self._guessed.inc(count)
-        self._right.inc(right)
 
     def generated(self, count: int) -> None:
         """Record `count` generated tokens of a request."""

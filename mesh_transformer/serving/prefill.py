@@ -24,6 +24,7 @@ from mesh_transformer.generation.sampling_settings import EVALUATION_DEFAULTS, S
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.pages import NoPageError, Pages, Row, of_adapter
+from mesh_transformer.serving.progress import Request
 from mesh_transformer.util import bucket
 
 ALTERNATIVES = 20  # number of most likely tokens delivered with each logprob
@@ -41,14 +42,9 @@ SMOOTHING = 0.2  # weight of the newest call in the average times of the chunks
 SAVING = 64
 
 
-def allowed_in(rows: Iterable[int], constraints: Iterable[Any]) -> dict[int, np.ndarray]:
-    """Return the argument `allowed` of `Batch.insert` and `Batch.decode`.
-
-    Args:
-      constraints: what limits the tokens of each row (an `engine.Constraint`), or None.
-    """
-    pairs = zip(rows, constraints, strict=True)
-    return {row: constraint.allowed for row, constraint in pairs if constraint is not None}
+def allowed_in(requests: Iterable[Request]) -> dict[int, np.ndarray]:
+    """Return the argument `allowed` of `Batch.insert` and `Batch.decode` for requests with rows."""
+    return {r.row: r.constraint.allowed for r in requests if r.constraint is not None}
 
 
 class Prefiller:
@@ -121,11 +117,7 @@ class Prefiller:
         ]
 
     def _compile(self, width: int, size: int | None) -> None:
-        """Compile the program for `size` prompts, or, without a size, for chunks; time the latter.
-
-        Args:
-          width: number of tokens that the prompts or chunks are padded to.
-        """
+        """Compile the program for `size` prompts, or for chunks if it is None, and time chunks."""
         none, prompt = SamplingOptions(), np.zeros(self._window, np.int32)
         count = min(width, self._longest)
         if size is not None:
@@ -145,13 +137,9 @@ class Prefiller:
             return True
         return not self._fixed and count <= self._rows and count * longest <= PREFILL_TOKENS
 
-    def in_chunks(self, prompt: np.ndarray) -> bool:
-        """Return whether a prompt is for `insert_chunk`, as it is long or its beginning is kept.
-
-        Args:
-          prompt: a result of `of_adapter`.
-        """
-        prompt = prompt[-self._window :]
+    def in_chunks(self, request: Request) -> bool:
+        """Return whether a prompt is for `insert_chunk`, as it is long or its beginning is kept."""
+        prompt = request.named[-self._window :]
         if self._fixed or len(prompt) > self._longest:
             return True
         kept = max(self._kept(prompt, pages) for pages in self._pages)
@@ -173,14 +161,7 @@ class Prefiller:
         fast = [width for width in self._widths if self._seconds.get(width, 0) <= seconds]
         return min(max([*fast, SHORTEST_CHUNK]), self._longest)
 
-    def place(
-        self,
-        prompts: Sequence[np.ndarray],
-        lengths: Sequence[int],
-        free: Sequence[int],
-        *,
-        chunks: bool,
-    ) -> list[int]:
+    def place(self, requests: Sequence[Request], free: Sequence[int], *, chunks: bool) -> list[int]:
         """Give rows and pages to the first of some requests, and return these rows.
 
         Each request gets a row in a replica with enough free pages, if possible in the one that
@@ -188,28 +169,28 @@ class Prefiller:
         that are too many for one call of `insert`.
 
         Args:
-          prompts: results of `of_adapter`.
-          lengths: number of tokens to generate for each.
           free: the rows that are not in use.
-          chunks: whether all of the prompts are for `insert_chunk`; if not, all are for `insert`.
+          chunks: whether all of the requests are for `insert_chunk`; if not, all are for `insert`.
         """
-        cut = [prompt[-self._window :] for prompt in prompts]
+        prompts = [request.named[-self._window :] for request in requests]
         positions = [
-            len(prompt) + length + self._guesses
-            for prompt, length in zip(cut, lengths, strict=True)
+            len(prompt) + request.length + self._guesses
+            for prompt, request in zip(prompts, requests, strict=True)
         ]
-        rows = self._rows_for(cut, positions, free, chunks)
+        rows = self._rows_for(prompts, positions, free, chunks)
         if not chunks:  # before pages are taken, as that may give kept ones away
+            lengths = [len(request.prompt) for request in requests]
             sizes = (n for n in PREFILL_SIZES if n <= len(rows))
-            fitting = (n for n in sizes if self._fit_one_call(n, max(map(len, prompts[:n]))))
+            fitting = (n for n in sizes if self._fit_one_call(n, max(lengths[:n])))
             del rows[next(fitting, 0) :]
         for index, row in enumerate(rows):
             pages = self._pages[self._replica(row)]
             try:
-                new = pages.add_row(cut[index], positions[index], use_kept=chunks)
+                new = pages.add_row(prompts[index], positions[index], use_kept=chunks)
             except NoPageError:  # an earlier request has taken a kept page that this was to share
                 return rows[:index]
             self._in_rows[row] = new
+            requests[index].row, requests[index].chunks = row, chunks
         return rows
 
     def _rows_for(
@@ -236,79 +217,65 @@ class Prefiller:
             if row in self._in_rows:
                 self._pages[self._replica(row)].remove_row(self._in_rows.pop(row))
 
-    def insert(
-        self,
-        rows: Sequence[int],
-        prompts: Sequence[np.ndarray],
-        lengths: Sequence[int],
-        settings: Sequence[SamplingOptions],
-        constraints: Sequence[Any],
-    ) -> Any:
-        """Put prompts into rows, and choose the first token of each answer; see `Batch.insert`.
+    def insert(self, requests: Sequence[Request]) -> Any:
+        """Put prompts into rows from `place`; choose the first token of each answer.
 
-        Args:
-          rows: rows from `place`.
-          constraints: what limits each answer's tokens (an `engine.Constraint`), or None.
+        See `Batch.insert`.
         """
         began = time.perf_counter()
-        prompts = [prompt[-self._window :] for prompt in prompts]
-        allowed = allowed_in(rows, constraints)
-        chosen = self._insert(rows, prompts, lengths, settings, 0, allowed)
-        for row, prompt, own in zip(rows, prompts, settings, strict=True):
-            pages = self._pages[self._replica(row)]
-            pages.keep(self._in_rows[row], of_adapter(prompt, own.adapter))
-            pages.end_prompt(self._in_rows[row])
-        self._metrics.prefill(time.perf_counter() - began, sum(map(len, prompts)))
+        prompts = [request.prompt[-self._window :] for request in requests]
+        chosen = self._insert(
+            [request.row for request in requests],
+            prompts,
+            [request.length for request in requests],
+            [request.settings for request in requests],
+            0,
+            allowed_in(requests),
+        )
+        for request in requests:
+            pages, own = self._pages[self._replica(request.row)], self._in_rows[request.row]
+            pages.keep(own, request.named[-self._window :])
+            pages.end_prompt(own)
+        self._metrics.prefill_seconds.observe(time.perf_counter() - began)
+        self._metrics.prompt_tokens.inc(sum(map(len, prompts)))
         return chosen
 
-    def insert_chunk(
-        self,
-        row: int,
-        prompt: np.ndarray,
-        filled: int,
-        length: int,
-        settings: SamplingOptions,
-        constraint: Any,
-        most: int,
-    ) -> tuple[int, int, Any]:
-        """Put the next chunk of a prompt into a row from `place`.
+    def insert_chunk(self, request: Request, most: int) -> tuple[int, Any]:
+        """Put the next chunk of a prompt, at most `most` tokens, into a row from `place`.
 
-        Args:
-          prompt: token ids [T], of which the last `config.window` are used.
-          filled: number of the prompt's tokens that the row holds, from earlier calls.
-          length: number of tokens to generate.
-          constraint: as for `insert`.
-          most: maximum number of tokens of this chunk.
+        Of the prompt, the last `config.window` tokens are used.
 
         Returns:
-          The number of the prompt's tokens that the row holds now, how many of these were kept
-          before, and the first token of the answer, which is None before the prompt's end.
+          The number of tokens that were computed, and the first token of the answer, which is None
+          before the prompt's end.
         """
-        began, prompt = time.perf_counter(), prompt[-self._window :]
-        named = of_adapter(prompt, settings.adapter)
+        began, row, settings = time.perf_counter(), request.row, request.settings
+        prompt, named = request.prompt[-self._window :], request.named[-self._window :]
         unused = dataclasses.replace(EVALUATION_DEFAULTS, adapter=settings.adapter)
         own, pages = self._in_rows[row], self._pages[self._replica(row)]
-        begin = pages.share(own, named, filled)
+        begin = pages.share(own, named, request.filled)
         end = min(begin + most, len(prompt))
         last = end == len(prompt)
         chosen = self._insert(
             [row],
             [prompt[:end]],
-            [length if last else 1],
+            [request.length if last else 1],
             [settings if last else unused],
             begin,
-            allowed_in([row], [constraint if last else None]),
+            allowed_in([request] if last else []),
             is_last=last,
         )
         pages.keep(own, named[:end])
         if last:
             pages.end_prompt(own)
         took = time.perf_counter() - began
-        self._metrics.prefill(took, end - begin)
-        self._metrics.cached(begin - filled)
+        self._metrics.prefill_seconds.observe(took)
+        self._metrics.prompt_tokens.inc(end - begin)
+        self._metrics.cached_tokens.inc(begin - request.filled)
         if begin:
             self._observe(self.cost(end - begin), took)
-        return end, begin - filled, chosen if last else None
+        request.filled, request.cached = end, request.cached + begin - request.filled
+        return end - begin, chosen if last else None
 
     def _observe(self, width: int, took: float) -> None:
         """Take account of the time that a chunk of `width` tokens took."""

@@ -1,9 +1,15 @@
-"""What the engine delivers: tokens, with logprobs, in updates on running requests."""
+"""Requests to the engine, and what it delivers: tokens, with logprobs, in updates on requests."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from mesh_transformer.generation.sampling_settings import SamplingOptions
+from mesh_transformer.serving.pages import of_adapter
 
 
 class Token(NamedTuple):
@@ -62,6 +68,57 @@ class Constraint(Protocol):
 
 class ConstraintError(Exception):
     """The constraint of an answer cannot be met."""
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A request to continue one prompt, to score it, or both; or to return its vector.
+
+    Attributes:
+      prompt: token ids [T].
+      length: maximum number of tokens to generate; 0 is allowed only if `score` or `embed` is true.
+      settings: the sampling settings of the answer.
+      deliver: callback that the engine's worker thread calls with each `Progress`; must not block.
+      stop: the ids of the tokens that end the answer early.  Such a token is also delivered.
+      logprobs: whether generated tokens are delivered with logprobs.
+      score: whether the prompt's tokens are delivered too, with logprobs.
+      embed: whether the prompt's vector is delivered, and nothing else.
+      constraint: what limits the answer's tokens, or None.
+      cancelled: whether `Engine.cancel` has been called for this request.
+      began: when the request was created, as a value of `time.perf_counter`.
+      generated: number of tokens generated so far.
+      row: the request's batch row, once it has one.
+      chunks: whether the prompt is inserted in chunks, once it has a row.
+      filled: number of prompt tokens in the row's cache.
+      cached: number of prompt tokens whose keys and values were not computed for this request.
+    """
+
+    prompt: np.ndarray
+    length: int
+    settings: SamplingOptions
+    deliver: Callable[[Progress], None]
+    stop: frozenset[int] = frozenset()
+    logprobs: bool = False
+    score: bool = False
+    embed: bool = False
+    constraint: Constraint | None = None
+    cancelled: bool = False
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+    generated: int = 0
+    row: int = -1
+    chunks: bool = False
+    filled: int = 0
+    cached: int = 0
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether the next call for this request reads its prompt, and needs no batch row."""
+        return self.score or self.embed
+
+    @functools.cached_property
+    def named(self) -> np.ndarray:
+        """The prompt and the number of its adapter, for `Prefiller`."""
+        return of_adapter(self.prompt, self.settings.adapter)
 
 
 def part_of(chosen: Any, index: Any) -> Any:

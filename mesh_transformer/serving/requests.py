@@ -175,8 +175,8 @@ def _field(default: Any, expected: str, **limits: Any) -> Any:
     return Field(default=default, description=expected, **limits)
 
 
-def _number(default: float, least: float, most: float, expected: str | None = None) -> Any:
-    expected = expected or f"a number from {least:g} to {most:g}"
+def _number(default: float, least: float, most: float) -> Any:
+    expected = f"a number from {least:g} to {most:g}"
     return _field(default, expected, ge=least, le=most, allow_inf_nan=False)
 
 
@@ -462,14 +462,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
 
 
 def _json_object(kind: type[BaseModel], body: bytes) -> dict[str, Any]:
-    """Parse a request body, which must be a JSON object.
-
-    Args:
-      kind: the type of the request, which selects the example in the error message.
-
-    Raises:
-      ApiError: with status 400, if the body is not a JSON object.
-    """
+    """Parse a request body; raise ApiError with status 400 if it is not a JSON object."""
     expected = f"a JSON object such as {json.dumps(EXAMPLES[kind])}"
     if not _few_values(body):
         actual = f"more than {MOST_VALUES} texts, lists and objects"
@@ -537,8 +530,5 @@ def prompts_of(prompt: Any, key: str = "prompt", most: int = MOST_CHOICES) -> li
 
 
 def _all(values: Any, kind: type) -> bool:
-    """Return whether `values` is a non-empty list whose items are all of type `kind`.
-
-    Items of a subclass of `kind` do not count; for example, a bool does not count as an int.
-    """
+    """Return whether `values` is a non-empty list of items of this very type: a bool is no int."""
     return isinstance(values, list) and bool(values) and all(type(v) is kind for v in values)

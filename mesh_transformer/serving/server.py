@@ -237,10 +237,7 @@ class TimeoutProtocol(H11Protocol):
         self._deadline = None if awaited is None else self.loop.call_later(seconds, end)
 
     def _make_room(self) -> None:
-        """Close the connection that has kept the server waiting longest.
-
-        If the server is not waiting for any client, close this connection.
-        """
+        """Close the connection that has kept the server waiting longest, if none this one."""
         waiting = [
             other for other in self.connections if getattr(other, "_awaited", None) is not None
         ]

@@ -11,7 +11,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -29,8 +29,7 @@ from mesh_transformer.serving.answer import EMPTY, Answer, Echo, Piece, TokenOff
 from mesh_transformer.serving.delivery import Updates, submit
 from mesh_transformer.serving.engine import Engine
 from mesh_transformer.serving.errors import ApiError, invalid
-from mesh_transformer.serving.formats import Formats
-from mesh_transformer.serving.grammar import Format
+from mesh_transformer.serving.grammar import Format, Formats
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import (
     MOST_CHOICES,
@@ -255,8 +254,8 @@ class Service:
           special: whether to add the special tokens that the tokenizer puts before a text.
 
         Raises:
-          ApiError: if a token id is invalid, or if the prompt, or the prompt together with its
-            answer, is too long for the model.
+          ApiError: if a token id is invalid, if the prompt is longer than the model's window, or if
+            it and its answer together are longer than the model allows (see `longest_text`).
         """
         window = self.engine.network.config.window
         # Such a text is refused without tokenizing it, which would take long.
@@ -288,15 +287,7 @@ class Service:
         return tokens
 
     def _checked(self, tokens: Sequence[int], length: int, param: str = "prompt") -> np.ndarray:
-        """Check the token ids of a prompt, and return them as an array [T].
-
-        Args:
-          length: number of tokens to generate after the prompt.
-
-        Raises:
-          ApiError: if a token id is outside the vocabulary, or if the prompt and its answer
-            together are longer than the model allows (see `longest_text`).
-        """
+        """Check the token ids of a prompt, and return them as an array [T]; see `tokens`."""
         config = self.engine.network.config
         outside = [token for token in tokens if not 0 <= token < config.n_vocab]
         if outside:
@@ -316,21 +307,6 @@ class Service:
                 code="context_length_exceeded",
             )
         return np.array(tokens, np.int32)
-
-
-@dataclasses.dataclass
-class _Choice:
-    """One of the answers in a `Completion`.
-
-    Attributes:
-      prompt: token ids [T].
-      request: the engine's request; several choices may share one request.
-      answer: the answer's text so far; None until the engine has accepted the request.
-    """
-
-    prompt: np.ndarray
-    request: engines.Request
-    answer: Answer | None = None
 
 
 class Completion:
@@ -358,8 +334,9 @@ class Completion:
         self._echo = isinstance(body, CompletionRequest) and body.echo
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
         self._alternatives = int(body.logprobs or 0)  # number of tokens besides the chosen one
-        self._choices: list[_Choice] = []
-        self._updates = Updates[Sequence[int]]()  # each with the indices of its choices
+        self._requests: list[engines.Request] = []  # of each answer; several may share one
+        self._answers: list[Answer] = []  # their texts so far, once the engine has the requests
+        self._updates = Updates[Sequence[int]]()  # each with the indices of its answers
         self._head = {
             "id": f"{self._prefix}-{secrets.token_hex(12)}",
             "object": self._kind,
@@ -375,7 +352,7 @@ class Completion:
           length: maximum number of tokens to generate per answer.
           options: the sampling settings of each answer.
         """
-        body, form, first = self._body, self._form, len(self._choices)
+        body, form, first = self._body, self._form, len(self._requests)
         indices = range(first, first + len(options))
         groups = [[index] for index in indices] if length else [list(indices)]
         score = self._echo and (self._with_logprobs or not length)
@@ -396,7 +373,7 @@ class Completion:
                 score=score and group[0] == first,
                 constraint=None if form is None else form.copy(),
             )
-            self._choices += [_Choice(prompt, request) for _ in group]
+            self._requests += [request] * len(group)
 
     def begin(self) -> None:
         """Submit all answers to the engine.
@@ -404,23 +381,7 @@ class Completion:
         Raises:
           ApiError: if the engine's queue is full (status 429), or the engine has stopped (503).
         """
-        requests = {id(choice.request): choice.request for choice in self._choices}
-        submit(self._service.engine, list(requests.values()))
-
-    async def _answers(self) -> list[Answer]:
-        """Create and return one `Answer` per choice, with an `Echo` of its prompt if requested."""
-        words, echoes = self._service.words, dict[int, Echo]()
-        for choice in self._choices:
-            key = id(choice.prompt)
-            numbers = choice.prompt.tolist()
-            if self._echo and key not in echoes:
-                echoes[key] = await self._service.run_in_thread(
-                    functools.partial(Echo, words, numbers)
-                )
-            stop = choice.request.stop
-            echo, reasoning = echoes.get(key), self._new_reasoning()
-            choice.answer = Answer(words, numbers, self._body.stops, stop, echo, reasoning)
-        return [choice.answer for choice in self._choices if choice.answer is not None]
+        submit(self._service.engine, list(dict.fromkeys(self._requests)))
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yield (index of the answer, piece) for the pieces of all answers, as they are generated.
@@ -428,22 +389,29 @@ class Completion:
         Raises:
           ApiError: if the engine has stopped (status 503), or the model fails (500).
         """
-        answers = await self._answers()
-        running = set(range(len(answers)))
+        words, stops, echoes = self._service.words, self._body.stops, dict[int, Echo]()
+        for request in self._requests:
+            key, numbers = id(request.prompt), request.prompt.tolist()
+            if self._echo and key not in echoes:
+                work = functools.partial(Echo, words, numbers)
+                echoes[key] = await self._service.run_in_thread(work)
+            echo, reasoning = echoes.get(key), self._new_reasoning()
+            self._answers.append(Answer(words, numbers, stops, request.stop, echo, reasoning))
+        running = set(range(len(self._answers)))
         while running:
             indices, progress = await self._updates.next()
             for index in running.intersection(indices):
-                piece = answers[index].feed(progress)
+                piece = self._answers[index].feed(progress)
                 if piece.finish is not None:
                     running.discard(index)
-                    self._service.engine.cancel(self._choices[index].request)
+                    self._service.engine.cancel(self._requests[index])
                 if piece != EMPTY:
                     yield index, piece
 
     def cancel(self) -> None:
         """Cancel the answers that are still running."""
-        for choice in self._choices:
-            self._service.engine.cancel(choice.request)
+        for request in self._requests:
+            self._service.engine.cancel(request)
 
     async def text(self) -> str:
         """Wait for all answers, and return the concatenation of their texts."""
@@ -455,29 +423,15 @@ class Completion:
         Returns:
           An iterator over consecutive parts of the JSON text, because the text may be long.
         """
-        joined = [Piece("", []) for _ in self._choices]
+        joined = [Piece("", []) for _ in self._requests]
         async for index, piece in self._pieces():
             whole = joined[index]
             whole.text += piece.text
             whole.reasoning += piece.reasoning
             whole.token_offsets += piece.token_offsets
             whole.finish = piece.finish
-        return self._parts(joined)
-
-    async def _parts(self, joined: Sequence[Piece]) -> AsyncIterator[str]:
-        """Yield the JSON response in parts of about `PART_CHARACTERS` characters.
-
-        Args:
-          joined: the complete answers.
-        """
-        part = json.dumps(self._head)[:-1] + ', "choices": ['
-        for index, piece in enumerate(joined):
-            part += (", " if index else "") + json.dumps(self._choice(index, piece))
-            if len(part) > PART_CHARACTERS:
-                yield part
-                part = ""
-                await asyncio.sleep(0)  # so that one fast client cannot block the others
-        yield part + f'], "usage": {json.dumps(self.usage())}}}'
+        choices = (self._choice(index, piece) for index, piece in enumerate(joined))
+        return json_parts(self._head, "choices", choices, {"usage": self.usage()})
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the answers as server-sent events in OpenAI's format."""
@@ -526,13 +480,12 @@ class Completion:
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens of the prompts and of the answers so far, and their sum."""
         # A prompt with several answers is counted once, as in OpenAI's API.
-        prompts = {id(choice.prompt): len(choice.prompt) for choice in self._choices}
+        prompts = {id(request.prompt): len(request.prompt) for request in self._requests}
         cached = dict(prompts)
-        for choice in self._choices:
-            name = id(choice.prompt)
-            cached[name] = min(cached[name], choice.request.cached)
-        prompt = sum(prompts.values())
-        completion = sum(choice.answer.tokens for choice in self._choices if choice.answer)
+        for request in self._requests:
+            name = id(request.prompt)
+            cached[name] = min(cached[name], request.cached)
+        prompt, completion = sum(prompts.values()), sum(answer.tokens for answer in self._answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -594,6 +547,23 @@ def _top(words: TokenTexts, spot: TokenOffset, count: int) -> dict[str, float] |
         return None
     top = {words[number]: logprob for number, logprob in spot.token.top[:count]}
     return top | {words[spot.token.number]: spot.token.logprob}
+
+
+async def json_parts(
+    head: Mapping[str, Any], key: str, items: Iterable[Any], tail: Mapping[str, Any]
+) -> AsyncIterator[str]:
+    """Yield a JSON object in parts of about `PART_CHARACTERS` characters.
+
+    Its keys are those of `head`, then `key` with a list of `items`, and those of `tail`.
+    """
+    part = json.dumps(head)[:-1] + f', "{key}": ['
+    for index, item in enumerate(items):
+        part += (", " if index else "") + json.dumps(item)
+        if len(part) > PART_CHARACTERS:
+            yield part
+            part = ""
+            await asyncio.sleep(0)  # so that one fast client cannot block the others
+    yield f"{part}], {json.dumps(tail)[1:]}"
 
 
 def _event(value: dict[str, Any]) -> str:

@@ -61,6 +61,6 @@ class Speculation:
         old = self._seconds.get(speculated, seconds)
         self._seconds[speculated] = old + SMOOTHING * (seconds - old)
         if speculated:
-            guessed, right = self._guesses * steps * len(made), sum(made) - steps * len(made)
-            self._metrics.guesses(guessed, right)
+            self._metrics.guessed_tokens.inc(self._guesses * steps * len(made))
+            self._metrics.right_guesses.inc(sum(made) - steps * len(made))
             self._tokens += SMOOTHING * (sum(made) / len(made) / steps - self._tokens)

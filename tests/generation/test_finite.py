@@ -320,7 +320,7 @@ def test_one_of_several_processes_names_such_weights():
     name = damaged(network, np.nan).rpartition("/")[2]
     rows = Rows(network.mesh)
     rows.alone = False
-    network._eval_rows = network._generator.rows = rows
+    network._rows = network._generator.rows = rows
     tokens = np.random.default_rng(0).integers(0, network.config.n_vocab, (2, 8))
     named = f"NaN or infinite: 1 of .* weights layers/.*{name}"
     runner = NetworkRunner(0)

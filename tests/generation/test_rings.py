@@ -12,6 +12,7 @@ from mesh_transformer.serving import prefill
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.pages import KeptPages, Pages
 from mesh_transformer.serving.prefill import Prefiller
+from mesh_transformer.serving.progress import Request
 from mesh_transformer.util import InputError
 from tests.generation.test_decode import (
     PLACES,
@@ -120,12 +121,10 @@ def test_rings_in_8_bits_generate_like_pages():
         results = []
         prompts = [beginning[:16], np.concatenate((beginning, more)), beginning[:45]]
         for prompt, is_whole in zip(prompts, (True, False, False), strict=True):
-            [row] = prefiller.place([prompt], [9], [0, 1], chunks=not is_whole)
-            if is_whole:
-                chosen = prefiller.insert([row], [prompt], [9], [GREEDY], [None])
-            else:
-                chosen, reused = in_chunks(prefiller, row, prompt, 9)
-                assert reused >= 16
+            request = Request(prompt, 9, GREEDY, deliver=lambda _: None)
+            [row] = prefiller.place([request], [0, 1], chunks=not is_whole)
+            chosen = prefiller.insert([request]) if is_whole else in_chunks(prefiller, request)
+            assert is_whole or request.cached >= 16
             later = prefiller.batch.decode(8, 20, allowed={})
             results.append(np.concatenate((chosen.top_logprob, later.top_logprob[row])))
             prefiller.release([row])
@@ -208,13 +207,12 @@ def prefiller_of(config, has_rings=True, **options):
         return Prefiller(network, Metrics(2), 2, **options)
 
 
-def in_chunks(prefiller, row, prompt, length):
-    """Insert a prompt in chunks; return its first token, and how many tokens were kept before."""
-    filled, reused, chosen = 0, 0, None
+def in_chunks(prefiller, request):
+    """Insert a prompt in chunks, and return the first token of its answer."""
+    chosen = None
     while chosen is None:
-        filled, more, chosen = prefiller.insert_chunk(row, prompt, filled, length, GREEDY, None, 16)
-        reused += more
-    return chosen, reused
+        _, chosen = prefiller.insert_chunk(request, 16)
+    return chosen
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -226,9 +224,10 @@ def test_the_server_shares_beginnings_of_prompts_in_rings(fixed):
     cached = []
     for _ in range(3):
         prompt = np.concatenate((beginning, rng.integers(0, config.n_vocab, 10)))
-        [row] = prefiller.place([prompt], [20], [0, 1], chunks=True)
-        chosen, reused = in_chunks(prefiller, row, prompt, 20)
-        cached.append(reused)
+        request = Request(prompt, 20, GREEDY, deliver=lambda _: None)
+        [row] = prefiller.place([request], [0, 1], chunks=True)
+        chosen = in_chunks(prefiller, request)
+        cached.append(request.cached)
         later = prefiller.batch.decode(19, 20, allowed={})
         tokens = np.concatenate((chosen.token, later.token[row]))
         text = np.concatenate((prompt, tokens))

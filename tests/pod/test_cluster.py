@@ -28,9 +28,9 @@ from mesh_transformer.generation.generator import SMALLEST_CACHE
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.network import Network
 from mesh_transformer.pod import restarts
-from mesh_transformer.pod.fleet import MOST_UNREAD, Fleet
+from mesh_transformer.pod.fleet import MOST_UNREAD, DispatchedStep, Fleet, PendingMetric
 from mesh_transformer.pod.launch import build_model, local_machines
-from mesh_transformer.pod.steps import DispatchedStep, PendingMetric, StepReport
+from mesh_transformer.pod.runner import StepReport
 from mesh_transformer.serving.engine import ALTERNATIVES, Engine
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.training import loop

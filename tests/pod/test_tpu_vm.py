@@ -317,7 +317,7 @@ def test_smaller_tpu_of_a_killed_driver_is_taken_over(api, make, capsys):
     api.without_capacity = {"v4-16"}
     killed = make(**SMALLER, limits=limits_with(smaller_after=0))
     killed.__enter__()
-    killed._guard.release()  # as the end of its process would
+    killed._guard.close()  # as the end of its process would
     api.without_capacity = set()
     created_types(api)
     with make(**SMALLER) as tpu:
@@ -386,7 +386,7 @@ def test_own_tpu_is_deleted_even_if_the_api_loses_its_label(api, make, queued):
 def test_adopt_takes_over_the_tpu_of_a_killed_driver(api, make, preempted):
     killed = make(adopt=True)
     killed.__enter__()
-    killed._guard.release()
+    killed._guard.close()
     owner = api.nodes[NAME].labels[OWNER]
     if preempted:
         api.preempt()
@@ -401,7 +401,7 @@ def test_adopt_refuses_a_tpu_that_no_earlier_run_here_created(api, make, tmp_pat
     """It refuses a TPU of another type, one of another user or machine, and one without a label."""
     killed = make(adopt=True)
     killed.__enter__()
-    killed._guard.release()
+    killed._guard.close()
     with pytest.raises(InputError, match="exists as v3-8, not v4-8"):
         make(adopt=True, accelerator_type="v4-8").__enter__()
     elsewhere = make(adopt=True)

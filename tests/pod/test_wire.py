@@ -13,8 +13,7 @@ from mesh_transformer.generation.pool import Chunks, Pool
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.network import Eval, Load, Restore, Save, Train, Wait
 from mesh_transformer.pod.faults import PermanentError, RaisedError
-from mesh_transformer.pod.runner import MeshPlace
-from mesh_transformer.pod.steps import StepReport
+from mesh_transformer.pod.runner import MeshPlace, StepReport
 from mesh_transformer.pod.wire import OBJECT, decode, encode
 from mesh_transformer.util import DamagedError, InputError, NonFiniteError
 

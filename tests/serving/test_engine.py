@@ -572,19 +572,17 @@ def test_a_request_waits_if_another_of_its_turn_takes_what_it_was_to_share():
     running, ended, other = (rng.integers(0, 100, length) for length in (160, 80, 100))
 
     def insert(row, prompt, length):
-        assert prefiller.place([prompt], [length], [row], chunks=True) == [row]
-        filled, chosen = 0, None
+        request, chosen = Client(prompt, length).request, None
+        assert prefiller.place([request], [row], chunks=True) == [row]
         while chosen is None:
-            settings = SamplingOptions()
-            filled, _, chosen = prefiller.insert_chunk(
-                row, prompt, filled, length, settings, None, 32
-            )
+            _, chosen = prefiller.insert_chunk(request, 32)
 
     insert(0, running, 32)  # its answer is written over two pages, so it has these twice at first
     insert(1, ended, 1)
     prefiller.release([1])
     assert prefiller._rows_for([other, running], [120, 192], [1, 2, 3], True) == [1, 2]
-    assert prefiller.place([other, running], [20, 32], [1, 2, 3], chunks=True) == [1]
+    both = [Client(other, 20).request, Client(running, 32).request]
+    assert prefiller.place(both, [1, 2, 3], chunks=True) == [1]
     prefiller.release([1])
     insert(2, running, 32)
     prefiller.release([0, 2])
@@ -596,7 +594,7 @@ def test_rows_take_as_much_memory_as_their_tokens():
     rng, tokens = np.random.default_rng(0), 0
     for row in range(64):
         prompt, length = np.zeros(rng.integers(20, 400), int), int(rng.integers(1, 100))
-        assert prefiller.place([prompt], [length], [row], chunks=True) == [row]
+        assert prefiller.place([Client(prompt, length).request], [row], chunks=True) == [row]
         tokens += len(prompt) + length
     assert tokens <= prefiller.used_tokens <= tokens + 64 * 15  # pages of 16
     assert prefiller.used_tokens <= 1.3 * tokens
@@ -654,9 +652,11 @@ def test_chunks_are_short_while_other_rows_wait_for_them(network, monkeypatch):
     clock = itertools.count()
     fake = types.SimpleNamespace(perf_counter=lambda: next(clock) / 1000)
     monkeypatch.setattr("mesh_transformer.serving.prefill.time", fake)
-    prefiller.place([np.zeros(200, int)], [1], [0], chunks=True)
+    request = Client(np.zeros(200, int), 1).request
+    prefiller.place([request], [0], chunks=True)
     for _ in range(30):
-        prefiller.insert_chunk(0, np.zeros(200, int), 60, 1, SamplingOptions(), None, 128)
+        request.filled = 60
+        prefiller.insert_chunk(request, 128)
     assert prefiller._seconds[128] < 0.05
     prefiller._observe(256, 100.0)  # something held the machine up
     assert prefiller.chunk(1.0) == 128

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.data.tokenizer import byte_tokenizer
-from mesh_transformer.serving import formats, grammar, trial
+from mesh_transformer.serving import grammar, trial
 from mesh_transformer.serving.answer import TokenTexts
 from mesh_transformer.serving.engine import ConstraintError
 from mesh_transformer.serving.grammar import PARSER_BYTES, FullError, Grammars
@@ -202,7 +202,7 @@ def test_new_schemas_delay_no_other_request(serve, tmp_path, held_schemas):
     go_on.clear()
     new = [
         body | {"response_format": response_format({"const": "x", "title": str(number)})}
-        for number in range(formats.MOST_NEW)
+        for number in range(grammar.MOST_NEW)
     ]
     with ThreadPoolExecutor(len(new)) as pool:
         answers = [pool.submit(live.ask, **request) for request in new]

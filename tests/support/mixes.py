@@ -79,7 +79,7 @@ class Networks:
 
         def make(guesser: str) -> CausalTransformer:
             network = CausalTransformer(config, devices=jax.devices()[:devices])
-            own = StateLayout(network.config, network.mesh), network._eval_rows
+            own = StateLayout(network.config, network.mesh), network._rows
             draft = None
             if guesser in drafts:
                 smaller = draft_config(drafts[guesser], config, guesser)

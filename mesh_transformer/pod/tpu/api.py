@@ -131,12 +131,9 @@ class TpuApi:
         return self._read(self._client.get_queued_resource, self._queued_name)
 
     def _read(self, method: Any, name: str) -> Any:
-        """Return the resource `name`, or None if it does not exist.
+        """Return the resource `name`, or None if it does not exist; `method` is the client's.
 
         If the API is overloaded or gives no answer, the request is repeated for `RETRY_SECONDS`.
-
-        Args:
-          method: the client's method that reads the resource.
         """
         try:
             with self._translated():
@@ -216,13 +213,10 @@ class TpuApi:
         )
 
     def _delete(self, request: Any) -> None:
-        """Send a delete request.
+        """Send a delete request; it is not an error if the resource does not exist.
 
         Temporary errors are ignored, because the caller repeats the request until the resource is
-        gone.  Deleting a resource that does not exist is not an error.
-
-        Args:
-          request: function without arguments that sends the request.
+        gone.
         """
         from google.api_core import exceptions
 
@@ -248,12 +242,7 @@ class TpuApi:
         )
 
     def _failure(self, status: Any, default: str) -> Exception:
-        """Return the exception to raise for a failed request to create the TPU.
-
-        Args:
-          status: the error that the API has reported.
-          default: the message to use if `status` has none.
-        """
+        """Return the exception for a failed creation; its message is that of `status`, if any."""
         from google.api_core import exceptions
 
         error = exceptions.from_grpc_status(status.code, status.message or default)
@@ -288,12 +277,7 @@ class TpuApi:
     def _translated(
         self, transient: tuple[type[Exception], ...] = (), *, creating: bool = False
     ) -> Iterator[None]:
-        """Return a context manager that turns the API's exceptions into this package's exceptions.
-
-        Args:
-          transient: exceptions that are raised unchanged.
-          creating: whether the `with` block requests a new TPU; see `translate_error`.
-        """
+        """Turn the API's exceptions, except `transient` ones, into this package's exceptions."""
         from google.api_core import exceptions
         from google.auth.exceptions import GoogleAuthError
 
@@ -306,11 +290,9 @@ class TpuApi:
                 f"the Cloud TPU API gave no answer for {RETRY_SECONDS:g} s "
                 f"({_line(error.cause)}); check that the API is reachable"
             ) from error
-        except exceptions.NotFound as error:
-            if not creating:
-                raise _MissingError from error
-            raise self.translate_error(error, creating) from error
         except exceptions.GoogleAPICallError as error:
+            if isinstance(error, exceptions.NotFound) and not creating:
+                raise _MissingError from error
             raise self.translate_error(error, creating) from error
         except GoogleAuthError as error:
             raise InputError(

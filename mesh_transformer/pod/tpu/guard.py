@@ -10,49 +10,15 @@ from pathlib import Path
 from typing import IO
 
 from mesh_transformer.pod.tpu.install import FOLDER
-from mesh_transformer.pod.tpu.signals import Signals
 from mesh_transformer.pod.tpu.spec import TpuSpec
 from mesh_transformer.util import InputError
 
 
-class Guard:
-    """Signal handlers and a lock for the time in which this process uses a TPU.
-
-    `hold` installs the handlers and takes the lock; `release` undoes both.  The handlers turn
-    SIGINT, SIGTERM and SIGHUP into exceptions, so that `with` blocks can delete the TPU.
-
-    Args:
-      exclusive: whether to take the lock.  While the lock is held, no other process of this user on
-        this machine can take the lock for a TPU of the same name, zone and project.
-    """
-
-    def __init__(self, spec: TpuSpec, signals: Signals, *, exclusive: bool):
-        self._spec, self._signals, self._exclusive = spec, signals, exclusive
-        self._lock: IO[str] | None = None
-
-    def hold(self) -> None:
-        """Install the signal handlers and, if `exclusive`, take the lock.
-
-        Raises:
-          InputError: if another process holds the lock.
-        """
-        if self._exclusive:
-            self._lock = _locked_file(self._spec)
-        self._signals.install()
-
-    def release(self) -> None:
-        """Restore the previous signal handlers and release the lock; further calls do nothing."""
-        self._signals.uninstall()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-
-def _locked_file(spec: TpuSpec) -> IO[str]:
+def locked_file(spec: TpuSpec) -> IO[str]:
     """Open and lock the lock file for the TPU's name, and return the open file.
 
-    Closing the file releases the lock.  The file contains the id of the process that holds the
-    lock.
+    Until the file is closed, no other process of this user on this machine can take the lock for a
+    TPU of the same name, zone and project.  The file contains the id of the process that holds it.
 
     Raises:
       InputError: if another process holds the lock, or if the file cannot be written.
@@ -86,7 +52,7 @@ def ownership_label(spec: TpuSpec) -> str:
     """Return the ownership label for TPUs with the spec's name, project and zone.
 
     The label is stored in a file, so it is the same in all runs of this user on this machine.
-    Before the call, the caller must hold a `Guard` for this spec with `exclusive=True`.
+    The caller must hold the lock for this spec; see `locked_file`.
     """
     path = _file_of(spec, "owner")
     if not path.exists() or not path.read_text():

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tqdm import tqdm
 
 from mesh_transformer.pod.tpu.spec import SshOptions
-from mesh_transformer.util import HostError, InputError, StoppedError
+from mesh_transformer.util import HostError, InputError, StoppedError, brief
 
 if TYPE_CHECKING:
     from fabric import Connection
@@ -151,7 +151,7 @@ class Hosts:
         raise self._failed(host, what, f"exited with status {result.exited}{detail}")
 
     def _failed(self, host: int, what: str, how: str) -> StoppedError:
-        return StoppedError(f"host {self._label(host)}: {_short(what)!r} {how}")
+        return StoppedError(f"host {self._label(host)}: {brief(what)!r} {how}")
 
     def _lost(self, host: int, what: str, how: str) -> HostError:
         return HostError(str(self._failed(host, what, how)))
@@ -159,20 +159,17 @@ class Hosts:
     def _label(self, host: int) -> str:
         return f"{host} ({self.addresses[host]})"
 
-    def put(self, content: bytes, remote: str) -> None:
+    def put(self, content: bytes, remote: str, mode: int = 0o644) -> None:
         """Write `content` to the file `remote` on each host, replacing an old file atomically."""
-        self._put_on_all(content, remote, 0o644)
+        put = functools.partial(self._put, content=content, remote=remote, mode=mode)
+        self._on_all(put, f"copy {remote}", PUT_SECONDS)
 
     def put_secret(self, text: str, remote: str) -> None:
         """Write `text` to the file `remote` on each host, with mode 0600.
 
         The mode is set before any content is written, so that other users cannot read the text.
         """
-        self._put_on_all(text.encode(), remote, 0o600)
-
-    def _put_on_all(self, content: bytes, remote: str, mode: int) -> None:
-        put = functools.partial(self._put, content=content, remote=remote, mode=mode)
-        self._on_all(put, f"copy {remote}", PUT_SECONDS)
+        self.put(text.encode(), remote, 0o600)
 
     def _put(self, host: int, content: bytes, remote: str, mode: int) -> None:
         temporary = f"{remote}.{os.urandom(6).hex()}"
@@ -192,16 +189,12 @@ class Hosts:
         """Call `function` with each host's number, in parallel, and return the results in order.
 
         If a call fails, all connections are closed, which ends the other calls.  The error of the
-        failed call is then raised.
-
-        Args:
-          what: the purpose of the calls, for messages.
-          seconds: time limit of the calls, in seconds; connecting has a time limit of its own.
+        failed call is then raised.  Connecting has a time limit of its own, besides `seconds`.
         """
         count = len(self._numbers)
         self._stopping.clear()
         pool = ThreadPoolExecutor(max_workers=max(1, count))
-        bar = tqdm(total=count, desc=_short(what), unit="host", leave=False, disable=count < 2)
+        bar = tqdm(total=count, desc=brief(what), unit="host", leave=False, disable=count < 2)
         end = True
         try:
             futures = [pool.submit(function, host) for host in self._numbers]
@@ -249,10 +242,7 @@ class Hosts:
         Retries are needed because a new host takes some time until it accepts SSH connections with
         the user's key.
         """
-        from paramiko.ssh_exception import (
-            AuthenticationException,
-            BadHostKeyException,
-        )
+        from paramiko.ssh_exception import AuthenticationException, BadHostKeyException
 
         options, label = self.options, self._label(host)
         deadline = time.monotonic() + seconds
@@ -317,12 +307,7 @@ class Hosts:
         return connection
 
     def _trust(self, client: Any, address: str) -> None:
-        """Set which host keys a paramiko SSH client accepts from the host at `address`.
-
-        If the host has published host keys, only these keys are accepted.  Otherwise, if
-        `trust_first` is set, only the key that the host presents first is accepted, now and in
-        later connections.  In all other cases, the host is rejected.
-        """
+        """Set which host keys a paramiko SSH client accepts, as the module's docstring says."""
         from paramiko import MissingHostKeyPolicy, PKey
 
         hosts, known, may_pin = self, self._keys.get(address, []), self.options.trust_first
@@ -349,11 +334,7 @@ class Hosts:
 
 
 class _UntrustedError(Exception):
-    """A host presented an SSH host key that is not accepted.
-
-    Either this host has published other keys or presented another key before, or `trust_first` is
-    False.
-    """
+    """A host presented an SSH host key that is not accepted; see `Hosts._trust`."""
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
@@ -369,9 +350,6 @@ class _Output:
 
     The object keeps the last `SHOWN_LINES` lines.  If `show` is set, each line is also printed as
     soon as it is complete.
-
-    Args:
-      label: the host's name in printed lines.
     """
 
     def __init__(self, label: str, show: bool):
@@ -405,11 +383,6 @@ class _Output:
     def last(self) -> str:
         """The last line that is not blank; an empty string if there is none."""
         return next((line for line in reversed(self._lines) if line.strip()), "")
-
-
-def _short(command: str) -> str:
-    line = " ".join(command.split())
-    return line if len(line) <= 60 else f"{line[:57]}..."
 
 
 def _described(error: Exception) -> str:

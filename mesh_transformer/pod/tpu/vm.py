@@ -35,7 +35,7 @@ from mesh_transformer.pod.tpu.api import (
     TpuApi,
     name_in_use_error,
 )
-from mesh_transformer.pod.tpu.guard import Guard, ownership_label
+from mesh_transformer.pod.tpu.guard import locked_file, ownership_label
 from mesh_transformer.pod.tpu.signals import Signals
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec, deadline_script
 from mesh_transformer.pod.tpu.ssh import Hosts
@@ -138,10 +138,14 @@ class TpuVm:
         self._may_exist = False  # whether a TPU that we requested or took over may exist
         self._answered = True  # False while the request to create the TPU has no answer
         self._hosts: Hosts | None = None
-        self._guard = Guard(self.spec, self._signals, exclusive=adopt)
+        self._guard = contextlib.ExitStack()  # of signal handlers, and with `adopt` a lock
 
     def __enter__(self) -> Self:
-        self._guard.hold()
+        if self._adopt:
+            self._guard.enter_context(locked_file(self.spec))
+        # The handlers turn signals into exceptions, so that `with` blocks can delete the TPU.
+        self._guard.callback(self._signals.uninstall)
+        self._signals.install()
         try:
             if self._adopt:
                 self._mark = ownership_label(self.spec)
@@ -181,7 +185,7 @@ class TpuVm:
             raise
         finally:
             self._close_hosts()
-            self._guard.release()
+            self._guard.close()
         return True
 
     def _make(self, capacity_seconds: float, retry_on: tuple[type[Exception], ...] = ()) -> None:
@@ -232,9 +236,6 @@ class TpuVm:
 
         If the TPU already exists, it is taken over instead, and the result is None.  A TPU that was
         taken over but will not become ready is deleted and requested again.
-
-        Args:
-          kind: accelerator type to request.
         """
         node, queued = self._api.node(), self._api.queued()
         if node is not None or queued is not None:
@@ -272,11 +273,7 @@ class TpuVm:
     def _take_over(
         self, node: "tpu_v2.Node | None", queued: "tpu_v2.QueuedResource | None"
     ) -> None:
-        """Use an existing TPU instead of a new one; see the argument `adopt` of `TpuVm`.
-
-        Args:
-          node: the TPU's node, or None if the TPU is queued and has no node yet.
-          queued: the TPU's queued resource, or None if the TPU was not queued.
+        """Use an existing TPU, which may have no node yet; see the argument `adopt` of `TpuVm`.
 
         Raises:
           InputError: if `adopt` is not set, or if the TPU has another ownership label or type.
@@ -348,13 +345,8 @@ class TpuVm:
     def _polls(self, what: str, seconds: float, advice: str) -> Iterator[tqdm]:
         """Yield a progress bar each time the caller should poll the API; sleep in between.
 
-        Args:
-          what: the TPU's activity, such as "being deleted", for the progress bar and the error.
-          seconds: time limit for the whole loop.
-          advice: what the user can do after the time limit, for the error.
-
         Raises:
-          StoppedError: once `seconds` seconds have passed.
+          StoppedError: that the TPU is still `what`, and `advice`, once `seconds` have passed.
         """
         start = time.monotonic()
         layout = "{desc} {elapsed}{postfix}"
