@@ -19,7 +19,7 @@ from mesh_transformer.storage.access import (
     local_path,
     reason,
 )
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, is_running
 
 _PAUSE = 0.5  # seconds between two scans for files to flush
 
@@ -96,19 +96,9 @@ def _delete_abandoned(parent: str, name: str) -> None:
     pattern = re.compile(rf"\.{re.escape(name)}\.{host}\.(\d+)\.tmp")
     for entry in os.listdir(parent) if os.path.isdir(parent) else []:
         match = pattern.fullmatch(entry)
-        if match and not _is_running(int(match[1])):
+        # The id of this process may have been that of an earlier one.
+        if match and (int(match[1]) == os.getpid() or not is_running(int(match[1]))):
             shutil.rmtree(os.path.join(parent, entry))
-
-
-def _is_running(process: int) -> bool:
-    """Return whether `process` is the id of a running process other than this one."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it belongs to another user
-        return True
-    return process != os.getpid()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from mesh_transformer.storage.access import (
     reason,
     unwritable_error,
 )
-from mesh_transformer.util import InputError, StoppedError, start_thread
+from mesh_transformer.util import InputError, StoppedError, is_running, start_thread
 
 LOCK = ".lock"  # name of the lock file in a model folder
 # A lock in a bucket is renewed after the first number of seconds, and may be taken over if it was
@@ -300,12 +300,4 @@ def _has_ended(content: bytes) -> bool:
             return True
     except (ValueError, KeyError, TypeError):
         return False
-    if space is None or space != _process_space():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    return space is not None and space == _process_space() and not is_running(process)
