@@ -220,9 +220,6 @@ class _RemoteFile(io.RawIOBase):
         self._position = origin + offset
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, buffer: Any) -> int:
         """Read bytes until `buffer` is full or the file ends; return the number of bytes read."""
         target = memoryview(buffer).cast("B")
@@ -252,10 +249,8 @@ class _RemoteFile(io.RawIOBase):
         # Formats such as .npz have their table of contents at the end, which is read at each open.
         tail = max(0, self._size - READ_AHEAD[0])
         if self._position >= tail:
-            self._buffer, self._start = (
-                _read_tail(self._path, tail, self._size, self._version),
-                tail,
-            )
+            self._buffer = _read_tail(self._path, tail, self._size, self._version)
+            self._start = tail
             return
         in_order = self._buffer and self._position == self._start + len(self._buffer)
         self._ahead = min(2 * self._ahead, READ_AHEAD[1]) if in_order else READ_AHEAD[0]

@@ -54,11 +54,7 @@ class LocalLock:
 
     It is an operating-system lock on the file `.lock` in the folder, and the content of that file
     describes the owner.  When a process is killed, the file remains, but the operating system
-    releases the lock.
-
-    Raises:
-      InputError: at construction, if another process holds the lock, or if the folder cannot be
-        created or written.  In the first case, the message describes the other process.
+    releases the lock.  For errors, see `lock_folder`.
     """
 
     def __init__(self, folder: AnyPath):
@@ -75,9 +71,6 @@ class LocalLock:
 
         Returns None if the previous owner has just deleted the file; the caller must then try
         again.
-
-        Raises:
-          InputError: if another process holds the lock.
         """
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -129,11 +122,7 @@ class BucketLock:
     If the process that owns the lock ends without releasing it, another process can take over the
     lock once the object has not changed for 60 seconds (`LEASE_SECONDS`).  A process on the same
     machine can do so at once, because it can see that the owner has ended.  The clocks of different
-    machines are never compared.
-
-    Raises:
-      InputError: at construction, if another process holds the lock, or if the bucket cannot be
-        written.  In the first case, the message describes the other process.
+    machines are never compared.  For errors, see `lock_folder`.
     """
 
     def __init__(self, folder: AnyPath):
@@ -192,9 +181,6 @@ class BucketLock:
         """Write the lock object, and return its generation (the storage's version of an object).
 
         If another process may hold the lock, this waits for up to LEASE_SECONDS.
-
-        Raises:
-          InputError: if another process holds the lock.
         """
         stored = self._store.read(LOCK).result()
         first, waited = stored.stamp.generation, False
@@ -215,13 +201,7 @@ class BucketLock:
             stored = self._store.read(LOCK).result()
 
     def _write(self, expected: bytes) -> bytes | None:
-        """Write the lock object if its generation is `expected`.
-
-        The generation is the storage's version of an object; it changes with each write.
-
-        Returns:
-          The new generation, or None if the lock object has another generation than `expected`.
-        """
+        """Write the lock object if its generation is `expected`; return the new one, else None."""
         content = json.dumps(self._owner).encode()
         written = self._store.write(LOCK, content, if_equal=expected).result()
         if written.generation:
