@@ -19,9 +19,8 @@ from numpy.typing import DTypeLike
 from mesh_transformer.checkpoint import gguf_files, hf, native_state, original, peft, torch_model
 from mesh_transformer.checkpoint.adapters import Base, merged_leaves
 from mesh_transformer.checkpoint.formats import HUGGING_FACE, WITHOUT_STEPS, Format, check_format
-from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Source, other_format
-from mesh_transformer.checkpoint.state_tree import check_same_model
+from mesh_transformer.checkpoint.state_tree import check_same_model, in_memory
 from mesh_transformer.checkpoint.step_folders import step_number
 from mesh_transformer.config import Config
 from mesh_transformer.data.gguf_header import SUFFIX, is_gguf

@@ -27,8 +27,8 @@ from mesh_transformer.checkpoint.hf_config import (
 )
 from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
 from mesh_transformer.checkpoint.hf_files import Tensor
-from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
-from mesh_transformer.checkpoint.state_tree import check_same_model, check_state
+from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast
+from mesh_transformer.checkpoint.state_tree import check_same_model, check_state, in_memory
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, StoredTensor
 from mesh_transformer.config import Config
 from mesh_transformer.data.gguf_header import is_gguf

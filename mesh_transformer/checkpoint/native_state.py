@@ -9,7 +9,6 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
-from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.state_tree import (
@@ -17,6 +16,7 @@ from mesh_transformer.checkpoint.state_tree import (
     check_match,
     check_same_model,
     declared_leaves,
+    in_memory,
     leaves,
     nested,
     optimizer_of,

@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from mesh_transformer.checkpoint import original_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
-from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
+from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast
 from mesh_transformer.checkpoint.original_files import Shard
-from mesh_transformer.checkpoint.state_tree import check_state, differing_keys
+from mesh_transformer.checkpoint.state_tree import check_state, differing_keys, in_memory
 from mesh_transformer.config import Config
 from mesh_transformer.families import NORMS
 from mesh_transformer.mesh.declaration import Declaration

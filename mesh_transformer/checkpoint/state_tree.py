@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.tree_util import keystr
+from tqdm import tqdm
 
-from mesh_transformer.checkpoint.host_arrays import FLOATS
+from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf
 from mesh_transformer.config import Config
 from mesh_transformer.config_model import Architecture
 from mesh_transformer.mesh.declaration import map_declared
@@ -135,6 +136,26 @@ def nested(flat: dict[Path, Any]) -> dict[str, Any]:
             subtree = subtree.setdefault(key, {})
         subtree[path[-1]] = leaf
     return tree
+
+
+def in_memory(tree: Any) -> Any:
+    """Return the nested dicts `tree` with each `LazyLeaf` replaced by a numpy array.
+
+    A progress bar is shown while the values are read from disk.
+    """
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if isinstance(leaf, LazyLeaf))
+    if not total:
+        return tree
+
+    def read(leaf: Any) -> Any:
+        if not isinstance(leaf, LazyLeaf):
+            return leaf
+        values = np.asarray(leaf)
+        bar.update(leaf.nbytes)
+        return values
+
+    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
+        return jax.tree.map(read, tree)
 
 
 def cast_groups(
