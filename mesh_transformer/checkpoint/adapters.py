@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 
 from mesh_transformer.checkpoint.host_arrays import LazyLeaf, cast
 from mesh_transformer.checkpoint.integrity import host_checksum
+from mesh_transformer.checkpoint.state_tree import Path, map_leaves
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import matrices, transformer
@@ -35,18 +36,6 @@ class Base(NamedTuple):
 
     path: str
     checksums: dict[str, dict[str, int]]
-
-    def checksum_of(self, leaf: str) -> tuple[str, int | None]:
-        """Return (dtype, checksum): a leaf's recorded checksum, and the dtype it was computed in.
-
-        The dtype is float32 if the record has float32 checksums, otherwise bfloat16.  The checksum
-        is None if the base model has no leaf of this name.
-
-        Args:
-          leaf: the name of the leaf, such as "layers/layer/q/w".
-        """
-        dtype = "float32" if "float32" in self.checksums else "bfloat16"
-        return dtype, self.checksums[dtype].get(leaf)
 
     def difference(self, other: "Base") -> str | None:
         """Return the name of the first leaf whose checksum differs in `other`; None if all match.
@@ -115,22 +104,17 @@ def merged_leaves(
 
     declared = transformer.declarations(config)
 
-    def leaf(part: str, module: str, name: str, values: Any) -> LazyLeaf:
+    def leaf(path: Path, values: Any) -> LazyLeaf:
+        part, module, name = path
         module_adapters = adapters.get(part, {}).get(module, {})
         factors = [module_adapters[a] for a in adapter_names(name) if a in module_adapters]
         target = values.dtype if dtype is None else np.dtype(dtype)
-        path, rounded = (part, module, name), None
+        rounded = None
         if part == "layers" and config.frozen_bits is not None:
             rounded = functools.partial(_rounded, declared[part][module][name].unstack(), config)
         return _merged(values, factors, config.lora_scale, base, path, target, where, rounded)
 
-    return {
-        part: {
-            module: {name: leaf(part, module, name, values) for name, values in named.items()}
-            for module, named in modules.items()
-        }
-        for part, modules in params.items()
-    }
+    return map_leaves(leaf, params)
 
 
 def _rounded(declared: Declaration, config: Config, values: np.ndarray) -> np.ndarray:
@@ -145,7 +129,7 @@ def _merged(
     factors: list[Any],
     scale: float,
     base: Base,
-    path: tuple[str, ...],
+    path: Path,
     dtype: np.dtype,
     where: str,
     rounded: Callable[[np.ndarray], np.ndarray] | None,
@@ -157,19 +141,16 @@ def _merged(
     Args:
       source: the leaf's values in the base model, as an array or a `LazyLeaf`.
       factors: the adapter's two matrices; an empty list if the leaf has no adapter.
-      path: the leaf's keys (part, module, name) in the nested dicts of parameters.
       rounded: applied to each layer before the merge.
     """
     layers, name = path[0] == "layers", "/".join(path)
     sums: dict[int | None, int] = {}  # the checksum of each layer read so far
 
     def check(layer: int | None, values: np.ndarray) -> None:
-        checksum_dtype, expected = base.checksum_of(name)
-        sums[layer] = host_checksum(values, (layer or 0) * values.size, checksum_dtype)
-        if (
-            len(sums) == (source.shape[0] if layers else 1)
-            and sum(sums.values()) % 2**32 != expected
-        ):
+        checked = "float32" if "float32" in base.checksums else "bfloat16"
+        sums[layer] = host_checksum(values, (layer or 0) * values.size, checked)
+        is_last = len(sums) == (source.shape[0] if layers else 1)
+        if is_last and sum(sums.values()) % 2**32 != base.checksums[checked].get(name):
             raise InputError(
                 f"{where}: its adapters were not trained on the base model that was read (leaf "
                 f"{name} differs); give the base model that they were trained on as --base (its "
