@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
-from tqdm import tqdm
 
 from mesh_transformer.checkpoint import gguf_files, hf_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
@@ -226,10 +225,8 @@ def write(
     rows = min(len(chosen.loaded), config.n_vocab) if trim_vocab else config.n_vocab
     places = places_of(config, family)
     tensors = list(_tensors(state["params"], places, rows, _dtype(dtype)))
-    total = sum(tensor.n_bytes for tensor in tensors)
     with atomic_folder(folder) as temporary:
-        with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
-            hf_files.write(temporary, tensors, shard_bytes, bar)
+        hf_files.write(temporary, tensors, shard_bytes)
         own = chosen.loaded if chosen.fits else None
         write_configs(temporary, config, rows, tensors[0].dtype, own)
         chosen.save(temporary)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
-from tqdm import tqdm
 
 from mesh_transformer.checkpoint import hf, hf_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
@@ -274,10 +273,8 @@ def write(
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    total = sum(tensor.n_bytes for tensor in tensors)
     with atomic_folder(folder) as temporary:
-        with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
-            hf_files.write_file(os.path.join(temporary, _FILES[0]), tensors, bar)
+        hf_files.write(temporary, tensors, name=_FILES[0])
         hf_files.write_json(os.path.join(temporary, CONFIG), values)
 
 
