@@ -15,13 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
-from tqdm import tqdm
 
 from mesh_transformer.checkpoint import original_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
 from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast
 from mesh_transformer.checkpoint.original_files import Shard
-from mesh_transformer.checkpoint.state_tree import check_state, differing_keys, in_memory
+from mesh_transformer.checkpoint.state_tree import (
+    Path,
+    check_state,
+    differing_keys,
+    in_memory,
+    nested,
+)
 from mesh_transformer.config import Config
 from mesh_transformer.families import NORMS
 from mesh_transformer.mesh.declaration import Declaration
@@ -121,31 +126,31 @@ def entries(config: Config, declared: Any) -> list[Entry]:
       InputError: if checkpoints of mesh-transformer-jax (version 1) cannot represent the model.
     """
     _check_expressible(config)
-    placed = [(f"{_ROOT}embedding_shard/~/linear", x, "embed", "embedding", x) for x in ("b", "w")]
-    if config.pe == "fixed":
-        placed.append((f"{_ROOT}embedding_shard", "pos_embs", "embed", "embedding", "pos_embs"))
-    for leaf in ("b", "w"):
-        module = f"{_ROOT}projection_shard/~/linear"
-        placed.append((module, leaf, "proj", "projection/head", leaf))
-    norm = config.norm_kind
+    norm, linear = config.norm_kind, {"b": "b", "w": "w"}
     # The original's layernorm-nobias has an offset, although the model does not use it.
-    norm_leaves = ("offset", "scale") if norm.centered or norm.offset else ("scale",)
-    for leaf in norm_leaves:
-        module = f"{_ROOT}projection_shard/~/{norm.original}"
-        placed.append((module, leaf, "proj", "projection/norm", leaf))
+    norm_leaves = {"offset": "offset"} if norm.centered or norm.offset else {}
+    norm_leaves |= {"scale": "scale"}
+    placed: list[tuple[str, int | None, str, str, dict[str, str]]] = [
+        ("embedding_shard/~/linear", None, "embed", "embedding", linear),
+        ("projection_shard/~/linear", None, "proj", "projection/head", linear),
+        (f"projection_shard/~/{norm.original}", None, "proj", "projection/norm", norm_leaves),
+    ]
+    if config.pe == "fixed":
+        placed.append(("embedding_shard", None, "embed", "embedding", {"pos_embs": "pos_embs"}))
     if config.pe == "t5":
-        leaf = "rel_embedding"
-        placed.append((f"{_ROOT}relative_position_embs", leaf, "relative", "relative", leaf))
-    result = [_entry(*place, None, config, declared) for place in placed]
-    for layer in range(config.layers):
-        scope = f"{_ROOT}layer_{layer}/~/"
-        placed = [
-            (f"{scope}{theirs}", leaf, "layers", module, ours)
-            for theirs, (module, names) in _LAYER.items()
-            for leaf, ours in names.items()
-        ]
-        placed += [(f"{scope}{norm.original}", x, "layers", "layer/norm", x) for x in norm_leaves]
-        result += [_entry(*place, layer, config, declared) for place in placed]
+        leaves = {"rel_embedding": "rel_embedding"}
+        placed.append(("relative_position_embs", None, "relative", "relative", leaves))
+    in_layer = _LAYER | {f"{norm.original}": ("layer/norm", norm_leaves)}
+    placed += [
+        (f"layer_{layer}/~/{theirs}", layer, "layers", module, leaves)
+        for layer in range(config.layers)
+        for theirs, (module, leaves) in in_layer.items()
+    ]
+    result = [
+        _entry(f"{_ROOT}{theirs} {leaf}", part, module, ours, layer, config, declared)
+        for theirs, layer, part, module, leaves in placed
+        for leaf, ours in leaves.items()
+    ]
     return sorted(result, key=lambda entry: entry.name.split(" "))
 
 
@@ -204,23 +209,9 @@ def _check_expressible(config: Config) -> None:
 
 
 def _entry(
-    theirs: str,
-    their_leaf: str,
-    part: str,
-    module: str,
-    leaf: str,
-    layer: int | None,
-    config: Config,
-    declared: Any,
+    name: str, part: str, module: str, leaf: str, layer: int | None, config: Config, declared: Any
 ) -> Entry:
-    """Return the `Entry` of one parameter in a mesh-transformer-jax checkpoint.
-
-    Args:
-      theirs, their_leaf: mesh-transformer-jax's names of the module and the leaf.
-      part, module, leaf, layer: see `Entry`.
-      declared: the declarations of the config's parameters.
-    """
-    name = f"{theirs} {their_leaf}"
+    """Return the `Entry` of one parameter; see `Entry` and `entries` for the arguments."""
     if leaf not in declared[part][module]:
         return Entry(name, part, module, leaf, layer, (config.d_model,), Rule.UNUSED)
     declaration: Declaration = declared[part][module][leaf]
@@ -247,14 +238,12 @@ class _Source(NamedTuple):
     """An opened checkpoint of mesh-transformer-jax.
 
     Attributes:
-      layers: the number of layers of the model.
       shards: the checkpoint's shards, in order.
       entries: the model's parameters, as the function `entries` returns them.
       first: {group: index of the group's first leaf in each shard}.  The groups are "params" and
         "step", and in a full checkpoint also "adam", "mu", "nu" and "schedule".
     """
 
-    layers: int
     shards: list[Shard]
     entries: list[Entry]
     first: dict[str, int]
@@ -343,12 +332,12 @@ def write(
     path = os.path.join(folder, f"step_{step}")
     if not (files.is_folder(folder) if is_uri(folder) else os.path.lexists(folder)):
         with atomic_folder(folder) as new:
-            _write_shards(os.path.join(new, f"step_{step}"), leaves, count)
+            original_files.write(os.path.join(new, f"step_{step}"), leaves, count)
             original_files.write_index(os.path.join(new, "meta.json"), {}, step)
         return path
     index = original_files.index_before(path)
     with atomic_folder(path) as new:
-        _write_shards(new, leaves, count)
+        original_files.write(new, leaves, count)
         original_files.write_index(os.path.join(new, "meta.json"), index, step)
     original_files.finish(path)
     return path
@@ -387,7 +376,7 @@ def _open(path: str, config: Config) -> _Source:
             f"{config.layers} layers, norm and pe of the config; {_REMEDY}"
         )
     first = full if held > size + 1 else {"params": 0}
-    return _Source(config.layers, shards, parameters, first | {"step": held - 1})
+    return _Source(shards, parameters, first | {"step": held - 1})
 
 
 def _describe_layers(held: int, parameters: list[Entry], config: Config) -> str:
@@ -433,16 +422,12 @@ def _group(source: _Source, group: str, dtype: np.dtype | None) -> Tree:
       group: "params", "mu" or "nu".
       dtype: the dtype to cast the leaves to; None for the stored dtypes.
     """
-    numbers: dict[tuple[str, str, str], list[int]] = {}
-    for number, entry in enumerate(source.entries):
+    numbers: dict[Path, list[int]] = {}
+    # The entries are sorted by name, so layer_10 comes before layer_2.
+    for number, entry in sorted(enumerate(source.entries), key=lambda pair: pair[1].layer or 0):
         if entry.rule is not Rule.UNUSED:
             numbers.setdefault((entry.part, entry.module, entry.leaf), []).append(number)
-    tree: Tree = {}
-    for (part, module, leaf), layers in numbers.items():
-        # The entries are sorted by name, so layer_10 comes before layer_2.
-        layers.sort(key=lambda number: source.entries[number].layer or 0)
-        tree.setdefault(part, {}).setdefault(module, {})[leaf] = _lazy(source, group, layers, dtype)
-    return tree
+    return nested({path: _lazy(source, group, own, dtype) for path, own in numbers.items()})
 
 
 def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | None) -> LazyLeaf:
@@ -582,18 +567,3 @@ def _parts(
             initial = 1 if entry.leaf == "scale" and not moment else 0
             part = np.full(entry.shape, initial, target)
         yield cast(part, target, entry.name)
-
-
-def _write_shards(
-    folder: str, leaves: list[Callable[[], Iterable[np.ndarray]]], shards: int
-) -> None:
-    """Write all shards of a step, with a progress bar."""
-    folders = [os.path.join(folder, f"shard_{number}") for number in range(shards)]
-    title = f"writing {shards} shards"
-    with tqdm(total=len(leaves), desc=title, unit="leaf", disable=None) as bar:
-        original_files.write(folders, [partial(_with_progress, leaf, bar) for leaf in leaves])
-
-
-def _with_progress(leaf: Callable[[], Iterable[np.ndarray]], bar: tqdm) -> Iterable[np.ndarray]:
-    bar.update()
-    return leaf()

@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
+from tqdm import tqdm
 
 from mesh_transformer.checkpoint.stored_tensors import parse_json
 from mesh_transformer.data.prefetch import Prefetch
@@ -313,31 +314,27 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def write(folders: Sequence[str], leaves: Sequence[Callable[[], Iterable[np.ndarray]]]) -> None:
-    """Create the folders of all shards, and write 16 .npz files to each, leaf by leaf.
+def write(step: str, leaves: Sequence[Callable[[], Iterable[np.ndarray]]], shards: int) -> None:
+    """Create the folders of a step's shards, and write 16 .npz files to each, leaf by leaf.
 
     Each file is byte for byte what `np.savez` would write.
 
     Args:
-      folders: the folders to create, one per shard.
       leaves: for each leaf, a function that returns its arrays, one per shard.
     """
+    folders = [os.path.join(step, f"shard_{number}") for number in range(shards)]
     for folder in folders:
         os.makedirs(folder)
+    bar = tqdm(leaves, desc=f"writing {shards} shards", unit="leaf", disable=None)
     # While one leaf is written, the next one is read.
-    with contextlib.closing(Prefetch((list(leaf()) for leaf in leaves), 1)) as arrays:
+    with bar, contextlib.closing(Prefetch((list(leaf()) for leaf in bar), 1)) as arrays:
         for piece, (first, end) in enumerate(split(len(leaves))):
             paths = [os.path.join(folder, f"{piece}.npz") for folder in folders]
             _write_piece(paths, arrays, end - first)
 
 
 def _write_piece(paths: Sequence[str], arrays: Iterator[list[np.ndarray]], count: int) -> None:
-    """Write the next `count` leaves to one .npz file per shard.
-
-    Args:
-      paths: the files to write, one per shard.
-      arrays: an iterator that yields, for each leaf, a list of arrays, one per shard.
-    """
+    """Write the next `count` leaves of `arrays` to the files in `paths`, one per shard."""
     with contextlib.ExitStack() as stack:
         archives = [stack.enter_context(zipfile.ZipFile(path, "w")) for path in paths]
         for number, parts in zip(range(count), arrays, strict=False):
