@@ -1,6 +1,7 @@
-"""The config.json files of Hugging Face's models, and the configs that they correspond to."""
+"""The config.json of Hugging Face's models, the files beside it, and the corresponding configs."""
 
 import functools
+import hashlib
 import importlib.metadata
 import math
 import os
@@ -20,12 +21,15 @@ from mesh_transformer.checkpoint.stored_tensors import (
     have_equal_values,
     read_json,
 )
-from mesh_transformer.checkpoint.stored_tokenizer import template_in, tokenizer_in
 from mesh_transformer.config import Config
-from mesh_transformer.data.gguf_header import GgufHeader, is_gguf
+from mesh_transformer.data.gguf_header import GgufHeader, is_gguf, read_header
+from mesh_transformer.data.gguf_tokenizer import has_tokenizer
+from mesh_transformer.data.same_tokenizer import is_gpt2
+from mesh_transformer.data.tokenizer import TEMPLATE
 from mesh_transformer.families import SAMPLING
 from mesh_transformer.model.layer_values import BY_LAYER, have_same_layers
 from mesh_transformer.storage import files
+from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
 
 # Hugging Face's activations -> ours.  The first name of each is written.
@@ -39,6 +43,8 @@ _ACTIVATIONS = {
 }
 _ROTARY_BASE = 10000
 _GENERATION = "generation_config.json"
+# The SHA-256 of GPT-2's tokens in the order of their ids, one per line.
+_GPT2_DIGEST = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
 # Sampling settings: Hugging Face's names -> ours.
 _OF_GREEDY = {"repetition_penalty"}  # settings that count at a temperature of 0
 _SAMPLING = {"temperature" if name == "temp" else name: name for name in SAMPLING}
@@ -138,10 +144,10 @@ def read_config(folder: str, *, text_only: bool = False) -> Config:
     if ours["tie_head"] and _has_own_head(folder, family, text_only):
         _report_own_head(path)
         ours["tie_head"] = False
-    ours["tokenizer"] = tokenizer_in(folder)
+    ours["tokenizer"] = _tokenizer_in(folder)
     generation = _generation(folder)
     ours["end_tokens"] = _end_tokens(folder, values, generation, ours["n_vocab"])
-    ours["chat_template"] = template_in(folder)
+    ours["chat_template"] = _template_in(folder)
     ours["sampling"] = _sampling(folder, generation)
     return Config.from_dict(ours, path)
 
@@ -334,6 +340,56 @@ def _neox_keys(config: Config) -> dict[str, Any]:
 
 def _inner(config: Config, key: str) -> dict[str, Any]:
     return {key: None if key == "n_inner" else config.d_ff}
+
+
+def _tokenizer_in(folder: str) -> str:
+    """Return the value of the config key `tokenizer` for a folder or file: its path, or "gpt2".
+
+    The result is "gpt2" if the folder holds no tokenizer, or one that does exactly what GPT-2's
+    does, as GPT-J's released one: the tokens that it adds only pad the vocabulary.
+    """
+    if is_gguf(folder):
+        return folder if has_tokenizer(read_header(folder)) else "gpt2"
+    names = set(files.names(folder))
+    if "tokenizer.json" in names:
+        vocabulary = _read_vocabulary(os.path.join(folder, "tokenizer.json"))
+    elif {"vocab.json", "merges.txt"} <= names:
+        vocabulary = read_json(os.path.join(folder, "vocab.json"))
+    else:
+        other = names & {"tokenizer_config.json", "tokenizer.model"}
+        return local_path(folder) if other else "gpt2"
+    if isinstance(vocabulary, dict) and all(type(id_) is int for id_ in vocabulary.values()):
+        text = "\n".join(sorted(vocabulary, key=vocabulary.__getitem__))
+        digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+        if digest == _GPT2_DIGEST and is_gpt2(folder):  # the second check takes seconds
+            return "gpt2"
+    return local_path(folder)
+
+
+def _template_in(folder: str) -> str | None:
+    """Return the chat template in a folder or GGUF file, of several the default one, or None."""
+    if is_gguf(folder):
+        return read_header(folder).get("tokenizer.chat_template", str, "") or None
+    jinja, config = (os.path.join(folder, name) for name in (TEMPLATE, "tokenizer_config.json"))
+    if files.is_file(jinja):
+        with files.open_file(jinja) as file:
+            return file.read().decode("utf-8", "replace")
+    values = read_json(config) if files.is_file(config) else {}
+    template = values.get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _read_vocabulary(path: str) -> Any:
+    """Return the vocabulary in a tokenizer.json, which is a dict for some kinds of tokenizer."""
+    values = read_json(path)
+    try:
+        [entry["content"] for entry in values.get("added_tokens", [])]
+        return values["model"].get("vocab")
+    except (AttributeError, KeyError, TypeError):
+        raise InputError(
+            f"{path}: not a Hugging Face tokenizer: expected a mapping `model` and a list "
+            "`added_tokens`; copy the folder again"
+        ) from None
 
 
 def _end_tokens(
