@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.checkpoint import gguf_files, hf_files, hf_layers
-from mesh_transformer.checkpoint.hf_families import FAMILIES, Family, Number
+from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
 from mesh_transformer.checkpoint.hf_files import write_json
 from mesh_transformer.checkpoint.state_tree import differing_keys
 from mesh_transformer.checkpoint.stored_tensors import (
@@ -145,7 +145,8 @@ def read_config(folder: str, *, text_only: bool = False) -> Config:
         _report_own_head(path)
         ours["tie_head"] = False
     ours["tokenizer"] = _tokenizer_in(folder)
-    generation = _generation(folder)
+    beside = os.path.join(folder, _GENERATION)
+    generation = read_json(beside) if files.is_file(beside) else {}
     ours["end_tokens"] = _end_tokens(folder, values, generation, ours["n_vocab"])
     ours["chat_template"] = _template_in(folder)
     ours["sampling"] = _sampling(folder, generation)
@@ -178,14 +179,13 @@ def _model_keys(path: str, values: dict[str, Any]) -> dict[str, Any]:
         size = values.get(key, family.defaults.get(key))
         if size is None and key in family.optional:
             continue
-        if type(size) is not int or size < 1:
-            raise InputError(
-                f"{path}: {key} is {size!r}, expected a whole number above 0; copy the file again"
-            )
-        ours[name] = size
+        ours[name] = hf_layers.check_whole(path, key, size)
     ours = _implied(family, ours) | ours
     for key, number in family.numbers.items():
-        ours[number.ours] = _positive(path, values, key, number)
+        value = values.get(key, number.default)
+        if value is not None or not number.may_lack:
+            value = float(hf_layers.positive(path, key, value)) ** number.power
+        ours[number.ours] = value
     for key, matrices in family.biases.items():
         ours.setdefault("biases", [])
         ours["biases"] += matrices if hf_layers.flag(path, values, key, False) else ()
@@ -262,13 +262,6 @@ def text_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     }
 
 
-def _positive(path: str, values: dict[str, Any], key: str, number: Number) -> float | None:
-    value = values.get(key, number.default)
-    if value is None and number.may_lack:
-        return None
-    return float(hf_layers.positive(path, key, value)) ** number.power
-
-
 def _has_own_head(folder: str, family: Family, text_only: bool) -> bool:
     """Return whether a folder's weights hold an output head other than the embedding's matrix.
 
@@ -326,20 +319,13 @@ def _neox_rotary_dims(path: str, values: dict[str, Any], ours: dict[str, Any]) -
 
 def _neox_keys(config: Config) -> dict[str, Any]:
     """Return the keys of config.json that only a GPT-NeoX has: rotary embedding and residual."""
-    share = config.d_rotary / config.d_head
-    if int(config.d_head * share) < config.d_rotary:  # rounding
-        share = math.nextafter(share, 1)
+    share = hf_layers.rotary_share(config)
     rope = {"rope_type": "default", "rope_theta": _ROTARY_BASE, "partial_rotary_factor": share}
     return {
         "rotary_pct": share,
-        "rotary_emb_base": _ROTARY_BASE,
         "rope_parameters": rope,
         "use_parallel_residual": config.layer_kind.arrangement == "parallel",
     }
-
-
-def _inner(config: Config, key: str) -> dict[str, Any]:
-    return {key: None if key == "n_inner" else config.d_ff}
 
 
 def _tokenizer_in(folder: str) -> str:
@@ -417,12 +403,6 @@ def _end_tokens(
     return [number for number in ids if 0 <= number < n_vocab] or None
 
 
-def _generation(folder: str) -> dict[str, Any]:
-    """Return the content of a folder's generation_config.json; {} if there is none."""
-    path = os.path.join(folder, _GENERATION)
-    return read_json(path) if files.is_file(path) else {}
-
-
 def _sampling(folder: str, generation: dict[str, Any]) -> dict[str, float]:
     """Return the sampling settings of a folder or GGUF file, by our names; often none.
 
@@ -496,7 +476,6 @@ def config_values(
     activation = next(name for name in names if _ACTIVATIONS[name] == config.activation)
     values |= {
         "vocab_size": rows,
-        **({} if family.inner is None else _inner(config, family.inner)),
         **{key: number.written(config) for key, number in family.numbers.items()},
         **{key: all(map(config.has_bias, own)) for key, own in family.biases.items()},
         **({} if family.rope is None else hf_layers.keys(config, family)),
@@ -507,4 +486,6 @@ def config_values(
     }
     values |= {"architectures": [family.architecture], "model_type": config.hf_type}
     values |= {"pad_token_id": None, "initializer_range": 0.02, "use_cache": True}
+    if family.inner is not None:
+        values[family.inner] = None if family.inner == "n_inner" else config.d_ff
     return values | family.fixed, tokens

@@ -1,6 +1,7 @@
 """The keys of Hugging Face's config.json for rotary embeddings, and for what differs by layer."""
 
 import functools
+import math
 from typing import Any
 
 from mesh_transformer.checkpoint.hf_families import Family
@@ -62,8 +63,11 @@ def flag(path: str, values: dict[str, Any], key: str, default: bool) -> bool:
 def whole(path: str, values: dict[str, Any], key: str, default: int, least: int = 1) -> int:
     """Return a whole number of config.json, or the default if it is missing or null."""
     value = values.get(key)
-    if value is None:
-        return default
+    return default if value is None else check_whole(path, key, value, least)
+
+
+def check_whole(path: str, key: str, value: Any, least: int = 1) -> int:
+    """Return a value of config.json as a whole number; raise InputError if it is not."""
     if type(value) is not int or value < least:
         raise InputError(
             f"{path}: {key} is {value!r}, expected a whole number of at least {least}; copy the "
@@ -104,11 +108,7 @@ def _windows(path: str, values: dict[str, Any], family: Family, layers: int) -> 
         sliding = [layer for layer, kind in enumerate(kinds) if kind == SLIDING]
     if not sliding:
         return {}
-    if type(window) is not int or window < 1:
-        raise InputError(
-            f"{path}: sliding_window is {window!r}, expected a whole number above 0; copy the file "
-            "again"
-        )
+    window = check_whole(path, "sliding_window", window)
     return {"sliding_window": window, "sliding_layers": sliding}
 
 
@@ -216,6 +216,12 @@ def _scaling(path: str, rope: dict[str, Any], ours: dict[str, Any]) -> dict[str,
     return {"rope_type": kind} | numbers
 
 
+def rotary_share(config: Config) -> float:
+    """Return the share of a head that is rotated; times the head's size, it rounds down to that."""
+    share = config.d_rotary / config.d_head
+    return share if int(config.d_head * share) == config.d_rotary else math.nextafter(share, 1)
+
+
 def keys(config: Config, family: Family) -> dict[str, Any]:
     """Return the keys of config.json that `read` reads.
 
@@ -233,12 +239,8 @@ def keys(config: Config, family: Family) -> dict[str, Any]:
     scaling: dict[str, Any] = dict(config.rotary_scaling or {"rope_type": "default"})
     if (length := scaling.get("original_max_position_embeddings")) is not None:
         scaling["original_max_position_embeddings"] = int(length)
-    share = {}
-    if config.d_rotary != config.d_head:
-        factor = config.d_rotary / config.d_head
-        # So that rounding down gives the number again.
-        up = factor if int(config.d_head * factor) == config.d_rotary else factor * (1 + 2**-50)
-        share = {"partial_rotary_factor": up}
+    partial = config.d_rotary != config.d_head
+    share = {"partial_rotary_factor": rotary_share(config)} if partial else {}
     base = {"rope_theta": config.rotary_base}
     rope: dict[str, Any] = scaling | base | share
     result: dict[str, Any] = dict(base)
