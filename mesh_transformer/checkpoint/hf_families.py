@@ -103,21 +103,21 @@ class Family(NamedTuple):
     title: str
     architecture: str
     block: str
-    pe: str
     sizes: dict[str, str]
     defaults: dict[str, int]
-    fixed: dict[str, Any]
     activation: tuple[str, str]
-    inner: str | None
-    tied: bool
     written: dict[str, Any]
     prefix: str
     embedding: str
-    positions: str | None
     layers: str
     layer: Layer
     norm: str
     head: str
+    pe: str = "rotary"
+    fixed: dict[str, Any] = _NOTHING
+    inner: str | None = None
+    tied: bool = False
+    positions: str | None = None
     rotary_pairs: str = "neighbours"
     out_axis: int = 0
     groups: int | None = None
@@ -162,17 +162,14 @@ _GPTJ = Family(
     title="GPT-J",
     architecture="GPTJForCausalLM",
     block="gptj",
-    pe="rotary",
     sizes=_SIZES | {"rotary_dim": "pe_rotary_dims"},
     defaults={"n_positions": 2048, "rotary_dim": 64},
     fixed={"layer_norm_epsilon": 1e-5},
     activation=("activation_function", "gelu_new"),
     inner="n_inner",
-    tied=False,
     written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     prefix="transformer.",
     embedding="wte",
-    positions=None,
     layers="h",
     layer=_norm("ln_1", "layer/norm")
     | _linear("attn.q_proj", _Q)
@@ -222,17 +219,14 @@ FAMILIES = {
         title="GPT-NeoX",
         architecture="GPTNeoXForCausalLM",
         block="neox",
-        pe="rotary",
         sizes=_NEOX_SIZES,
         defaults={"max_position_embeddings": 2048},
         fixed={"layer_norm_eps": 1e-5, "attention_bias": True},
         activation=("hidden_act", "gelu"),
         inner="intermediate_size",
-        tied=False,
         written={"attention_dropout": 0.0, "hidden_dropout": 0.0, "rotary_emb_base": 10000},
         prefix="gpt_neox.",
         embedding="embed_in",
-        positions=None,
         layers="layers",
         layer=_norm("input_layernorm", "layer/norm")
         | _norm("post_attention_layernorm", "layer/ff_norm")
@@ -306,21 +300,16 @@ _LLAMA = Family(
     title="Llama",
     architecture="LlamaForCausalLM",
     block="llama",
-    pe="rotary",
     sizes=_NEW_SIZES,
     optional=("num_key_value_heads", "head_dim"),
     defaults={"max_position_embeddings": 2048},
-    fixed={},
     activation=("hidden_act", "silu"),
-    inner=None,
     numbers={"rms_norm_eps": Number("norm_eps", 1e-6)},
     biases=_BIASED | {"mlp_bias": ("gate", "fc", "out")},
     rope=1e4,
-    tied=False,
     written={"attention_dropout": 0.0},
     prefix="model.",
     embedding="embed_tokens",
-    positions=None,
     layers="layers",
     layer=_NORMS_BEFORE | _ATTENTION | _GATED,
     norm="norm",
