@@ -43,6 +43,13 @@ def entry_numbers(folder: str, kind: str) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def step_numbers(folder: str) -> Iterator[int]:
+    """Yield the numbers N of the folders step_N in `folder` that hold shards, ascending."""
+    for number in entry_numbers(folder, "step"):
+        if entry_numbers(os.path.join(folder, f"step_{number}"), "shard"):
+            yield number
+
+
 def step_folder(path: str) -> str:
     """Return `path` itself if it is a step_<N>, else the newest step_<N> in the folder `path`.
 
@@ -68,14 +75,12 @@ def step_folder(path: str) -> str:
                 "or give the path of another step"
             )
         return step
-    steps = [os.path.join(path, f"step_{step}") for step in entry_numbers(path, "step")]
-    steps = [step for step in steps if entry_numbers(step, "shard")]
-    if not steps:
+    if not (steps := [*step_numbers(path)]):
         raise InputError(
             f"{path}: found no mesh-transformer-jax checkpoint; expected shard_<i> folders, or "
             "step_<N> folders that hold them"
         )
-    return steps[-1]
+    return os.path.join(path, f"step_{steps[-1]}")
 
 
 def read_index(folder: str) -> dict[str, Any]:
@@ -187,12 +192,7 @@ class Shard:
         return len(self._places)
 
     def where(self, index: int, name: str) -> str:
-        """Return a description of a leaf for error messages: "<file>: <array> (<name>)".
-
-        Args:
-          index: the position of the leaf in the shard.
-          name: the parameter or count that the leaf holds, such as "step".
-        """
+        """Return a description of a leaf for error messages: "<file>: <array> (<name>)"."""
         path, member = self._places[index]
         return f"{path}: {member.removesuffix('.npy')} ({name})"
 
@@ -208,7 +208,7 @@ class Shard:
 
         Args:
           index: the position of the leaf in the shard.
-          name: the parameter or count that the leaf holds, for error messages.
+          name: the parameter or count that the leaf holds, such as "step".
           shape: the shape that the leaf must have.
 
         Raises:
@@ -227,41 +227,30 @@ class Shard:
         The stream starts at the header.
         """
         path, member = self._places[index]
+        where = self.where(index, name)
         try:
             with files.open_file(path) as file, zipfile.ZipFile(file) as archive:
                 with archive.open(member) as stream:
                     actual, dtype = _header(stream)
-                self._check(index, name, shape, actual, dtype)
+                if dtype.hasobject:
+                    raise InputError(
+                        f"{where} is a pickled object, which could run code: refused as unsafe; "
+                        f"expected numbers of shape {shape}; do not trust this checkpoint"
+                    )
+                if actual != shape:
+                    raise InputError(
+                        f"{where} has shape {actual}, expected {shape} in each of {self._shards} "
+                        "shards; use the config that the model was trained with, and copy all "
+                        "shards"
+                    )
                 with archive.open(member) as stream:
                     yield stream, _BFLOAT16 if dtype == np.dtype("V2") else dtype
         except InputError:
             raise
         except _DAMAGED as error:
             raise InputError(
-                f"{self.where(index, name)} is damaged: {reason(error)}; expected shape {shape}; "
-                f"{_COPY_ADVICE}"
+                f"{where} is damaged: {reason(error)}; expected shape {shape}; {_COPY_ADVICE}"
             ) from None
-
-    def _check(
-        self,
-        index: int,
-        name: str,
-        shape: tuple[int, ...],
-        actual: tuple[int, ...],
-        dtype: np.dtype,
-    ) -> None:
-        """Raise InputError if a leaf is pickled, or its shape `actual` is not `shape`."""
-        if dtype.hasobject:
-            raise InputError(
-                f"{self.where(index, name)} is a pickled object, which could run code: refused as "
-                f"unsafe; expected numbers of shape {shape}; do not trust this checkpoint"
-            )
-        if actual != shape:
-            raise InputError(
-                f"{self.where(index, name)} has shape {actual}, expected {shape} in each of "
-                f"{self._shards} shards; use the config that the model was trained with, and "
-                "copy all shards"
-            )
 
 
 def _members(path: str) -> list[str]:

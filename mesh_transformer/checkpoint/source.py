@@ -243,9 +243,7 @@ def saved_steps(folder: AnyPath) -> list[int]:
     """
     path = local_path(folder)
     if _is_original(path):
-        numbers = original_files.entry_numbers(path, "step")
-        steps = ((number, os.path.join(path, f"step_{number}")) for number in numbers)
-        return [number for number, step in steps if original_files.entry_numbers(step, "shard")]
+        return list(original_files.step_numbers(path))
     check_bucket(path)
     return committed_steps(epath.Path(path))
 
@@ -256,9 +254,8 @@ def _is_original(folder: str) -> bool:
     This is the case if the folder or a step in it has shards, or if the folder has a meta.json
     that lists checkpoints.
     """
-    steps = [name for name in files.names(folder) if step_number(name) is not None]
-    folders = [folder, *(os.path.join(folder, step) for step in steps)]
-    if any(original_files.entry_numbers(path, "shard") for path in folders):
+    step = next(original_files.step_numbers(folder), None)
+    if step is not None or original_files.entry_numbers(folder, "shard"):
         return True
     try:
         return bool(original_files.read_index(folder))
