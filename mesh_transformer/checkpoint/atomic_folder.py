@@ -24,8 +24,7 @@ from mesh_transformer.util import InputError, is_running
 _PAUSE = 0.5  # seconds between two scans for files to flush
 
 
-@contextlib.contextmanager
-def atomic_folder(path: str) -> Iterator[str]:
+def atomic_folder(path: str) -> contextlib.AbstractContextManager[str]:
     """Return a context manager that yields a temporary folder, which becomes `path` at the end.
 
     The caller writes its files to the temporary folder, which is beside `path`.  When the `with`
@@ -39,8 +38,7 @@ def atomic_folder(path: str) -> Iterator[str]:
     Raises:
       InputError: if `path` already exists, or if storage fails.
     """
-    with _atomic(path) as temporary:
-        yield temporary
+    return _atomic(path)
 
 
 @contextlib.contextmanager
@@ -114,9 +112,8 @@ def _flush_in_background(folder: str) -> Iterator[None]:
         while not done.wait(_PAUSE):
             for root, _, names in os.walk(folder):
                 for path in (os.path.join(root, name) for name in names):
-                    with contextlib.suppress(
-                        FileNotFoundError
-                    ):  # renamed or deleted in the meantime
+                    # The file may have been renamed or deleted in the meantime.
+                    with contextlib.suppress(FileNotFoundError):
                         changed = os.stat(path).st_mtime_ns
                         if changed != flushed.get(path):
                             _sync(path)

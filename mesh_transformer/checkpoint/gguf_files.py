@@ -91,7 +91,10 @@ def read_config(path: str) -> dict[str, Any]:
 def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, Any]:
     """As `read_config`, given a file's header and, if it has them, the divisors of frequencies."""
     name = header.get("general.architecture", str)
-    get = functools.partial(_get, header, name)
+
+    def get(key: str, *options: Any) -> Any:
+        return header.get(f"{name}.{key}", *options)
+
     if not (rows := {kind: row for kind, row in ARCHITECTURES.items() if row.name == name}):
         names = ", ".join(dict.fromkeys(row.name for row in ARCHITECTURES.values()))
         raise InputError(
@@ -171,11 +174,6 @@ def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, An
     ends = [header.get(key, int) for key in _ENDS if key in header.metadata]
     values["eos_token_id"] = ends or None
     return values
-
-
-def _get(header: GgufHeader, name: str, key: str, *options: Any) -> Any:
-    """Return the value of a key of the architecture `name`, as `header.get` does."""
-    return header.get(f"{name}.{key}", *options)
 
 
 def _check_other_keys(

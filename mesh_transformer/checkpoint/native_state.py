@@ -23,6 +23,7 @@ from mesh_transformer.checkpoint.state_tree import (
 )
 from mesh_transformer.config import Config
 from mesh_transformer.model import transformer
+from mesh_transformer.storage.access import is_uri
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.util import InputError
 
@@ -57,14 +58,13 @@ def read(
     """
     step = path if isinstance(path, SavedStep) else find(path)
     where = str(step)
-    if config is None:
-        config = Config.from_dict(step.config, f"{where}: saved config")
+    saved = Config.from_dict(step.config, f"{where}: saved config")
+    config = config or saved
     check_same_model(config, step.config, where)
     declared, moments = transformer.trained(config), None
-    if optimizer and ("opt_state", "count") in step.leaves:
-        saved = Config.from_dict(step.config, f"{where}: saved config")
-        if optimizer_of(saved) == optimizer_of(config):
-            moments = Optimizer(config, declared).moments()
+    has_moments = ("opt_state", "count") in step.leaves
+    if optimizer and has_moments and optimizer_of(saved) == optimizer_of(config):
+        moments = Optimizer(config, declared).moments()
     expected_leaves = declared_leaves(declared, moments)
     check_match(where, step.leaves, expected_leaves)
     flat: dict[Path, Any] = {}
@@ -86,7 +86,7 @@ def write(folder: str, state: dict[str, Any], config: Config) -> None:
     Raises:
       InputError: if the step already exists or storage fails.
     """
-    if "://" in folder or os.path.isdir(folder):
+    if is_uri(folder) or os.path.isdir(folder):
         _save(folder, state, config)
     else:
         with atomic_folder(folder) as new:
