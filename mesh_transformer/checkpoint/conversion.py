@@ -114,11 +114,8 @@ def _merged(
     The parameters in the state are `LazyLeaf`s, which are read from disk on use.
 
     Args:
-      source: the checkpoint of the adapters.
-      recorded: the record of the base model in this checkpoint.
       config: a config of the model (default: the one stored with the adapters).
       moved: the base model's current path (default: the recorded path).
-      dtype: the dtype to cast the parameters to (default: their own).
     """
     base = source.base(moved)
     own, adapters = source.read_adapters(config or base)
@@ -255,10 +252,6 @@ def _check_rows(target: str, config: Config, shards: int | None) -> None:
 
     This typically happens when a Hugging Face folder stores the vocabulary without padding.  The
     error message suggests an `n_vocab` that is divisible.
-
-    Args:
-      target: the path to write to, for the error message.
-      shards: the number of shards (default: the config's cores_per_replica).
     """
     rows, count = config.n_vocab, shards or config.cores_per_replica
     if rows % count:
@@ -275,9 +268,6 @@ def _check_target(target: str, kind: Format) -> None:
 
     This is the case if `target` exists, if it is a step_N whose N has leading zeros, or if it is a
     step_N in a model folder that holds a checkpoint in another format.
-
-    Args:
-      kind: the format to write.
     """
     check_absent(target)
     if kind == "gguf" and not is_gguf(target):
@@ -454,10 +444,8 @@ def _logits(
     The logits are computed in f32, whatever the weights' dtype, on one device.
 
     Args:
-      source: the checkpoint.
       config: the config of the model.  It is not used for a Hugging Face folder, which stores one.
       tokens: the prompt and the returned logits contain only token ids below this number.
-      base: if the source holds adapters, the path of their base model (default: the recorded one).
     """
     own = None if source.kind in HUGGING_FACE else config
     config, state = read(source, own, optimizer=False, lazy=True, base=base, drop_extra=True)

@@ -370,12 +370,6 @@ def _select_weights(
 ) -> dict[str, StoredTensor]:
     """Return those stored tensors that are weights; drop constants such as attention masks.
 
-    Args:
-      folder: the folder of the tensors, for error messages.
-      stored: all tensors in the folder, by name.
-      places: the weights of the model, by name.
-      drop_extra: see `read`.
-
     Raises:
       InputError: if a weight is missing, or if a stored tensor is neither a weight nor a known
         constant and `drop_extra` is false.
@@ -404,8 +398,6 @@ def _check_stored(
     """Raise InputError if a tensor has an unexpected shape, or a dtype that is not in `DTYPES`.
 
     Args:
-      stored: the stored tensors, by name.
-      places: where our parameters hold each tensor, by name.
       expected: a tree like our parameters, with the expected shapes; its values are not used.
     """
     for name, tensor in stored.items():
@@ -457,10 +449,6 @@ def _lazy(
     """Return one leaf of our parameters as a `LazyLeaf`, which reads one tensor per layer.
 
     The embedding's bias, for which Hugging Face has no tensor, is returned as zeros.
-
-    Args:
-      stored: the stored tensors, by name.
-      places: where our parameters hold each tensor, by name.
     """
     tensors = [(name, place) for name, held in places.items() for place in held if place.key == key]
     if not tensors:
@@ -488,9 +476,7 @@ def _tensors(
     A tensor's values are computed only when its function `values` is called.
 
     Args:
-      places: where our parameters hold each tensor, by name.
       rows: the size of the vocabulary to write.
-      dtype: the dtype to cast the parameters to; None for each leaf's own.
     """
     bias = np.asarray(params["embed"]["embedding"].get("b", 0.0))
     added = {_EMBED: bias} if bias.any() else {}
@@ -518,7 +504,6 @@ def _copy(
     """Copy `source` to `target` in blocks of rows, and cast the values to the dtype of `target`.
 
     Args:
-      name: the name of the tensor, for error messages.
       bias: values to add to each row in f32 before the cast (default: none).
     """
     if source.ndim == 2 and not source.flags.c_contiguous:

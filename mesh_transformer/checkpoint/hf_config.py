@@ -299,8 +299,6 @@ def _neox_rotary_dims(path: str, values: dict[str, Any], ours: dict[str, Any]) -
     """Return the number of rotated entries per head of a GPT-NeoX.
 
     Args:
-      path: the config.json, for error messages.
-      values: its content.
       ours: the sizes in it, by our names.
     """
     # transformers 5 writes rope_parameters, earlier releases the other two keys.
@@ -388,7 +386,6 @@ def _end_tokens(
 
     Args:
       values: the content of config.json.
-      generation: that of generation_config.json.
     """
     path, name = os.path.join(folder, "config.json"), "eos_token_id"
     if generation.get(name) is not None:
@@ -407,9 +404,6 @@ def _sampling(folder: str, generation: dict[str, Any]) -> dict[str, float]:
     """Return the sampling settings of a folder or GGUF file, by our names; often none.
 
     Their ranges are not checked: a model may be trained or converted without them.
-
-    Args:
-      generation: the content of the folder's generation_config.json.
 
     Raises:
       InputError: if a setting is not a number.

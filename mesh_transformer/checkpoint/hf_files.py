@@ -99,12 +99,7 @@ def _sharded(
     opener: Callable[[str], dict[str, StoredTensor]],
     optional: Container[str],
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of all shards that an index lists.
-
-    Args:
-      index: the path of the .index.json file.
-      opener: a function that returns the tensors of one shard, given its path.
-    """
+    """Return the tensors of all shards that an index lists."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"{index} has no mapping `weight_map`; {COPY_ADVICE}")
@@ -161,7 +156,6 @@ def _span(
     """Return one tensor of a safetensors file.
 
     Args:
-      entry: the tensor's entry in the file's header.
       start: the position in the file at which the data of all tensors start.
       checksum: the checksum of the tensor's bytes, from `_checksum`; None if the file has none.
 

@@ -121,7 +121,6 @@ def _compiled(layout: NamedSharding | None, offloaded: frozenset[tuple[str, ...]
     """Return the jitted computation of `tree_checksums`.
 
     Args:
-      layout: the sharding of the results.
       offloaded: the paths of the leaves in host memory.
     """
 

@@ -277,9 +277,6 @@ def _read(source: Source, config: Config, template: State, convert: Convert | No
 
     Top-level keys of the template that the checkpoint lacks, such as "opt_state", are left out.
     Adapters in the checkpoint are merged into their base model.
-
-    Args:
-      convert: a function of each leaf and its path, whose results are returned.
     """
     if source.step is not None and source.adapters is None:
         return _read_native(source.step, config, template, convert)

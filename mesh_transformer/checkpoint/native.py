@@ -482,9 +482,7 @@ class Checkpoints:
         that describes it.
 
         Args:
-          step: the step that was being saved.
           n_bytes: the total size of the step's arrays, for the error message.
-          error: the exception that the save has raised.
         """
         free = free_space(os.fspath(self.folder))
         self._joint.fail(error, SAVE_SECONDS)

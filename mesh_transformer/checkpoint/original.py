@@ -160,7 +160,6 @@ def check_shards(
     """Raise InputError if the model cannot be split into `shards` shards.
 
     Args:
-      parameters: the model's parameters, from `entries`.
       where: the checkpoint, for error messages.
       remedy: the end of the error message, which says what to do.
     """
@@ -384,10 +383,6 @@ def _describe_layers(held: int, parameters: list[Entry], config: Config) -> str:
 
     A full checkpoint holds Adam's moments, a slim one does not.
 
-    Args:
-      held: the number of leaves in each shard.
-      parameters: the parameters of the config's model, from `entries`.
-
     Returns:
       " (N layers, full)" or " (N layers, slim)"; "" if no number of layers fits.
     """
@@ -420,7 +415,6 @@ def _group(source: _Source, group: str, dtype: np.dtype | None) -> Tree:
 
     Args:
       group: "params", "mu" or "nu".
-      dtype: the dtype to cast the leaves to; None for the stored dtypes.
     """
     numbers: dict[Path, list[int]] = {}
     # The entries are sorted by name, so layer_10 comes before layer_2.
@@ -436,9 +430,7 @@ def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | Non
     The stored arrays of these entries must have the same dtype in all shards.
 
     Args:
-      group: "params", "mu" or "nu".
       numbers: the indices of the entries in `source.entries`, in the order of the layers.
-      dtype: the dtype to cast the leaf to; None for the stored dtype.
     """
     entry, first = source.entries[numbers[0]], source.shards[0]
     index, name = source.first[group] + numbers[0], f"{group}: {entry.name}"
@@ -465,7 +457,6 @@ def _blocks(
     """Read an entry from all shards, and yield its values in one or more blocks.
 
     Args:
-      group: "params", "mu" or "nu".
       number: the index of the entry in `source.entries`.
       dtype: the dtype that each shard's array must have.
       first_place: a description of the array that `dtype` was read from, for error messages.
@@ -517,9 +508,7 @@ def _leaves(
     Each function computes and returns the arrays of its leaf, one per shard.
 
     Args:
-      parameters: the model's parameters, from `entries`.
       dtype: the dtype to cast the parameters to (None: their own); moments are cast to f32.
-      shards: the number of shards.
     """
 
     def group(tree: Tree, dtype: np.dtype | None, moment: bool) -> list[Callable[..., Any]]:
@@ -545,10 +534,8 @@ def _parts(
     """Yield the arrays to write for one entry, one per shard.
 
     Args:
-      tree: the parameters or one of Adam's moments.
       dtype: the dtype to cast to; None for the leaf's own.
       moment: whether `tree` is one of Adam's moments.
-      shards: the number of shards.
     """
     leaves = tree[entry.part][entry.module]
     if entry.rule is Rule.UNUSED:

@@ -183,14 +183,7 @@ def _values(tensor: StoredTensor, name: str) -> np.ndarray:
 
 
 def _scale(path: str, values: dict[str, Any], name: str, rank: int) -> float:
-    """Return the factor alpha / R of an adapter, or alpha / sqrt(R) with `use_rslora`.
-
-    Args:
-      path: the adapter_config.json, for error messages.
-      values: its content.
-      name: the name of the adapted tensor.
-      rank: the adapter's rank.
-    """
+    """Return the factor alpha / R of an adapter, or alpha / sqrt(R) with `use_rslora`."""
     patterns = values.get("alpha_pattern") or {}
     alpha = values.get("lora_alpha", 8)
     for pattern in patterns if isinstance(patterns, dict) else [str(patterns)]:
@@ -285,8 +278,6 @@ def _factors(
 
     Args:
       held: the places of those of its parts that have adapters.
-      layers: the adapters of all layers.
-      outputs: the number of outputs of the tensor.
     """
 
     def own(place: hf.Place, factor: int) -> np.ndarray:

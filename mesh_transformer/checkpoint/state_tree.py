@@ -282,11 +282,7 @@ def check_state(state: dict[str, Any], declared: Any) -> None:
 
 
 def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:
-    """Raise InputError if `actual` differs from `expected`; name the first leaf that differs.
-
-    Args:
-      where: the checkpoint or state, for the error message.
-    """
+    """Raise InputError if `actual` differs from `expected`; name the first leaf that differs."""
     for key in sorted(expected.keys() | actual.keys()):
         if difference := _difference(actual.get(key), expected.get(key)):
             raise InputError(

@@ -265,8 +265,6 @@ def _read_tail(path: str, start: int, end: int, version: Any) -> bytes:
     """Return the last bytes of a file in a bucket, from a cache if they were read before.
 
     Args:
-      start: the position of the first byte to return.
-      end: the file's size in bytes.
       version: a value that changes when the file changes, so that a changed file is read again.
     """
     content = bytearray(end - start)
