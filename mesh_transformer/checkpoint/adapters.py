@@ -1,7 +1,5 @@
 """Records of the base model that LoRA adapters were trained on, and merging into it."""
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -101,20 +99,42 @@ def merged_leaves(
       where: the checkpoint of the adapters, for error messages.
       dtype: the dtype of the returned leaves (default: each leaf keeps its own).
     """
-
     declared = transformer.declarations(config)
+    checked = "float32" if "float32" in base.checksums else "bfloat16"
 
-    def leaf(path: Path, values: Any) -> LazyLeaf:
+    def merged(path: Path, source: Any) -> LazyLeaf:
         part, module, name = path
-        module_adapters = adapters.get(part, {}).get(module, {})
-        factors = [module_adapters[a] for a in adapter_names(name) if a in module_adapters]
-        target = values.dtype if dtype is None else np.dtype(dtype)
-        rounded = None
-        if part == "layers" and config.frozen_bits is not None:
-            rounded = functools.partial(_rounded, declared[part][module][name].unstack(), config)
-        return _merged(values, factors, config.lora_scale, base, path, target, where, rounded)
+        own = adapters.get(part, {}).get(module, {})
+        factors = [own[a] for a in adapter_names(name) if a in own]
+        target = source.dtype if dtype is None else np.dtype(dtype)
+        layers, leaf = part == "layers", "/".join(path)
+        sums: dict[int | None, int] = {}  # the checksum of each layer read so far
 
-    return map_leaves(leaf, params)
+        def check(layer: int | None, values: np.ndarray) -> None:
+            sums[layer] = host_checksum(values, (layer or 0) * values.size, checked)
+            is_last = len(sums) == (source.shape[0] if layers else 1)
+            if is_last and sum(sums.values()) % 2**32 != base.checksums[checked].get(leaf):
+                raise InputError(
+                    f"{where}: its adapters were not trained on the base model that was read (leaf "
+                    f"{leaf} differs); give the base model that they were trained on as --base "
+                    f"(its recorded path is {base.path})"
+                )
+
+        def read(layer: int | None) -> np.ndarray:
+            values = np.asarray(source if layer is None else source[layer])
+            if base.checksums:
+                check(layer, values)
+            if layers and config.frozen_bits is not None:
+                values = _rounded(declared[part][module][name].unstack(), config, values)
+            if factors:
+                a, b = (np.asarray(factor[layer], np.float32) for factor in factors)
+                scale = np.float32(config.lora_scale)
+                values = values.astype(np.float32) + scale * np.tensordot(a, b, 1)
+            return cast(values, target, f"{where}: leaf {leaf}")
+
+        return LazyLeaf(source.shape, target, read, layers=layers)
+
+    return map_leaves(merged, params)
 
 
 def _rounded(declared: Declaration, config: Config, values: np.ndarray) -> np.ndarray:
@@ -122,53 +142,6 @@ def _rounded(declared: Declaration, config: Config, values: np.ndarray) -> np.nd
     assert config.frozen_bits is not None
     w = matrices.quantize(jnp.asarray(values, config.dtype), declared, config.frozen_bits)
     return np.asarray(matrices.dequantized(w)) if matrices.is_quantized(w) else values
-
-
-def _merged(
-    source: Any,
-    factors: list[Any],
-    scale: float,
-    base: Base,
-    path: Path,
-    dtype: np.dtype,
-    where: str,
-    rounded: Callable[[np.ndarray], np.ndarray] | None,
-) -> LazyLeaf:
-    """Return one leaf of the base model, with its adapter merged in if it has one.
-
-    For the arguments that are not listed here, see `merged_leaves`.
-
-    Args:
-      source: the leaf's values in the base model, as an array or a `LazyLeaf`.
-      factors: the adapter's two matrices; an empty list if the leaf has no adapter.
-      rounded: applied to each layer before the merge.
-    """
-    layers, name = path[0] == "layers", "/".join(path)
-    sums: dict[int | None, int] = {}  # the checksum of each layer read so far
-
-    def check(layer: int | None, values: np.ndarray) -> None:
-        checked = "float32" if "float32" in base.checksums else "bfloat16"
-        sums[layer] = host_checksum(values, (layer or 0) * values.size, checked)
-        is_last = len(sums) == (source.shape[0] if layers else 1)
-        if is_last and sum(sums.values()) % 2**32 != base.checksums[checked].get(name):
-            raise InputError(
-                f"{where}: its adapters were not trained on the base model that was read (leaf "
-                f"{name} differs); give the base model that they were trained on as --base (its "
-                f"recorded path is {base.path})"
-            )
-
-    def read(layer: int | None) -> np.ndarray:
-        values = np.asarray(source if layer is None else source[layer])
-        if base.checksums:
-            check(layer, values)
-        if rounded is not None:
-            values = rounded(values)
-        if factors:
-            a, b = (np.asarray(factor[layer], np.float32) for factor in factors)
-            values = values.astype(np.float32) + np.float32(scale) * np.tensordot(a, b, 1)
-        return cast(values, dtype, f"{where}: leaf {name}")
-
-    return LazyLeaf(source.shape, dtype, read, layers=layers)
 
 
 def aux_entries(base: Base | None) -> dict[str, Any]:
