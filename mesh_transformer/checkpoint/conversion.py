@@ -391,8 +391,7 @@ def compare(
     """
     one, other = Source(source, source_kind, text_only=text_only), Source(target, target_kind)
     # The vocabulary in a Hugging Face folder may lack the padding of the config's `n_vocab`.
-    ends = (one, other)
-    sizes = [opened.config.n_vocab for opened in ends if opened.kind in HUGGING_FACE]
+    sizes = [opened.config.n_vocab for opened in (one, other) if opened.kind in HUGGING_FACE]
     tokens = min([config.n_vocab, *sizes])
     before, _ = _logits(one, config, tokens, base)
     after, dtype = _logits(other, config, tokens, None)

@@ -22,7 +22,7 @@ from mesh_transformer.checkpoint.gguf_architectures import (
 )
 from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
 from mesh_transformer.checkpoint.hf_files import Tensor
-from mesh_transformer.checkpoint.hf_layers import FULL, SLIDING
+from mesh_transformer.checkpoint.hf_layers import FULL, ORIGINAL, SLIDING
 from mesh_transformer.checkpoint.host_arrays import FLOATS, cast
 from mesh_transformer.checkpoint.stored_tensors import StoredTensor
 from mesh_transformer.config import Config
@@ -218,7 +218,7 @@ def _rotary(header: GgufHeader, name: str, divisors_R: np.ndarray | None) -> dic
     if kind in ("linear", "yarn"):
         rope["factor"] = factor or header.get(f"{name}.{_SCALING}factor", float)
         if original := header.get(f"{name}.{_SCALING}original_context_length", int, 0):
-            rope["original_max_position_embeddings"] = original
+            rope[ORIGINAL] = original
     if divisors_R is not None:
         rope |= LLAMA3 | {"factor": float(divisors_R.max(initial=1))}
         expected_R = llama3_divisors(rope, 2 * len(divisors_R))
@@ -235,7 +235,7 @@ LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    ORIGINAL: 8192,
 }
 
 
@@ -415,7 +415,7 @@ def header_of(
         kind = scaling.get("rope_type")
     if kind in ("linear", "yarn"):
         own |= {f"{_SCALING}type": kind, f"{_SCALING}factor": scaling["factor"]}
-        if original := scaling.get("original_max_position_embeddings"):
+        if original := scaling.get(ORIGINAL):
             own[f"{_SCALING}original_context_length"] = int(original)
     elif row.divides and scaling.items() >= LLAMA3.items():
         divisors_R = llama3_divisors(rope, config.d_rotary).astype(np.float32)

@@ -10,6 +10,7 @@ from mesh_transformer.families import ROTARY_LISTS, ROTARY_OPTIONS, ROTARY_SCALI
 from mesh_transformer.util import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+ORIGINAL = "original_max_position_embeddings"  # the context before the frequencies were scaled
 _BITS = {"0", "1", "False", "True"}
 _LARGEST = 3e38  # of 32 bits
 
@@ -157,10 +158,9 @@ def _rotary(
 ) -> dict[str, Any]:
     assert family.rope is not None
     rope, sliding = rope_parameters(path, values, family.rope_by_kind)
-    original = "original_max_position_embeddings"
     # transformers prefers this key outside the mapping, unless parameters are nested by kind.
-    if not family.rope_by_kind and values.get(original) is not None:
-        rope[original] = values[original]
+    if not family.rope_by_kind and values.get(ORIGINAL) is not None:
+        rope[ORIGINAL] = values[ORIGINAL]
     base = _first(rope.get("rope_theta"), values.get("rope_theta"), family.rope)
     base = positive(path, "rope_theta", base)
     result: dict[str, Any] = {"rotary_base": base, "rotary_scaling": _scaling(path, rope, ours)}
@@ -201,10 +201,9 @@ def _scaling(path: str, rope: dict[str, Any], ours: dict[str, Any]) -> dict[str,
             f"{path}: its rotary embedding has type {kind!r}; only 'default', "
             f"{', '.join(map(repr, ROTARY_SCALINGS))} are supported; give another folder"
         )
-    original = "original_max_position_embeddings"
-    rope = {original: ours["seq"]} | rope
+    rope = {ORIGINAL: ours["seq"]} | rope
     if kind == "longrope" and rope.get("factor") is None:
-        rope["factor"] = ours["seq"] / positive(path, original, rope[original])
+        rope["factor"] = ours["seq"] / positive(path, ORIGINAL, rope[ORIGINAL])
     names = (*ROTARY_SCALINGS[kind], *ROTARY_OPTIONS.get(kind, ()))
 
     def number(name: str, value: Any) -> Any:
@@ -237,8 +236,8 @@ def keys(config: Config, family: Family) -> dict[str, Any]:
             "native format"
         )
     scaling: dict[str, Any] = dict(config.rotary_scaling or {"rope_type": "default"})
-    if (length := scaling.get("original_max_position_embeddings")) is not None:
-        scaling["original_max_position_embeddings"] = int(length)
+    if (length := scaling.get(ORIGINAL)) is not None:
+        scaling[ORIGINAL] = int(length)
     partial = config.d_rotary != config.d_head
     share = {"partial_rotary_factor": rotary_share(config)} if partial else {}
     base = {"rope_theta": config.rotary_base}
@@ -247,8 +246,7 @@ def keys(config: Config, family: Family) -> dict[str, Any]:
     if config.rotary_scaling is not None:
         result["rope_scaling"] = scaling | share
     if scaling["rope_type"] == "longrope":  # for which Phi-3 has a default outside the mapping
-        original = "original_max_position_embeddings"
-        result[original] = scaling[original]
+        result[ORIGINAL] = scaling[ORIGINAL]
     if family.rope_by_kind:
         own = config.sliding_rotary_base or config.rotary_base
         result["rope_local_base_freq"] = own

@@ -158,11 +158,10 @@ class Source:
         if not same_tokenizer and config.tokenizer != own.tokenizer:
             return config
         ids = own.end_tokens and [n for n in own.end_tokens if n < config.n_vocab]
+        template = own.chat_template if config.chat_template is None else config.chat_template
         return config.replace(
             end_tokens=ids if config.end_tokens is None else config.end_tokens,
-            chat_template=own.chat_template
-            if config.chat_template is None
-            else config.chat_template,
+            chat_template=template,
             sampling=config.sampling or own.sampling,
         )
 

@@ -62,31 +62,28 @@ def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
     """
     check_same_model(config, saved, where)
     saved_config = Config.from_dict(saved, f"{where}: saved config")
+    advice = "choose another model folder, and give this checkpoint as --tune-model-path"
     if config.lora_rank and config.frozen_bits != saved_config.frozen_bits:
         raise InputError(
             f"{where} was saved by a run with frozen_bits {saved_config.frozen_bits}, but the "
-            f"config has {config.frozen_bits}; change it back, or choose another model folder, and "
-            "give this checkpoint as --tune-model-path"
+            f"config has {config.frozen_bits}; change it back, or {advice}"
         )
     if bool(saved_config.lora_rank) != bool(config.lora_rank):
         kinds = ("a whole model", "adapters")
         raise InputError(
             f"{where} was saved by a run that trains {kinds[saved_config.lora_rank > 0]} "
             f"(lora_rank {saved_config.lora_rank}), but the config has lora_rank "
-            f"{config.lora_rank}; "
-            "choose another model folder, and give this checkpoint as --tune-model-path"
+            f"{config.lora_rank}; {advice}"
         )
     if (other := optimizer_of(saved_config)) != optimizer_of(config):
         raise InputError(
             f"{where} was saved by a run with optimizer {other}, but the config has "
-            f"{optimizer_of(config)}; change it back, or choose another model folder, and give "
-            "this checkpoint as --tune-model-path with --fresh-opt"
+            f"{optimizer_of(config)}; change it back, or {advice} with --fresh-opt"
         )
     if config.schedule_in_tokens and not saved_config.schedule_in_tokens:
         raise InputError(
             f"{where}: its run did not count tokens, but the config has warmup_tokens or "
-            "anneal_tokens; give the lengths in updates (warmup_steps, anneal_steps), or choose "
-            "another model folder, and give this checkpoint as --tune-model-path"
+            f"anneal_tokens; give the lengths in updates (warmup_steps, anneal_steps), or {advice}"
         )
 
 
