@@ -91,12 +91,10 @@ def merged_leaves(
     read of the last layer raises InputError.
 
     Args:
-      params: the parameters of the base model.
       adapters: nested dicts of adapter matrices, in the structure of `params`.
       config: the config of the adapters.  If it sets `frozen_bits`, they are merged into the
         rounded matrices that they were trained on.
       base: the record of the base model that the adapters were trained on.
-      where: the checkpoint of the adapters, for error messages.
       dtype: the dtype of the returned leaves (default: each leaf keeps its own).
     """
     declared = transformer.declarations(config)

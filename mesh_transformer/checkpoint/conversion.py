@@ -304,9 +304,6 @@ def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
 
     If `step` is None, or if `path` itself is this step_N, returns `path`.
 
-    Args:
-      kind: the format of the checkpoint at `path`.
-
     Raises:
       InputError: if `step` is passed, but there is no such step, or `path` is another step or a
         Hugging Face folder.

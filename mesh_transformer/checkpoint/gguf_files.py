@@ -254,7 +254,6 @@ def find(path: str, names: Iterable[str], config: Config) -> dict[str, StoredTen
 
     Args:
       names: Hugging Face's names of the model's tensors.
-      config: the model's config.
 
     Raises:
       InputError: if a tensor is missing, or of a type that is not supported.

@@ -428,9 +428,7 @@ def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, token
     """Write config.json and generation_config.json, with all keys that Hugging Face writes.
 
     Args:
-      folder: the folder to write the two files to.
       rows: the size of the vocabulary in the folder's tensors.
-      dtype: the dtype of the tensors.
       tokenizer: the tokenizer that is saved with the model, or None.
     """
     values, tokens = config_values(config, rows, tokenizer)

@@ -123,8 +123,6 @@ def rope_parameters(
     layer it changes those of full layers.
 
     Args:
-      path: the config.json, for error messages.
-      values: its content.
       by_kind: whether sliding layers have parameters of their own.
     """
     new, old = (

@@ -103,10 +103,6 @@ class Entry(NamedTuple):
         """Return the index that selects one shard's part of the unsharded parameter.
 
         Defined only for SPLIT and STACKED.
-
-        Args:
-          shard: the number of the shard.
-          shards: the number of shards.
         """
         if self.rule is Rule.STACKED:
             return (shard,)
@@ -160,7 +156,6 @@ def check_shards(
     """Raise InputError if the model cannot be split into `shards` shards.
 
     Args:
-      where: the checkpoint, for error messages.
       remedy: the end of the error message, which says what to do.
     """
     if shards < 1:

@@ -110,7 +110,6 @@ def write_index(path: str, index: dict[str, Any], step: int) -> None:
     mesh-transformer-jax resumes from the checkpoint that is listed last.
 
     Args:
-      path: the file to write.
       index: the contents of the previous meta.json; {} if there is none.
     """
     steps = [*(s for s in index.get("checkpoints", []) if s != step), step]
@@ -160,9 +159,6 @@ def split(leaves: int) -> list[tuple[int, int]]:
     """Divide a shard's leaves among its 16 pieces; return each piece's range as (first, end).
 
     `first` is the index of the piece's first leaf, and `end` the index after its last leaf.
-
-    Args:
-      leaves: the number of leaves in a shard.
     """
     size, longer = divmod(leaves, PIECES)
     edges = [piece * size + min(piece, longer) for piece in range(PIECES + 1)]

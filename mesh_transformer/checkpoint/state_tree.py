@@ -26,7 +26,6 @@ def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
     Args:
       config: the config of the model that is to use the weights.
       saved: the config, as a dict, that the weights were saved with.
-      where: the checkpoint, for error messages.
     """
     saved_config = Config.from_dict(saved, f"{where}: saved config")
     free = {"layers", "n_vocab", "seq", "hf_type"}  # the shapes show the first two
@@ -58,7 +57,6 @@ def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
 
     Args:
       saved: the config, as a dict, that the state was saved with.
-      where: the checkpoint, for error messages.
     """
     check_same_model(config, saved, where)
     saved_config = Config.from_dict(saved, f"{where}: saved config")
@@ -200,8 +198,6 @@ def put_on_devices(
     Args:
       host: nested dicts of numpy arrays or `LazyLeaf`s.
       template: nested dicts of `ShapeDtypeStruct`s with shardings.
-      convert: a function of each leaf and its path, whose results are returned.
-      path: the path of `host`.
     """
     if isinstance(template, dict):
         return {
@@ -250,7 +246,6 @@ def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any])
     keys.
 
     Args:
-      path: the checkpoint, for error messages.
       saved: {leaf path: leaf or metadata} of the checkpoint.
       expected: {leaf path: leaf or template}.
     """
@@ -267,9 +262,6 @@ def check_state(state: dict[str, Any], declared: Any) -> None:
     """Raise InputError if a state's leaves do not match the declared parameters.
 
     Names, shapes and integer dtypes must be equal.  The moments, if there are any, must be Adam's.
-
-    Args:
-      declared: the `Declaration` of each parameter, as nested dicts.
     """
     moments: dict[str, Any] | None = None
     if "opt_state" in state:
