@@ -28,13 +28,23 @@ def _norm(name: str, module: str) -> Layer:
     return {f"{name}.weight": ((module, "scale"),), f"{name}.bias": ((module, "offset"),)}
 
 
-def _linear(name: str, weight: Leaf, bias: Leaf | None = None) -> Layer:
-    return {f"{name}.weight": (weight,)} | ({} if bias is None else {f"{name}.bias": (bias,)})
+def _projections(*names: tuple[str, str]) -> Layer:
+    """Return the matrices of a layer and their biases, from pairs of their name and ours."""
+    return {
+        f"{theirs}.{kind}": (leaf,)
+        for theirs, ours in names
+        for kind, leaf in (
+            ("weight", ("layer", ours) if ours in ("o", "out") else (f"layer/{ours}", "w")),
+            ("bias", ("layer", f"{ours}_b") if ours in ("o", "out") else (f"layer/{ours}", "b")),
+        )
+    }
 
 
 _FC, _O, _OUT = ("layer/fc", "w"), ("layer", "o"), ("layer", "out")
-_FC_BIAS, _O_BIAS, _OUT_BIAS = ("layer/fc", "b"), ("layer", "o_b"), ("layer", "out_b")
-_GPTJ_MLP = _linear("mlp.fc_in", _FC, _FC_BIAS) | _linear("mlp.fc_out", _OUT, ("layer", "b"))
+_GPTJ_MLP = _projections(("mlp.fc_in", "fc")) | {
+    "mlp.fc_out.weight": (_OUT,),
+    "mlp.fc_out.bias": (("layer", "b"),),
+}
 _NOTHING: dict[str, Any] = {}
 
 
@@ -172,10 +182,7 @@ _GPTJ = Family(
     embedding="wte",
     layers="h",
     layer=_norm("ln_1", "layer/norm")
-    | _linear("attn.q_proj", _Q)
-    | _linear("attn.k_proj", _K)
-    | _linear("attn.v_proj", _V)
-    | _linear("attn.out_proj", _O)
+    | _projections(*((f"attn.{name}_proj", name) for name in "qkv"), ("attn.out_proj", "o"))
     | _GPTJ_MLP,
     norm="ln_f",
     head="lm_head",
@@ -187,7 +194,7 @@ FAMILIES = {
         architecture="CodeGenForCausalLM",
         layer=_norm("ln_1", "layer/norm")
         | {"attn.qkv_proj.weight": (_Q, _V, _K)}
-        | _linear("attn.out_proj", _O)
+        | _projections(("attn.out_proj", "o"))
         | _GPTJ_MLP,
         groups=4,  # for four TPU cores
     ),
@@ -208,10 +215,9 @@ FAMILIES = {
         positions="wpe",
         layer=_norm("ln_1", "layer/norm")
         | {"attn.c_attn.weight": (_Q, _K, _V), "attn.c_attn.bias": _QKV_BIAS}
-        | _linear("attn.c_proj", _O, _O_BIAS)
+        | _projections(("attn.c_proj", "o"))
         | _norm("ln_2", "layer/ff_norm")
-        | _linear("mlp.c_fc", _FC, _FC_BIAS)
-        | _linear("mlp.c_proj", _OUT, _OUT_BIAS),
+        | _projections(("mlp.c_fc", "fc"), ("mlp.c_proj", "out")),
         out_axis=1,
         groups=1,
     ),
@@ -234,9 +240,8 @@ FAMILIES = {
             "attention.query_key_value.weight": (_Q, _K, _V),
             "attention.query_key_value.bias": _QKV_BIAS,
         }
-        | _linear("attention.dense", _O, _O_BIAS)
-        | _linear("mlp.dense_h_to_4h", _FC, _FC_BIAS)
-        | _linear("mlp.dense_4h_to_h", _OUT, _OUT_BIAS),
+        | _projections(("attention.dense", "o"))
+        | _projections(("mlp.dense_h_to_4h", "fc"), ("mlp.dense_4h_to_h", "out")),
         norm="final_layer_norm",
         head="embed_out",
         rotary_pairs="halves",
@@ -253,18 +258,6 @@ _BIASED = {"attention_bias": ("q", "k", "v", "o")}
 
 def _scale(name: str, module: str) -> Layer:
     return {f"{name}.weight": ((module, "scale"),)}
-
-
-def _projections(*names: tuple[str, str]) -> Layer:
-    """Return the matrices of a layer and their biases, from pairs of their name and ours."""
-    return {
-        f"{theirs}.{kind}": (leaf,)
-        for theirs, ours in names
-        for kind, leaf in (
-            ("weight", ("layer", ours) if ours in ("o", "out") else (f"layer/{ours}", "w")),
-            ("bias", ("layer", f"{ours}_b") if ours in ("o", "out") else (f"layer/{ours}", "b")),
-        )
-    }
 
 
 _ATTENTION = _projections(*((f"self_attn.{name}_proj", name) for name in "qkvo"))
