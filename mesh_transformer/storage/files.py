@@ -49,9 +49,7 @@ def is_file(path: str) -> bool:
 
 def names(folder: str) -> list[str]:
     """Return the names of a folder's entries; an empty list if the folder does not exist."""
-    return [
-        path.name for path in entries(_remote(folder) if is_uri(folder) else epath.Path(folder))
-    ]
+    return [path.name for path in entries(_remote(folder))]
 
 
 def open_file(path: str) -> io.BufferedReader:
