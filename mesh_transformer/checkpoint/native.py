@@ -252,12 +252,7 @@ class Checkpoints:
         _finish_saves_at_exit()
 
     def _check_lock(self) -> None:
-        """Check that no other process has taken over the lock of the folder.
-
-        Raises:
-          StoppedError: if another process has taken it over.
-          InputError: if the storage does not answer.
-        """
+        """Check that no other process has taken over the folder's lock; see `BucketLock.check`."""
         if self._lock is not None:
             self._lock.check()
 

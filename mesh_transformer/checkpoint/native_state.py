@@ -1,5 +1,6 @@
 """Reading and writing native checkpoints as numpy arrays, without a mesh; see also `native`."""
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -118,8 +119,6 @@ def _bytes_in(folder: str, step: int) -> int:
             continue
         for root, _, files in os.walk(os.path.join(folder, name)):
             for file in files:
-                try:
+                with contextlib.suppress(OSError):  # renamed in the meantime
                     total += os.path.getsize(os.path.join(root, file))
-                except OSError:  # renamed in the meantime
-                    continue
     return total

@@ -49,7 +49,7 @@ def lock_folder(folder: AnyPath) -> "LocalLock | BucketLock":
     return BucketLock(folder) if is_uri(local_path(folder)) else LocalLock(folder)
 
 
-class LocalLock:
+class LocalLock(contextlib.AbstractContextManager["LocalLock"]):
     """A lock on a local folder, which ends when it is released or the process ends.
 
     It is an operating-system lock on the file `.lock` in the folder, and the content of that file
@@ -105,14 +105,11 @@ class LocalLock:
                 os.unlink(self._path)
             os.close(file)
 
-    def __enter__(self) -> "LocalLock":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.release()
 
 
-class BucketLock:
+class BucketLock(contextlib.AbstractContextManager["BucketLock"]):
     """A lock on a folder in a bucket, which this process renews until the lock is released.
 
     The lock is the object `.lock` in the folder.  To take the lock, a process reads the object, and
@@ -170,9 +167,6 @@ class BucketLock:
         self._renewing.join(RELEASE_SECONDS)
         with contextlib.suppress(Exception):  # it can be taken over later
             self._store.write(LOCK, None, if_equal=self._generation).result(RELEASE_SECONDS)
-
-    def __enter__(self) -> "BucketLock":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
