@@ -80,9 +80,11 @@ class LocalLock(contextlib.AbstractContextManager["LocalLock"]):
                 raise _in_use_error(self._folder, os.pread(file, 4096, 0)) from None
             except OSError as error:  # a file system that does not support locks
                 _log.warning("%s cannot be locked (%s)", self._folder, reason(error))
-            if not os.path.exists(self._path) or not os.path.samestat(
-                os.fstat(file), os.stat(self._path)
-            ):
+            try:
+                is_same = os.path.samestat(os.fstat(file), os.stat(self._path))
+            except FileNotFoundError:
+                is_same = False
+            if not is_same:
                 os.close(file)
                 return None
             os.truncate(file, 0)
