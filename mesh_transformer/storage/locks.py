@@ -73,7 +73,8 @@ class LocalLock(contextlib.AbstractContextManager["LocalLock"]):
         again.
         """
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, file)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -85,15 +86,11 @@ class LocalLock(contextlib.AbstractContextManager["LocalLock"]):
             except FileNotFoundError:
                 is_same = False
             if not is_same:
-                os.close(file)
                 return None
             os.truncate(file, 0)
             with contextlib.suppress(OSError):  # such as a full disk; the lock is held anyway
                 os.pwrite(file, json.dumps(_owner()).encode(), 0)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.close(file)
-            raise
+            stack.pop_all()  # the file stays open
         return file
 
     def check(self) -> None:
