@@ -20,7 +20,6 @@ from mesh_transformer.checkpoint.hf_files import Tensor
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, StoredTensor, read_json
 from mesh_transformer.config import Config
 from mesh_transformer.model.lora import adapter_names
-from mesh_transformer.storage import files
 from mesh_transformer.util import InputError, brief
 
 CONFIG = "adapter_config.json"
@@ -56,11 +55,6 @@ def base_of(folder: str) -> str:
             "expected the path of the base model; set it"
         )
     return name
-
-
-def is_adapters(folder: str) -> bool:
-    """Return whether a folder holds adapters in this format."""
-    return files.is_file(os.path.join(folder, CONFIG))
 
 
 def read(folder: str, base: Config) -> tuple[Config, dict[str, Any]]:

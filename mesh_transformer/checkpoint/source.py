@@ -68,7 +68,7 @@ class Source:
             except InputError:
                 # Checked last, as any model folder may hold a config.json of its own.
                 whole = files.is_file(os.path.join(self.path, "config.json"))
-                adapters = peft.is_adapters(self.path)
+                adapters = files.is_file(os.path.join(self.path, peft.CONFIG))
                 if kind == "native" or not (whole or adapters):
                     raise
                 if whole and adapters and hf_files.has_weights(self.path):

@@ -263,11 +263,8 @@ def check_state(state: dict[str, Any], declared: Any) -> None:
 
     Names, shapes and integer dtypes must be equal.  The moments, if there are any, must be Adam's.
     """
-    moments: dict[str, Any] | None = None
-    if "opt_state" in state:
-        moments = {"mu": declared, "nu": declared}
-    expected = declared_leaves(declared, moments)
-    _check_leaves("the state", leaves(state), expected)
+    moments = {"mu": declared, "nu": declared} if "opt_state" in state else None
+    _check_leaves("the state", leaves(state), declared_leaves(declared, moments))
 
 
 def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:
