@@ -43,16 +43,7 @@ def read(
 
     Args:
       path: a model folder (its newest step) or a step_N.
-      config: a config to use in place of the saved one; it must describe the same model.
-      dtype: the dtype to cast the parameters to (default: as saved); moments are not cast.
-      optimizer: whether to read the optimizer's state, if there is one and it is that of the
-        config's optimizer.
-      lazy: whether to return `LazyLeaf`s instead of numpy arrays; they are read from disk, and
-        checked for damage, when they are used.
-
-    Returns:
-      The config, and nested dicts of numpy arrays with the keys "params", "step" and, if there are
-      moments to read, "opt_state".
+      config, dtype, optimizer, lazy: as for `conversion.read`; moments are not cast.
 
     Raises:
       InputError: if there is no checkpoint, or it is damaged or does not fit the config.

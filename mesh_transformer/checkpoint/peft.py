@@ -210,9 +210,7 @@ def write(
     If they do not share their first factor, its rank is the sum of theirs.
 
     Args:
-      folder: the folder to create.
       adapters: the parameters of a checkpoint of adapters, in host memory.
-      config: the config of the model with the adapters.
       base: the path or hub name of the base model, to store.
       dtype: the dtype to cast the adapters to (default: each leaf's own).
 

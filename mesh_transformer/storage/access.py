@@ -284,12 +284,7 @@ def replace_errors(replacement: Callable[[Exception], Exception]) -> Iterator[No
 def convert_failures(
     line: Callable[[Exception], Exception],
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that replaces errors for which `is_failure` is true.
-
-    Args:
-      line: a function from such an error to the error to raise in its place, usually an InputError.
-        If the function returns the same error, that error is raised unchanged.
-    """
+    """As `replace_errors`, but only errors for which `is_failure` is true are replaced."""
     return replace_errors(lambda error: line(error) if is_failure(error) else error)
 
 
