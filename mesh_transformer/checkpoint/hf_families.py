@@ -1,6 +1,7 @@
 """The model types of Hugging Face: keys of config.json, tensors, and their counterparts here."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 Leaf = tuple[str, str]  # (module, leaf) of one of our parameters in a layer
@@ -279,14 +280,9 @@ def _from_max_window_layers(whole: Callable[..., int], layers: int) -> list[int]
     return [*range(whole("max_window_layers", 28, 0), layers)]
 
 
-def _all_but_each(pattern: int) -> Callable[[Callable[..., int], int], list[int]]:
-    """Return a function for windows in all but each `pattern`-th layer."""
-
-    def sliding(whole: Callable[..., int], layers: int) -> list[int]:
-        each = whole("sliding_window_pattern", pattern)
-        return [layer for layer in range(layers) if (layer + 1) % each]
-
-    return sliding
+def _all_but_each(pattern: int, whole: Callable[..., int], layers: int) -> list[int]:
+    each = whole("sliding_window_pattern", pattern)
+    return [layer for layer in range(layers) if (layer + 1) % each]
 
 
 _LLAMA = Family(
@@ -341,7 +337,7 @@ _GEMMA2 = _GEMMA._replace(
         "attn_logit_softcapping": Number("score_cap", 50, may_lack=True),
         "final_logit_softcapping": Number("logit_cap", 30, may_lack=True),
     },
-    sliding=_all_but_each(2),
+    sliding=partial(_all_but_each, 2),
     layer=_scale("input_layernorm", "layer/norm")
     | _scale("pre_feedforward_layernorm", "layer/ff_norm")
     | _NORMS_AFTER
@@ -429,7 +425,7 @@ FAMILIES |= {
         rope=1e6,
         rope_by_kind=True,
         sliding_rope=1e4,
-        sliding=_all_but_each(6),
+        sliding=partial(_all_but_each, 6),
         layer=_GEMMA2.layer | _QK_NORMS,
     ),
     "olmo2": _OLMO2,
@@ -438,7 +434,7 @@ FAMILIES |= {
         architecture="Olmo3ForCausalLM",
         rope=5e5,
         rope_by_kind=True,
-        sliding=_all_but_each(4),
+        sliding=partial(_all_but_each, 4),
     ),
     "nanochat": _LLAMA._replace(
         title="nanochat",
