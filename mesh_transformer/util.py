@@ -274,6 +274,17 @@ def exit_now(message: str, status: int) -> NoReturn:
     os._exit(status)
 
 
+def is_running(process: int) -> bool:
+    """Return whether a process with the id `process` exists."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it belongs to another user
+        pass
+    return True
+
+
 def start_thread(
     function: Callable[..., object],
     *args: Any,

@@ -1,7 +1,5 @@
 """Records of the base model that LoRA adapters were trained on, and merging into it."""
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,6 +8,7 @@ from numpy.typing import DTypeLike
 
 from mesh_transformer.checkpoint.host_arrays import LazyLeaf, cast
 from mesh_transformer.checkpoint.integrity import host_checksum
+from mesh_transformer.checkpoint.state_tree import Path, map_leaves
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import matrices, transformer
@@ -35,18 +34,6 @@ class Base(NamedTuple):
 
     path: str
     checksums: dict[str, dict[str, int]]
-
-    def checksum_of(self, leaf: str) -> tuple[str, int | None]:
-        """Return (dtype, checksum): a leaf's recorded checksum, and the dtype it was computed in.
-
-        The dtype is float32 if the record has float32 checksums, otherwise bfloat16.  The checksum
-        is None if the base model has no leaf of this name.
-
-        Args:
-          leaf: the name of the leaf, such as "layers/layer/q/w".
-        """
-        dtype = "float32" if "float32" in self.checksums else "bfloat16"
-        return dtype, self.checksums[dtype].get(leaf)
 
     def difference(self, other: "Base") -> str | None:
         """Return the name of the first leaf whose checksum differs in `other`; None if all match.
@@ -104,33 +91,48 @@ def merged_leaves(
     read of the last layer raises InputError.
 
     Args:
-      params: the parameters of the base model.
       adapters: nested dicts of adapter matrices, in the structure of `params`.
       config: the config of the adapters.  If it sets `frozen_bits`, they are merged into the
         rounded matrices that they were trained on.
       base: the record of the base model that the adapters were trained on.
-      where: the checkpoint of the adapters, for error messages.
       dtype: the dtype of the returned leaves (default: each leaf keeps its own).
     """
-
     declared = transformer.declarations(config)
+    checked = "float32" if "float32" in base.checksums else "bfloat16"
 
-    def leaf(part: str, module: str, name: str, values: Any) -> LazyLeaf:
-        module_adapters = adapters.get(part, {}).get(module, {})
-        factors = [module_adapters[a] for a in adapter_names(name) if a in module_adapters]
-        target = values.dtype if dtype is None else np.dtype(dtype)
-        path, rounded = (part, module, name), None
-        if part == "layers" and config.frozen_bits is not None:
-            rounded = functools.partial(_rounded, declared[part][module][name].unstack(), config)
-        return _merged(values, factors, config.lora_scale, base, path, target, where, rounded)
+    def merged(path: Path, source: Any) -> LazyLeaf:
+        part, module, name = path
+        own = adapters.get(part, {}).get(module, {})
+        factors = [own[a] for a in adapter_names(name) if a in own]
+        target = source.dtype if dtype is None else np.dtype(dtype)
+        layers, leaf = part == "layers", "/".join(path)
+        sums: dict[int | None, int] = {}  # the checksum of each layer read so far
 
-    return {
-        part: {
-            module: {name: leaf(part, module, name, values) for name, values in named.items()}
-            for module, named in modules.items()
-        }
-        for part, modules in params.items()
-    }
+        def check(layer: int | None, values: np.ndarray) -> None:
+            sums[layer] = host_checksum(values, (layer or 0) * values.size, checked)
+            is_last = len(sums) == (source.shape[0] if layers else 1)
+            if is_last and sum(sums.values()) % 2**32 != base.checksums[checked].get(leaf):
+                raise InputError(
+                    f"{where}: its adapters were not trained on the base model that was read (leaf "
+                    f"{leaf} differs); give the base model that they were trained on as --base "
+                    f"(its recorded path is {base.path})"
+                )
+
+        def read(layer: int | None) -> np.ndarray:
+            values = np.asarray(source if layer is None else source[layer])
+            if base.checksums:
+                check(layer, values)
+            if layers and config.frozen_bits is not None:
+                values = _rounded(declared[part][module][name].unstack(), config, values)
+            if factors:
+                a, b = (np.asarray(factor[layer], np.float32) for factor in factors)
+                scale = np.float32(config.lora_scale)
+                values = values.astype(np.float32) + scale * np.tensordot(a, b, 1)
+            return cast(values, target, f"{where}: leaf {leaf}")
+
+        return LazyLeaf(source.shape, target, read, layers=layers)
+
+    return map_leaves(merged, params)
 
 
 def _rounded(declared: Declaration, config: Config, values: np.ndarray) -> np.ndarray:
@@ -138,56 +140,6 @@ def _rounded(declared: Declaration, config: Config, values: np.ndarray) -> np.nd
     assert config.frozen_bits is not None
     w = matrices.quantize(jnp.asarray(values, config.dtype), declared, config.frozen_bits)
     return np.asarray(matrices.dequantized(w)) if matrices.is_quantized(w) else values
-
-
-def _merged(
-    source: Any,
-    factors: list[Any],
-    scale: float,
-    base: Base,
-    path: tuple[str, ...],
-    dtype: np.dtype,
-    where: str,
-    rounded: Callable[[np.ndarray], np.ndarray] | None,
-) -> LazyLeaf:
-    """Return one leaf of the base model, with its adapter merged in if it has one.
-
-    For the arguments that are not listed here, see `merged_leaves`.
-
-    Args:
-      source: the leaf's values in the base model, as an array or a `LazyLeaf`.
-      factors: the adapter's two matrices; an empty list if the leaf has no adapter.
-      path: the leaf's keys (part, module, name) in the nested dicts of parameters.
-      rounded: applied to each layer before the merge.
-    """
-    layers, name = path[0] == "layers", "/".join(path)
-    sums: dict[int | None, int] = {}  # the checksum of each layer read so far
-
-    def check(layer: int | None, values: np.ndarray) -> None:
-        checksum_dtype, expected = base.checksum_of(name)
-        sums[layer] = host_checksum(values, (layer or 0) * values.size, checksum_dtype)
-        if (
-            len(sums) == (source.shape[0] if layers else 1)
-            and sum(sums.values()) % 2**32 != expected
-        ):
-            raise InputError(
-                f"{where}: its adapters were not trained on the base model that was read (leaf "
-                f"{name} differs); give the base model that they were trained on as --base (its "
-                f"recorded path is {base.path})"
-            )
-
-    def read(layer: int | None) -> np.ndarray:
-        values = np.asarray(source if layer is None else source[layer])
-        if base.checksums:
-            check(layer, values)
-        if rounded is not None:
-            values = rounded(values)
-        if factors:
-            a, b = (np.asarray(factor[layer], np.float32) for factor in factors)
-            values = values.astype(np.float32) + np.float32(scale) * np.tensordot(a, b, 1)
-        return cast(values, dtype, f"{where}: leaf {name}")
-
-    return LazyLeaf(source.shape, dtype, read, layers=layers)
 
 
 def aux_entries(base: Base | None) -> dict[str, Any]:

@@ -19,13 +19,12 @@ from mesh_transformer.storage.access import (
     local_path,
     reason,
 )
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, is_running
 
 _PAUSE = 0.5  # seconds between two scans for files to flush
 
 
-@contextlib.contextmanager
-def atomic_folder(path: str) -> Iterator[str]:
+def atomic_folder(path: str) -> contextlib.AbstractContextManager[str]:
     """Return a context manager that yields a temporary folder, which becomes `path` at the end.
 
     The caller writes its files to the temporary folder, which is beside `path`.  When the `with`
@@ -39,8 +38,7 @@ def atomic_folder(path: str) -> Iterator[str]:
     Raises:
       InputError: if `path` already exists, or if storage fails.
     """
-    with _atomic(path) as temporary:
-        yield temporary
+    return _atomic(path)
 
 
 @contextlib.contextmanager
@@ -96,19 +94,9 @@ def _delete_abandoned(parent: str, name: str) -> None:
     pattern = re.compile(rf"\.{re.escape(name)}\.{host}\.(\d+)\.tmp")
     for entry in os.listdir(parent) if os.path.isdir(parent) else []:
         match = pattern.fullmatch(entry)
-        if match and not _is_running(int(match[1])):
+        # The id of this process may have been that of an earlier one.
+        if match and (int(match[1]) == os.getpid() or not is_running(int(match[1]))):
             shutil.rmtree(os.path.join(parent, entry))
-
-
-def _is_running(process: int) -> bool:
-    """Return whether `process` is the id of a running process other than this one."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it belongs to another user
-        return True
-    return process != os.getpid()
 
 
 @contextlib.contextmanager
@@ -124,9 +112,8 @@ def _flush_in_background(folder: str) -> Iterator[None]:
         while not done.wait(_PAUSE):
             for root, _, names in os.walk(folder):
                 for path in (os.path.join(root, name) for name in names):
-                    with contextlib.suppress(
-                        FileNotFoundError
-                    ):  # renamed or deleted in the meantime
+                    # The file may have been renamed or deleted in the meantime.
+                    with contextlib.suppress(FileNotFoundError):
                         changed = os.stat(path).st_mtime_ns
                         if changed != flushed.get(path):
                             _sync(path)

@@ -19,9 +19,8 @@ from numpy.typing import DTypeLike
 from mesh_transformer.checkpoint import gguf_files, hf, native_state, original, peft, torch_model
 from mesh_transformer.checkpoint.adapters import Base, merged_leaves
 from mesh_transformer.checkpoint.formats import HUGGING_FACE, WITHOUT_STEPS, Format, check_format
-from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.source import Source, other_format
-from mesh_transformer.checkpoint.state_tree import check_same_model
+from mesh_transformer.checkpoint.state_tree import check_same_model, in_memory
 from mesh_transformer.checkpoint.step_folders import step_number
 from mesh_transformer.config import Config
 from mesh_transformer.data.gguf_header import SUFFIX, is_gguf
@@ -115,11 +114,8 @@ def _merged(
     The parameters in the state are `LazyLeaf`s, which are read from disk on use.
 
     Args:
-      source: the checkpoint of the adapters.
-      recorded: the record of the base model in this checkpoint.
       config: a config of the model (default: the one stored with the adapters).
       moved: the base model's current path (default: the recorded path).
-      dtype: the dtype to cast the parameters to (default: their own).
     """
     base = source.base(moved)
     own, adapters = source.read_adapters(config or base)
@@ -256,10 +252,6 @@ def _check_rows(target: str, config: Config, shards: int | None) -> None:
 
     This typically happens when a Hugging Face folder stores the vocabulary without padding.  The
     error message suggests an `n_vocab` that is divisible.
-
-    Args:
-      target: the path to write to, for the error message.
-      shards: the number of shards (default: the config's cores_per_replica).
     """
     rows, count = config.n_vocab, shards or config.cores_per_replica
     if rows % count:
@@ -276,9 +268,6 @@ def _check_target(target: str, kind: Format) -> None:
 
     This is the case if `target` exists, if it is a step_N whose N has leading zeros, or if it is a
     step_N in a model folder that holds a checkpoint in another format.
-
-    Args:
-      kind: the format to write.
     """
     check_absent(target)
     if kind == "gguf" and not is_gguf(target):
@@ -314,9 +303,6 @@ def step_of(path: AnyPath, kind: Format, step: int | None) -> str:
     """Return the path of the folder step_N for N = `step` in the model folder `path`.
 
     If `step` is None, or if `path` itself is this step_N, returns `path`.
-
-    Args:
-      kind: the format of the checkpoint at `path`.
 
     Raises:
       InputError: if `step` is passed, but there is no such step, or `path` is another step or a
@@ -402,8 +388,7 @@ def compare(
     """
     one, other = Source(source, source_kind, text_only=text_only), Source(target, target_kind)
     # The vocabulary in a Hugging Face folder may lack the padding of the config's `n_vocab`.
-    ends = (one, other)
-    sizes = [opened.config.n_vocab for opened in ends if opened.kind in HUGGING_FACE]
+    sizes = [opened.config.n_vocab for opened in (one, other) if opened.kind in HUGGING_FACE]
     tokens = min([config.n_vocab, *sizes])
     before, _ = _logits(one, config, tokens, base)
     after, dtype = _logits(other, config, tokens, None)
@@ -455,10 +440,8 @@ def _logits(
     The logits are computed in f32, whatever the weights' dtype, on one device.
 
     Args:
-      source: the checkpoint.
       config: the config of the model.  It is not used for a Hugging Face folder, which stores one.
       tokens: the prompt and the returned logits contain only token ids below this number.
-      base: if the source holds adapters, the path of their base model (default: the recorded one).
     """
     own = None if source.kind in HUGGING_FACE else config
     config, state = read(source, own, optimizer=False, lazy=True, base=base, drop_extra=True)

@@ -22,7 +22,7 @@ from mesh_transformer.checkpoint.gguf_architectures import (
 )
 from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
 from mesh_transformer.checkpoint.hf_files import Tensor
-from mesh_transformer.checkpoint.hf_layers import FULL, SLIDING
+from mesh_transformer.checkpoint.hf_layers import FULL, ORIGINAL, SLIDING
 from mesh_transformer.checkpoint.host_arrays import FLOATS, cast
 from mesh_transformer.checkpoint.stored_tensors import StoredTensor
 from mesh_transformer.config import Config
@@ -91,7 +91,10 @@ def read_config(path: str) -> dict[str, Any]:
 def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, Any]:
     """As `read_config`, given a file's header and, if it has them, the divisors of frequencies."""
     name = header.get("general.architecture", str)
-    get = functools.partial(_get, header, name)
+
+    def get(key: str, *options: Any) -> Any:
+        return header.get(f"{name}.{key}", *options)
+
     if not (rows := {kind: row for kind, row in ARCHITECTURES.items() if row.name == name}):
         names = ", ".join(dict.fromkeys(row.name for row in ARCHITECTURES.values()))
         raise InputError(
@@ -173,11 +176,6 @@ def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, An
     return values
 
 
-def _get(header: GgufHeader, name: str, key: str, *options: Any) -> Any:
-    """Return the value of a key of the architecture `name`, as `header.get` does."""
-    return header.get(f"{name}.{key}", *options)
-
-
 def _check_other_keys(
     header: GgufHeader, name: str, known: set[str], neutral: dict[str, tuple[float, ...]]
 ) -> None:
@@ -220,7 +218,7 @@ def _rotary(header: GgufHeader, name: str, divisors_R: np.ndarray | None) -> dic
     if kind in ("linear", "yarn"):
         rope["factor"] = factor or header.get(f"{name}.{_SCALING}factor", float)
         if original := header.get(f"{name}.{_SCALING}original_context_length", int, 0):
-            rope["original_max_position_embeddings"] = original
+            rope[ORIGINAL] = original
     if divisors_R is not None:
         rope |= LLAMA3 | {"factor": float(divisors_R.max(initial=1))}
         expected_R = llama3_divisors(rope, 2 * len(divisors_R))
@@ -237,7 +235,7 @@ LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    ORIGINAL: 8192,
 }
 
 
@@ -256,7 +254,6 @@ def find(path: str, names: Iterable[str], config: Config) -> dict[str, StoredTen
 
     Args:
       names: Hugging Face's names of the model's tensors.
-      config: the model's config.
 
     Raises:
       InputError: if a tensor is missing, or of a type that is not supported.
@@ -417,7 +414,7 @@ def header_of(
         kind = scaling.get("rope_type")
     if kind in ("linear", "yarn"):
         own |= {f"{_SCALING}type": kind, f"{_SCALING}factor": scaling["factor"]}
-        if original := scaling.get("original_max_position_embeddings"):
+        if original := scaling.get(ORIGINAL):
             own[f"{_SCALING}original_context_length"] = int(original)
     elif row.divides and scaling.items() >= LLAMA3.items():
         divisors_R = llama3_divisors(rope, config.d_rotary).astype(np.float32)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
-from tqdm import tqdm
 
 from mesh_transformer.checkpoint import gguf_files, hf_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
@@ -27,8 +26,14 @@ from mesh_transformer.checkpoint.hf_config import (
 )
 from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
 from mesh_transformer.checkpoint.hf_files import Tensor
-from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
-from mesh_transformer.checkpoint.state_tree import check_same_model, check_state
+from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast
+from mesh_transformer.checkpoint.state_tree import (
+    Path,
+    check_same_model,
+    check_state,
+    in_memory,
+    map_leaves,
+)
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, StoredTensor
 from mesh_transformer.config import Config
 from mesh_transformer.data.gguf_header import is_gguf
@@ -178,16 +183,8 @@ def read(
     stored = _select_weights(folder, stored, places, drop_extra)
     _check_stored(stored, places, shapes(stored_config))
     dtypes = _leaf_dtypes(stored, places, _dtype(dtype))
-    params = {
-        part: {
-            module: {
-                leaf: _lazy((part, module, leaf), declaration, dtypes, stored, places)
-                for leaf, declaration in leaves.items()
-            }
-            for module, leaves in modules.items()
-        }
-        for part, modules in transformer.declarations(config).items()
-    }
+    declared = transformer.declarations(config)
+    params = map_leaves(lambda key, d: _lazy(key, d, dtypes[key], stored, places), declared)
     state = {"params": params, "step": np.zeros((), np.int32)}
     return config, state if lazy else in_memory(state)
 
@@ -228,10 +225,8 @@ def write(
     rows = min(len(chosen.loaded), config.n_vocab) if trim_vocab else config.n_vocab
     places = places_of(config, family)
     tensors = list(_tensors(state["params"], places, rows, _dtype(dtype)))
-    total = sum(tensor.n_bytes for tensor in tensors)
     with atomic_folder(folder) as temporary:
-        with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
-            hf_files.write(temporary, tensors, shard_bytes, bar)
+        hf_files.write(temporary, tensors, shard_bytes)
         own = chosen.loaded if chosen.fits else None
         write_configs(temporary, config, rows, tensors[0].dtype, own)
         chosen.save(temporary)
@@ -375,12 +370,6 @@ def _select_weights(
 ) -> dict[str, StoredTensor]:
     """Return those stored tensors that are weights; drop constants such as attention masks.
 
-    Args:
-      folder: the folder of the tensors, for error messages.
-      stored: all tensors in the folder, by name.
-      places: the weights of the model, by name.
-      drop_extra: see `read`.
-
     Raises:
       InputError: if a weight is missing, or if a stored tensor is neither a weight nor a known
         constant and `drop_extra` is false.
@@ -409,8 +398,6 @@ def _check_stored(
     """Raise InputError if a tensor has an unexpected shape, or a dtype that is not in `DTYPES`.
 
     Args:
-      stored: the stored tensors, by name.
-      places: where our parameters hold each tensor, by name.
       expected: a tree like our parameters, with the expected shapes; its values are not used.
     """
     for name, tensor in stored.items():
@@ -429,7 +416,7 @@ def _check_stored(
 
 def _leaf_dtypes(
     stored: dict[str, StoredTensor], places: dict[str, list[Place]], dtype: np.dtype | None
-) -> dict[tuple[str, str, str], np.dtype]:
+) -> dict[Path, np.dtype]:
     """Return the dtype to read each parameter in, as {(part, module, leaf): dtype}.
 
     The dtype is `dtype` or, if `dtype` is None, the dtype of the parameter's stored tensors.  Those
@@ -438,7 +425,7 @@ def _leaf_dtypes(
     Raises:
       InputError: if `dtype` is None and the layers of a leaf differ in dtype.
     """
-    leaf_dtypes: dict[tuple[str, str, str], np.dtype] = {}
+    leaf_dtypes: dict[Path, np.dtype] = {}
     for name, tensor in stored.items():
         own = DTYPES["F32" if tensor.dtype == "F64" else tensor.dtype]
         for place in places[name]:
@@ -453,24 +440,16 @@ def _leaf_dtypes(
 
 
 def _lazy(
-    key: tuple[str, str, str],
+    key: Path,
     declaration: Declaration,
-    dtypes: dict[tuple[str, str, str], np.dtype],
+    dtype: np.dtype,
     stored: dict[str, StoredTensor],
     places: dict[str, list[Place]],
 ) -> Any:
     """Return one leaf of our parameters as a `LazyLeaf`, which reads one tensor per layer.
 
     The embedding's bias, for which Hugging Face has no tensor, is returned as zeros.
-
-    Args:
-      key: the leaf's part, module and name.
-      declaration: the leaf's `Declaration`, which defines its shape.
-      dtypes: the dtypes of all leaves, from `_leaf_dtypes`.
-      stored: the stored tensors, by name.
-      places: where our parameters hold each tensor, by name.
     """
-    dtype = dtypes[key]
     tensors = [(name, place) for name, held in places.items() for place in held if place.key == key]
     if not tensors:
         return np.zeros(declaration.shape, dtype)
@@ -497,38 +476,26 @@ def _tensors(
     A tensor's values are computed only when its function `values` is called.
 
     Args:
-      places: where our parameters hold each tensor, by name.
       rows: the size of the vocabulary to write.
-      dtype: the dtype to cast the parameters to; None for each leaf's own.
     """
-    bias = params["embed"]["embedding"].get("b")
-    for name, (place, *others) in places.items():
+    bias = np.asarray(params["embed"]["embedding"].get("b", 0.0))
+    added = {_EMBED: bias} if bias.any() else {}
+
+    def values(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        tensor = np.empty(shape, dtype)
+        for place in places[name]:
+            leaf = place.find(params)
+            leaf = np.asarray(leaf if place.layer is None else leaf[place.layer])
+            for target, source in place.views(tensor, leaf):
+                _copy(target, source, f"tensor {name}", added.get(place.key))
+        return tensor
+
+    for name, (place, *_) in places.items():
         shape = place.tensor_shape(params)
         if place.key in _BY_VOCABULARY:
             shape = (rows, *shape[1:])
-        added = np.asarray(bias) if place.key == _EMBED and bias is not None else None
         target = dtype or place.find(params).dtype
-        values = partial(_tensor_values, name, [place, *others], params, shape, target, added)
-        yield Tensor(name, target, shape, values)
-
-
-def _tensor_values(
-    name: str,
-    places: list[Place],
-    params: transformer.Params,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    bias: np.ndarray | None,
-) -> np.ndarray:
-    values = np.empty(shape, dtype)
-    for place in places:
-        leaf = place.find(params)
-        leaf = np.asarray(leaf if place.layer is None else leaf[place.layer])
-        for target, source in place.views(values, leaf):
-            _copy(
-                target, source, f"tensor {name}", bias if bias is not None and bias.any() else None
-            )
-    return values
+        yield Tensor(name, target, shape, partial(values, name, shape, target))
 
 
 def _copy(
@@ -537,7 +504,6 @@ def _copy(
     """Copy `source` to `target` in blocks of rows, and cast the values to the dtype of `target`.
 
     Args:
-      name: the name of the tensor, for error messages.
       bias: values to add to each row in f32 before the cast (default: none).
     """
     if source.ndim == 2 and not source.flags.c_contiguous:

@@ -1,6 +1,7 @@
-"""The config.json files of Hugging Face's models, and the configs that they correspond to."""
+"""The config.json of Hugging Face's models, the files beside it, and the corresponding configs."""
 
 import functools
+import hashlib
 import importlib.metadata
 import math
 import os
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.checkpoint import gguf_files, hf_files, hf_layers
-from mesh_transformer.checkpoint.hf_families import FAMILIES, Family, Number
+from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
 from mesh_transformer.checkpoint.hf_files import write_json
 from mesh_transformer.checkpoint.state_tree import differing_keys
 from mesh_transformer.checkpoint.stored_tensors import (
@@ -20,12 +21,15 @@ from mesh_transformer.checkpoint.stored_tensors import (
     have_equal_values,
     read_json,
 )
-from mesh_transformer.checkpoint.stored_tokenizer import template_in, tokenizer_in
 from mesh_transformer.config import Config
-from mesh_transformer.data.gguf_header import GgufHeader, is_gguf
+from mesh_transformer.data.gguf_header import GgufHeader, is_gguf, read_header
+from mesh_transformer.data.gguf_tokenizer import has_tokenizer
+from mesh_transformer.data.same_tokenizer import is_gpt2
+from mesh_transformer.data.tokenizer import TEMPLATE
 from mesh_transformer.families import SAMPLING
 from mesh_transformer.model.layer_values import BY_LAYER, have_same_layers
 from mesh_transformer.storage import files
+from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
 
 # Hugging Face's activations -> ours.  The first name of each is written.
@@ -39,6 +43,8 @@ _ACTIVATIONS = {
 }
 _ROTARY_BASE = 10000
 _GENERATION = "generation_config.json"
+# The SHA-256 of GPT-2's tokens in the order of their ids, one per line.
+_GPT2_DIGEST = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
 # Sampling settings: Hugging Face's names -> ours.
 _OF_GREEDY = {"repetition_penalty"}  # settings that count at a temperature of 0
 _SAMPLING = {"temperature" if name == "temp" else name: name for name in SAMPLING}
@@ -138,10 +144,11 @@ def read_config(folder: str, *, text_only: bool = False) -> Config:
     if ours["tie_head"] and _has_own_head(folder, family, text_only):
         _report_own_head(path)
         ours["tie_head"] = False
-    ours["tokenizer"] = tokenizer_in(folder)
-    generation = _generation(folder)
+    ours["tokenizer"] = _tokenizer_in(folder)
+    beside = os.path.join(folder, _GENERATION)
+    generation = read_json(beside) if files.is_file(beside) else {}
     ours["end_tokens"] = _end_tokens(folder, values, generation, ours["n_vocab"])
-    ours["chat_template"] = template_in(folder)
+    ours["chat_template"] = _template_in(folder)
     ours["sampling"] = _sampling(folder, generation)
     return Config.from_dict(ours, path)
 
@@ -172,14 +179,13 @@ def _model_keys(path: str, values: dict[str, Any]) -> dict[str, Any]:
         size = values.get(key, family.defaults.get(key))
         if size is None and key in family.optional:
             continue
-        if type(size) is not int or size < 1:
-            raise InputError(
-                f"{path}: {key} is {size!r}, expected a whole number above 0; copy the file again"
-            )
-        ours[name] = size
+        ours[name] = hf_layers.check_whole(path, key, size)
     ours = _implied(family, ours) | ours
     for key, number in family.numbers.items():
-        ours[number.ours] = _positive(path, values, key, number)
+        value = values.get(key, number.default)
+        if value is not None or not number.may_lack:
+            value = float(hf_layers.positive(path, key, value)) ** number.power
+        ours[number.ours] = value
     for key, matrices in family.biases.items():
         ours.setdefault("biases", [])
         ours["biases"] += matrices if hf_layers.flag(path, values, key, False) else ()
@@ -256,13 +262,6 @@ def text_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     }
 
 
-def _positive(path: str, values: dict[str, Any], key: str, number: Number) -> float | None:
-    value = values.get(key, number.default)
-    if value is None and number.may_lack:
-        return None
-    return float(hf_layers.positive(path, key, value)) ** number.power
-
-
 def _has_own_head(folder: str, family: Family, text_only: bool) -> bool:
     """Return whether a folder's weights hold an output head other than the embedding's matrix.
 
@@ -300,8 +299,6 @@ def _neox_rotary_dims(path: str, values: dict[str, Any], ours: dict[str, Any]) -
     """Return the number of rotated entries per head of a GPT-NeoX.
 
     Args:
-      path: the config.json, for error messages.
-      values: its content.
       ours: the sizes in it, by our names.
     """
     # transformers 5 writes rope_parameters, earlier releases the other two keys.
@@ -320,20 +317,63 @@ def _neox_rotary_dims(path: str, values: dict[str, Any], ours: dict[str, Any]) -
 
 def _neox_keys(config: Config) -> dict[str, Any]:
     """Return the keys of config.json that only a GPT-NeoX has: rotary embedding and residual."""
-    share = config.d_rotary / config.d_head
-    if int(config.d_head * share) < config.d_rotary:  # rounding
-        share = math.nextafter(share, 1)
+    share = hf_layers.rotary_share(config)
     rope = {"rope_type": "default", "rope_theta": _ROTARY_BASE, "partial_rotary_factor": share}
     return {
         "rotary_pct": share,
-        "rotary_emb_base": _ROTARY_BASE,
         "rope_parameters": rope,
         "use_parallel_residual": config.layer_kind.arrangement == "parallel",
     }
 
 
-def _inner(config: Config, key: str) -> dict[str, Any]:
-    return {key: None if key == "n_inner" else config.d_ff}
+def _tokenizer_in(folder: str) -> str:
+    """Return the value of the config key `tokenizer` for a folder or file: its path, or "gpt2".
+
+    The result is "gpt2" if the folder holds no tokenizer, or one that does exactly what GPT-2's
+    does, as GPT-J's released one: the tokens that it adds only pad the vocabulary.
+    """
+    if is_gguf(folder):
+        return folder if has_tokenizer(read_header(folder)) else "gpt2"
+    names = set(files.names(folder))
+    if "tokenizer.json" in names:
+        vocabulary = _read_vocabulary(os.path.join(folder, "tokenizer.json"))
+    elif {"vocab.json", "merges.txt"} <= names:
+        vocabulary = read_json(os.path.join(folder, "vocab.json"))
+    else:
+        other = names & {"tokenizer_config.json", "tokenizer.model"}
+        return local_path(folder) if other else "gpt2"
+    if isinstance(vocabulary, dict) and all(type(id_) is int for id_ in vocabulary.values()):
+        text = "\n".join(sorted(vocabulary, key=vocabulary.__getitem__))
+        digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+        if digest == _GPT2_DIGEST and is_gpt2(folder):  # the second check takes seconds
+            return "gpt2"
+    return local_path(folder)
+
+
+def _template_in(folder: str) -> str | None:
+    """Return the chat template in a folder or GGUF file, of several the default one, or None."""
+    if is_gguf(folder):
+        return read_header(folder).get("tokenizer.chat_template", str, "") or None
+    jinja, config = (os.path.join(folder, name) for name in (TEMPLATE, "tokenizer_config.json"))
+    if files.is_file(jinja):
+        with files.open_file(jinja) as file:
+            return file.read().decode("utf-8", "replace")
+    values = read_json(config) if files.is_file(config) else {}
+    template = values.get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _read_vocabulary(path: str) -> Any:
+    """Return the vocabulary in a tokenizer.json, which is a dict for some kinds of tokenizer."""
+    values = read_json(path)
+    try:
+        [entry["content"] for entry in values.get("added_tokens", [])]
+        return values["model"].get("vocab")
+    except (AttributeError, KeyError, TypeError):
+        raise InputError(
+            f"{path}: not a Hugging Face tokenizer: expected a mapping `model` and a list "
+            "`added_tokens`; copy the folder again"
+        ) from None
 
 
 def _end_tokens(
@@ -346,7 +386,6 @@ def _end_tokens(
 
     Args:
       values: the content of config.json.
-      generation: that of generation_config.json.
     """
     path, name = os.path.join(folder, "config.json"), "eos_token_id"
     if generation.get(name) is not None:
@@ -361,19 +400,10 @@ def _end_tokens(
     return [number for number in ids if 0 <= number < n_vocab] or None
 
 
-def _generation(folder: str) -> dict[str, Any]:
-    """Return the content of a folder's generation_config.json; {} if there is none."""
-    path = os.path.join(folder, _GENERATION)
-    return read_json(path) if files.is_file(path) else {}
-
-
 def _sampling(folder: str, generation: dict[str, Any]) -> dict[str, float]:
     """Return the sampling settings of a folder or GGUF file, by our names; often none.
 
     Their ranges are not checked: a model may be trained or converted without them.
-
-    Args:
-      generation: the content of the folder's generation_config.json.
 
     Raises:
       InputError: if a setting is not a number.
@@ -398,9 +428,7 @@ def write_configs(folder: str, config: Config, rows: int, dtype: np.dtype, token
     """Write config.json and generation_config.json, with all keys that Hugging Face writes.
 
     Args:
-      folder: the folder to write the two files to.
       rows: the size of the vocabulary in the folder's tensors.
-      dtype: the dtype of the tensors.
       tokenizer: the tokenizer that is saved with the model, or None.
     """
     values, tokens = config_values(config, rows, tokenizer)
@@ -440,7 +468,6 @@ def config_values(
     activation = next(name for name in names if _ACTIVATIONS[name] == config.activation)
     values |= {
         "vocab_size": rows,
-        **({} if family.inner is None else _inner(config, family.inner)),
         **{key: number.written(config) for key, number in family.numbers.items()},
         **{key: all(map(config.has_bias, own)) for key, own in family.biases.items()},
         **({} if family.rope is None else hf_layers.keys(config, family)),
@@ -451,4 +478,6 @@ def config_values(
     }
     values |= {"architectures": [family.architecture], "model_type": config.hf_type}
     values |= {"pad_token_id": None, "initializer_range": 0.02, "use_cache": True}
+    if family.inner is not None:
+        values[family.inner] = None if family.inner == "n_inner" else config.d_ff
     return values | family.fixed, tokens

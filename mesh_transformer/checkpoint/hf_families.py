@@ -1,6 +1,7 @@
 """The model types of Hugging Face: keys of config.json, tensors, and their counterparts here."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 Leaf = tuple[str, str]  # (module, leaf) of one of our parameters in a layer
@@ -28,13 +29,23 @@ def _norm(name: str, module: str) -> Layer:
     return {f"{name}.weight": ((module, "scale"),), f"{name}.bias": ((module, "offset"),)}
 
 
-def _linear(name: str, weight: Leaf, bias: Leaf | None = None) -> Layer:
-    return {f"{name}.weight": (weight,)} | ({} if bias is None else {f"{name}.bias": (bias,)})
+def _projections(*names: tuple[str, str]) -> Layer:
+    """Return the matrices of a layer and their biases, from pairs of their name and ours."""
+    return {
+        f"{theirs}.{kind}": (leaf,)
+        for theirs, ours in names
+        for kind, leaf in (
+            ("weight", ("layer", ours) if ours in ("o", "out") else (f"layer/{ours}", "w")),
+            ("bias", ("layer", f"{ours}_b") if ours in ("o", "out") else (f"layer/{ours}", "b")),
+        )
+    }
 
 
 _FC, _O, _OUT = ("layer/fc", "w"), ("layer", "o"), ("layer", "out")
-_FC_BIAS, _O_BIAS, _OUT_BIAS = ("layer/fc", "b"), ("layer", "o_b"), ("layer", "out_b")
-_GPTJ_MLP = _linear("mlp.fc_in", _FC, _FC_BIAS) | _linear("mlp.fc_out", _OUT, ("layer", "b"))
+_GPTJ_MLP = _projections(("mlp.fc_in", "fc")) | {
+    "mlp.fc_out.weight": (_OUT,),
+    "mlp.fc_out.bias": (("layer", "b"),),
+}
 _NOTHING: dict[str, Any] = {}
 
 
@@ -103,21 +114,21 @@ class Family(NamedTuple):
     title: str
     architecture: str
     block: str
-    pe: str
     sizes: dict[str, str]
     defaults: dict[str, int]
-    fixed: dict[str, Any]
     activation: tuple[str, str]
-    inner: str | None
-    tied: bool
     written: dict[str, Any]
     prefix: str
     embedding: str
-    positions: str | None
     layers: str
     layer: Layer
     norm: str
     head: str
+    pe: str = "rotary"
+    fixed: dict[str, Any] = _NOTHING
+    inner: str | None = None
+    tied: bool = False
+    positions: str | None = None
     rotary_pairs: str = "neighbours"
     out_axis: int = 0
     groups: int | None = None
@@ -162,23 +173,17 @@ _GPTJ = Family(
     title="GPT-J",
     architecture="GPTJForCausalLM",
     block="gptj",
-    pe="rotary",
     sizes=_SIZES | {"rotary_dim": "pe_rotary_dims"},
     defaults={"n_positions": 2048, "rotary_dim": 64},
     fixed={"layer_norm_epsilon": 1e-5},
     activation=("activation_function", "gelu_new"),
     inner="n_inner",
-    tied=False,
     written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     prefix="transformer.",
     embedding="wte",
-    positions=None,
     layers="h",
     layer=_norm("ln_1", "layer/norm")
-    | _linear("attn.q_proj", _Q)
-    | _linear("attn.k_proj", _K)
-    | _linear("attn.v_proj", _V)
-    | _linear("attn.out_proj", _O)
+    | _projections(*((f"attn.{name}_proj", name) for name in "qkv"), ("attn.out_proj", "o"))
     | _GPTJ_MLP,
     norm="ln_f",
     head="lm_head",
@@ -190,7 +195,7 @@ FAMILIES = {
         architecture="CodeGenForCausalLM",
         layer=_norm("ln_1", "layer/norm")
         | {"attn.qkv_proj.weight": (_Q, _V, _K)}
-        | _linear("attn.out_proj", _O)
+        | _projections(("attn.out_proj", "o"))
         | _GPTJ_MLP,
         groups=4,  # for four TPU cores
     ),
@@ -211,10 +216,9 @@ FAMILIES = {
         positions="wpe",
         layer=_norm("ln_1", "layer/norm")
         | {"attn.c_attn.weight": (_Q, _K, _V), "attn.c_attn.bias": _QKV_BIAS}
-        | _linear("attn.c_proj", _O, _O_BIAS)
+        | _projections(("attn.c_proj", "o"))
         | _norm("ln_2", "layer/ff_norm")
-        | _linear("mlp.c_fc", _FC, _FC_BIAS)
-        | _linear("mlp.c_proj", _OUT, _OUT_BIAS),
+        | _projections(("mlp.c_fc", "fc"), ("mlp.c_proj", "out")),
         out_axis=1,
         groups=1,
     ),
@@ -222,17 +226,14 @@ FAMILIES = {
         title="GPT-NeoX",
         architecture="GPTNeoXForCausalLM",
         block="neox",
-        pe="rotary",
         sizes=_NEOX_SIZES,
         defaults={"max_position_embeddings": 2048},
         fixed={"layer_norm_eps": 1e-5, "attention_bias": True},
         activation=("hidden_act", "gelu"),
         inner="intermediate_size",
-        tied=False,
         written={"attention_dropout": 0.0, "hidden_dropout": 0.0, "rotary_emb_base": 10000},
         prefix="gpt_neox.",
         embedding="embed_in",
-        positions=None,
         layers="layers",
         layer=_norm("input_layernorm", "layer/norm")
         | _norm("post_attention_layernorm", "layer/ff_norm")
@@ -240,9 +241,8 @@ FAMILIES = {
             "attention.query_key_value.weight": (_Q, _K, _V),
             "attention.query_key_value.bias": _QKV_BIAS,
         }
-        | _linear("attention.dense", _O, _O_BIAS)
-        | _linear("mlp.dense_h_to_4h", _FC, _FC_BIAS)
-        | _linear("mlp.dense_4h_to_h", _OUT, _OUT_BIAS),
+        | _projections(("attention.dense", "o"))
+        | _projections(("mlp.dense_h_to_4h", "fc"), ("mlp.dense_4h_to_h", "out")),
         norm="final_layer_norm",
         head="embed_out",
         rotary_pairs="halves",
@@ -259,18 +259,6 @@ _BIASED = {"attention_bias": ("q", "k", "v", "o")}
 
 def _scale(name: str, module: str) -> Layer:
     return {f"{name}.weight": ((module, "scale"),)}
-
-
-def _projections(*names: tuple[str, str]) -> Layer:
-    """Return the matrices of a layer and their biases, from pairs of their name and ours."""
-    return {
-        f"{theirs}.{kind}": (leaf,)
-        for theirs, ours in names
-        for kind, leaf in (
-            ("weight", ("layer", ours) if ours in ("o", "out") else (f"layer/{ours}", "w")),
-            ("bias", ("layer", f"{ours}_b") if ours in ("o", "out") else (f"layer/{ours}", "b")),
-        )
-    }
 
 
 _ATTENTION = _projections(*((f"self_attn.{name}_proj", name) for name in "qkvo"))
@@ -292,35 +280,25 @@ def _from_max_window_layers(whole: Callable[..., int], layers: int) -> list[int]
     return [*range(whole("max_window_layers", 28, 0), layers)]
 
 
-def _all_but_each(pattern: int) -> Callable[[Callable[..., int], int], list[int]]:
-    """Return a function for windows in all but each `pattern`-th layer."""
-
-    def sliding(whole: Callable[..., int], layers: int) -> list[int]:
-        each = whole("sliding_window_pattern", pattern)
-        return [layer for layer in range(layers) if (layer + 1) % each]
-
-    return sliding
+def _all_but_each(pattern: int, whole: Callable[..., int], layers: int) -> list[int]:
+    each = whole("sliding_window_pattern", pattern)
+    return [layer for layer in range(layers) if (layer + 1) % each]
 
 
 _LLAMA = Family(
     title="Llama",
     architecture="LlamaForCausalLM",
     block="llama",
-    pe="rotary",
     sizes=_NEW_SIZES,
     optional=("num_key_value_heads", "head_dim"),
     defaults={"max_position_embeddings": 2048},
-    fixed={},
     activation=("hidden_act", "silu"),
-    inner=None,
     numbers={"rms_norm_eps": Number("norm_eps", 1e-6)},
     biases=_BIASED | {"mlp_bias": ("gate", "fc", "out")},
     rope=1e4,
-    tied=False,
     written={"attention_dropout": 0.0},
     prefix="model.",
     embedding="embed_tokens",
-    positions=None,
     layers="layers",
     layer=_NORMS_BEFORE | _ATTENTION | _GATED,
     norm="norm",
@@ -359,7 +337,7 @@ _GEMMA2 = _GEMMA._replace(
         "attn_logit_softcapping": Number("score_cap", 50, may_lack=True),
         "final_logit_softcapping": Number("logit_cap", 30, may_lack=True),
     },
-    sliding=_all_but_each(2),
+    sliding=partial(_all_but_each, 2),
     layer=_scale("input_layernorm", "layer/norm")
     | _scale("pre_feedforward_layernorm", "layer/ff_norm")
     | _NORMS_AFTER
@@ -447,7 +425,7 @@ FAMILIES |= {
         rope=1e6,
         rope_by_kind=True,
         sliding_rope=1e4,
-        sliding=_all_but_each(6),
+        sliding=partial(_all_but_each, 6),
         layer=_GEMMA2.layer | _QK_NORMS,
     ),
     "olmo2": _OLMO2,
@@ -456,7 +434,7 @@ FAMILIES |= {
         architecture="Olmo3ForCausalLM",
         rope=5e5,
         rope_by_kind=True,
-        sliding=_all_but_each(4),
+        sliding=partial(_all_but_each, 4),
     ),
     "nanochat": _LLAMA._replace(
         title="nanochat",

@@ -99,12 +99,7 @@ def _sharded(
     opener: Callable[[str], dict[str, StoredTensor]],
     optional: Container[str],
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of all shards that an index lists.
-
-    Args:
-      index: the path of the .index.json file.
-      opener: a function that returns the tensors of one shard, given its path.
-    """
+    """Return the tensors of all shards that an index lists."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"{index} has no mapping `weight_map`; {COPY_ADVICE}")
@@ -161,7 +156,6 @@ def _span(
     """Return one tensor of a safetensors file.
 
     Args:
-      entry: the tensor's entry in the file's header.
       start: the position in the file at which the data of all tensors start.
       checksum: the checksum of the tensor's bytes, from `_checksum`; None if the file has none.
 
@@ -201,13 +195,12 @@ def _checksum(values: np.ndarray) -> str:
     return f"{zlib.crc32(values.reshape(-1).view(np.uint8).data):08x}"
 
 
-def write(folder: str, tensors: Sequence[Tensor], shard_bytes: int, bar: tqdm) -> None:
-    """Write model.safetensors or, if it would exceed `shard_bytes`, several shards and an index.
+def write(
+    folder: str, tensors: Sequence[Tensor], shard_bytes: float = math.inf, name: str = WEIGHTS[0]
+) -> None:
+    """Write the file `name` or, if it would exceed `shard_bytes`, several shards and an index.
 
     A tensor larger than `shard_bytes` is written to a file of its own.
-
-    Args:
-      bar: the progress bar to update, in bytes.
     """
     shards: list[list[Tensor]] = [[]]
     room = shard_bytes
@@ -217,19 +210,17 @@ def write(folder: str, tensors: Sequence[Tensor], shard_bytes: int, bar: tqdm) -
             room = shard_bytes
         shards[-1].append(tensor)
         room -= tensor.n_bytes
-    if len(shards) == 1:
-        write_file(os.path.join(folder, "model.safetensors"), shards[0], bar)
-        return
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_file(os.path.join(folder, name), shard, bar)
-        weight_map |= {tensor.name: name for tensor in shard}
-    total = sum(tensor.n_bytes for tensor in tensors)
-    write_json(
-        os.path.join(folder, "model.safetensors.index.json"),
-        {"metadata": {"total_size": total}, "weight_map": weight_map},
-    )
+    stem = name.removesuffix(".safetensors")
+    total, weight_map = sum(tensor.n_bytes for tensor in tensors), {}
+    with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
+        for number, shard in enumerate(shards, 1):
+            if shards[1:]:
+                name = f"{stem}-{number:05}-of-{len(shards):05}.safetensors"
+            write_file(os.path.join(folder, name), shard, bar)
+            weight_map |= {tensor.name: name for tensor in shard}
+    if shards[1:]:
+        values = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(os.path.join(folder, f"{stem}.safetensors.index.json"), values)
 
 
 def write_json(path: str, values: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The keys of Hugging Face's config.json for rotary embeddings, and for what differs by layer."""
 
 import functools
+import math
 from typing import Any
 
 from mesh_transformer.checkpoint.hf_families import Family
@@ -9,6 +10,7 @@ from mesh_transformer.families import ROTARY_LISTS, ROTARY_OPTIONS, ROTARY_SCALI
 from mesh_transformer.util import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+ORIGINAL = "original_max_position_embeddings"  # the context before the frequencies were scaled
 _BITS = {"0", "1", "False", "True"}
 _LARGEST = 3e38  # of 32 bits
 
@@ -62,8 +64,11 @@ def flag(path: str, values: dict[str, Any], key: str, default: bool) -> bool:
 def whole(path: str, values: dict[str, Any], key: str, default: int, least: int = 1) -> int:
     """Return a whole number of config.json, or the default if it is missing or null."""
     value = values.get(key)
-    if value is None:
-        return default
+    return default if value is None else check_whole(path, key, value, least)
+
+
+def check_whole(path: str, key: str, value: Any, least: int = 1) -> int:
+    """Return a value of config.json as a whole number; raise InputError if it is not."""
     if type(value) is not int or value < least:
         raise InputError(
             f"{path}: {key} is {value!r}, expected a whole number of at least {least}; copy the "
@@ -104,11 +109,7 @@ def _windows(path: str, values: dict[str, Any], family: Family, layers: int) -> 
         sliding = [layer for layer, kind in enumerate(kinds) if kind == SLIDING]
     if not sliding:
         return {}
-    if type(window) is not int or window < 1:
-        raise InputError(
-            f"{path}: sliding_window is {window!r}, expected a whole number above 0; copy the file "
-            "again"
-        )
+    window = check_whole(path, "sliding_window", window)
     return {"sliding_window": window, "sliding_layers": sliding}
 
 
@@ -122,8 +123,6 @@ def rope_parameters(
     layer it changes those of full layers.
 
     Args:
-      path: the config.json, for error messages.
-      values: its content.
       by_kind: whether sliding layers have parameters of their own.
     """
     new, old = (
@@ -157,10 +156,9 @@ def _rotary(
 ) -> dict[str, Any]:
     assert family.rope is not None
     rope, sliding = rope_parameters(path, values, family.rope_by_kind)
-    original = "original_max_position_embeddings"
     # transformers prefers this key outside the mapping, unless parameters are nested by kind.
-    if not family.rope_by_kind and values.get(original) is not None:
-        rope[original] = values[original]
+    if not family.rope_by_kind and values.get(ORIGINAL) is not None:
+        rope[ORIGINAL] = values[ORIGINAL]
     base = _first(rope.get("rope_theta"), values.get("rope_theta"), family.rope)
     base = positive(path, "rope_theta", base)
     result: dict[str, Any] = {"rotary_base": base, "rotary_scaling": _scaling(path, rope, ours)}
@@ -201,10 +199,9 @@ def _scaling(path: str, rope: dict[str, Any], ours: dict[str, Any]) -> dict[str,
             f"{path}: its rotary embedding has type {kind!r}; only 'default', "
             f"{', '.join(map(repr, ROTARY_SCALINGS))} are supported; give another folder"
         )
-    original = "original_max_position_embeddings"
-    rope = {original: ours["seq"]} | rope
+    rope = {ORIGINAL: ours["seq"]} | rope
     if kind == "longrope" and rope.get("factor") is None:
-        rope["factor"] = ours["seq"] / positive(path, original, rope[original])
+        rope["factor"] = ours["seq"] / positive(path, ORIGINAL, rope[ORIGINAL])
     names = (*ROTARY_SCALINGS[kind], *ROTARY_OPTIONS.get(kind, ()))
 
     def number(name: str, value: Any) -> Any:
@@ -214,6 +211,12 @@ def _scaling(path: str, rope: dict[str, Any], ours: dict[str, Any]) -> dict[str,
 
     numbers = {name: number(name, rope[name]) for name in names if rope.get(name) is not None}
     return {"rope_type": kind} | numbers
+
+
+def rotary_share(config: Config) -> float:
+    """Return the share of a head that is rotated; times the head's size, it rounds down to that."""
+    share = config.d_rotary / config.d_head
+    return share if int(config.d_head * share) == config.d_rotary else math.nextafter(share, 1)
 
 
 def keys(config: Config, family: Family) -> dict[str, Any]:
@@ -231,22 +234,17 @@ def keys(config: Config, family: Family) -> dict[str, Any]:
             "native format"
         )
     scaling: dict[str, Any] = dict(config.rotary_scaling or {"rope_type": "default"})
-    if (length := scaling.get("original_max_position_embeddings")) is not None:
-        scaling["original_max_position_embeddings"] = int(length)
-    share = {}
-    if config.d_rotary != config.d_head:
-        factor = config.d_rotary / config.d_head
-        # So that rounding down gives the number again.
-        up = factor if int(config.d_head * factor) == config.d_rotary else factor * (1 + 2**-50)
-        share = {"partial_rotary_factor": up}
+    if (length := scaling.get(ORIGINAL)) is not None:
+        scaling[ORIGINAL] = int(length)
+    partial = config.d_rotary != config.d_head
+    share = {"partial_rotary_factor": rotary_share(config)} if partial else {}
     base = {"rope_theta": config.rotary_base}
     rope: dict[str, Any] = scaling | base | share
     result: dict[str, Any] = dict(base)
     if config.rotary_scaling is not None:
         result["rope_scaling"] = scaling | share
     if scaling["rope_type"] == "longrope":  # for which Phi-3 has a default outside the mapping
-        original = "original_max_position_embeddings"
-        result[original] = scaling[original]
+        result[ORIGINAL] = scaling[ORIGINAL]
     if family.rope_by_kind:
         own = config.sliding_rotary_base or config.rotary_base
         result["rope_local_base_freq"] = own

@@ -1,12 +1,11 @@
 """Arrays on the host: casts that detect overflow, and arrays that stay on disk until used."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from tqdm import tqdm
 
 from mesh_transformer.util import InputError
 
@@ -116,33 +115,3 @@ class LazyLeaf:
         else:
             values = self._read(None)
         return values if dtype is None else values.astype(dtype, copy=False)
-
-
-def in_memory(tree: Any) -> Any:
-    """Return the nested dicts `tree` with each `LazyLeaf` replaced by a numpy array.
-
-    A progress bar is shown while the values are read from disk.
-    """
-    total = sum(_lazy_bytes(tree))
-    if not total:
-        return tree
-    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
-        return _read(tree, bar)
-
-
-def _lazy_bytes(tree: Any) -> Iterator[int]:
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from _lazy_bytes(value)
-    elif isinstance(tree, LazyLeaf):
-        yield tree.nbytes
-
-
-def _read(tree: Any, bar: tqdm) -> Any:
-    if isinstance(tree, dict):
-        return {key: _read(value, bar) for key, value in tree.items()}
-    if not isinstance(tree, LazyLeaf):
-        return tree
-    values = np.asarray(tree)
-    bar.update(tree.nbytes)
-    return values

@@ -71,7 +71,6 @@ def host_checksum(values: np.ndarray, first: int = 0, dtype: DTypeLike | None = 
     The checksums of all parts of an array add up to the array's `checksum`, modulo 2^32.
 
     Args:
-      values: the values of the part.
       first: the index of the part's first entry in the whole array after flattening.
       dtype: the dtype to cast the entries to before hashing (default: their own).
     """
@@ -121,7 +120,6 @@ def _compiled(layout: NamedSharding | None, offloaded: frozenset[tuple[str, ...]
     """Return the jitted computation of `tree_checksums`.
 
     Args:
-      layout: the sharding of the results.
       offloaded: the paths of the leaves in host memory.
     """
 
@@ -220,7 +218,6 @@ def check_file(step: epath.Path, record: Integrity | None, name: str, content: b
 
     Args:
       name: the path of the file in the step's folder.
-      content: the bytes that were read from the file.
     """
     if record is not None and record.files.get(name, _sha256(content)) != _sha256(content):
         raise damage_error(step, f"its file {name}")
@@ -243,9 +240,6 @@ def check_leaves(step: epath.Path, record: Integrity | None, leaves: dict[Path, 
 
     If the leaves are on a mesh of several processes, every process must call this function.
     If `record` is None, nothing is checked.
-
-    Args:
-      leaves: {leaf path: restored array}.
     """
     if record is None:
         return

@@ -88,7 +88,6 @@ class JointSave:
         """Record that this process has reached a barrier, and wait until all processes have.
 
         Args:
-          key: the barrier's name, unique within this save.
           seconds: the longest time to wait; TimeoutError is raised after that.
           raise_failures: whether to raise BrokenSaveError if a process has failed in this save.
         """

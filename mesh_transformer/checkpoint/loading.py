@@ -45,9 +45,6 @@ def compile_checksums(mesh: Mesh, dtype: str) -> Callable[[Any], Any]:
     """Return a jitted function from frozen parameters to their checksums after a cast to `dtype`.
 
     The result has the structure of the parameters, with one uint32 per leaf.
-
-    Args:
-      mesh: the mesh that the parameters are on.
     """
 
     def sums(params: Any) -> Any:
@@ -142,9 +139,7 @@ def load_adapter(source: Source, layout: StateLayout, params: Any) -> Adapter:
     """Load LoRA adapters that were trained on a model.
 
     Args:
-      source: a checkpoint of adapters.
       layout: the layout of the model's state.
-      params: the model's parameters.
 
     Returns:
       The adapters, with the padding of the mesh.
@@ -195,8 +190,6 @@ def load_base(
     """Load the base model of LoRA adapters from the first checkpoint in `places` that holds it.
 
     Args:
-      where: the checkpoint of the adapters, for error messages.
-      places: the checkpoints to try, in this order.
       recorded: the record of the base model that the adapters were trained on.  Checkpoints with
         other checksums are skipped.  If None, any model is accepted.
 
@@ -277,9 +270,6 @@ def _read(source: Source, config: Config, template: State, convert: Convert | No
 
     Top-level keys of the template that the checkpoint lacks, such as "opt_state", are left out.
     Adapters in the checkpoint are merged into their base model.
-
-    Args:
-      convert: a function of each leaf and its path, whose results are returned.
     """
     if source.step is not None and source.adapters is None:
         return _read_native(source.step, config, template, convert)

@@ -252,12 +252,7 @@ class Checkpoints:
         _finish_saves_at_exit()
 
     def _check_lock(self) -> None:
-        """Check that no other process has taken over the lock of the folder.
-
-        Raises:
-          StoppedError: if another process has taken it over.
-          InputError: if the storage does not answer.
-        """
+        """Check that no other process has taken over the folder's lock; see `BucketLock.check`."""
         if self._lock is not None:
             self._lock.check()
 
@@ -482,9 +477,7 @@ class Checkpoints:
         that describes it.
 
         Args:
-          step: the step that was being saved.
           n_bytes: the total size of the step's arrays, for the error message.
-          error: the exception that the save has raised.
         """
         free = free_space(os.fspath(self.folder))
         self._joint.fail(error, SAVE_SECONDS)

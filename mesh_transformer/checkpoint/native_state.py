@@ -1,5 +1,6 @@
 """Reading and writing native checkpoints as numpy arrays, without a mesh; see also `native`."""
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -9,7 +10,6 @@ from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
-from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.native import Checkpoints, find
 from mesh_transformer.checkpoint.saved_step import SavedStep
 from mesh_transformer.checkpoint.state_tree import (
@@ -17,12 +17,14 @@ from mesh_transformer.checkpoint.state_tree import (
     check_match,
     check_same_model,
     declared_leaves,
+    in_memory,
     leaves,
     nested,
     optimizer_of,
 )
 from mesh_transformer.config import Config
 from mesh_transformer.model import transformer
+from mesh_transformer.storage.access import is_uri
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.util import InputError
 
@@ -41,30 +43,20 @@ def read(
 
     Args:
       path: a model folder (its newest step) or a step_N.
-      config: a config to use in place of the saved one; it must describe the same model.
-      dtype: the dtype to cast the parameters to (default: as saved); moments are not cast.
-      optimizer: whether to read the optimizer's state, if there is one and it is that of the
-        config's optimizer.
-      lazy: whether to return `LazyLeaf`s instead of numpy arrays; they are read from disk, and
-        checked for damage, when they are used.
-
-    Returns:
-      The config, and nested dicts of numpy arrays with the keys "params", "step" and, if there are
-      moments to read, "opt_state".
+      config, dtype, optimizer, lazy: as for `conversion.read`; moments are not cast.
 
     Raises:
       InputError: if there is no checkpoint, or it is damaged or does not fit the config.
     """
     step = path if isinstance(path, SavedStep) else find(path)
     where = str(step)
-    if config is None:
-        config = Config.from_dict(step.config, f"{where}: saved config")
+    saved = Config.from_dict(step.config, f"{where}: saved config")
+    config = config or saved
     check_same_model(config, step.config, where)
     declared, moments = transformer.trained(config), None
-    if optimizer and ("opt_state", "count") in step.leaves:
-        saved = Config.from_dict(step.config, f"{where}: saved config")
-        if optimizer_of(saved) == optimizer_of(config):
-            moments = Optimizer(config, declared).moments()
+    has_moments = ("opt_state", "count") in step.leaves
+    if optimizer and has_moments and optimizer_of(saved) == optimizer_of(config):
+        moments = Optimizer(config, declared).moments()
     expected_leaves = declared_leaves(declared, moments)
     check_match(where, step.leaves, expected_leaves)
     flat: dict[Path, Any] = {}
@@ -86,7 +78,7 @@ def write(folder: str, state: dict[str, Any], config: Config) -> None:
     Raises:
       InputError: if the step already exists or storage fails.
     """
-    if "://" in folder or os.path.isdir(folder):
+    if is_uri(folder) or os.path.isdir(folder):
         _save(folder, state, config)
     else:
         with atomic_folder(folder) as new:
@@ -118,8 +110,6 @@ def _bytes_in(folder: str, step: int) -> int:
             continue
         for root, _, files in os.walk(os.path.join(folder, name)):
             for file in files:
-                try:
+                with contextlib.suppress(OSError):  # renamed in the meantime
                     total += os.path.getsize(os.path.join(root, file))
-                except OSError:  # renamed in the meantime
-                    continue
     return total

@@ -46,52 +46,40 @@ class HostArrayHandler(handlers.NumpyHandler):
         infos: Sequence[Any],
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> list[futures.Future]:
-        saving = _save(values, infos, args or [ocp.SaveArgs()] * len(values), self._sums)
+        saving = self._save(values, infos, args or [ocp.SaveArgs()] * len(values))
         # Orbax runs this coroutine in a thread of its own, once the folders exist.
         return [futures.CommitFutureAwaitingContractedSignals(saving, name="host-arrays")]
 
-
-async def _save(
-    values: Sequence[np.ndarray | LazyLeaf],
-    infos: Sequence[Any],
-    args: Sequence[ocp.SaveArgs],
-    sums: dict[str, list[int]],
-) -> None:
-    """Write leaves to their tensorstore arrays, one part at a time.
-
-    A part is one layer or a whole leaf, as `_layers` specifies.
-
-    Args:
-      values: the leaves.
-      infos, args: for each leaf, Orbax's `ParamInfo` and its save options.
-      sums: a dict to which {leaf name: checksums} is added.
-    """
-    # While one part is written, the next one is read.
-    with contextlib.closing(Prefetch(_parts(values, infos, sums), 1)) as parts:
-        for value, info, arg in zip(values, infos, args, strict=True):
-            await info.await_path_creation()
-            spec = handlers.get_json_tspec_write(
-                info,
-                use_ocdbt=False,
-                global_shape=value.shape,
-                local_shape=value.shape,
-                dtype=value.dtype,
-                arg=arg,
-            )
-            opened = tensorstore.open(spec, create=True, open=True, context=info.ts_context)
-            stored = opened.result()
-            for layer in _layers(value):
-                target = stored if layer is None else stored[layer]
-                target.write(next(parts), can_reference_source_data_indefinitely=True).result()
+    async def _save(
+        self,
+        values: Sequence[np.ndarray | LazyLeaf],
+        infos: Sequence[Any],
+        args: Sequence[ocp.SaveArgs],
+    ) -> None:
+        """Write leaves to their tensorstore arrays, one part (see `_layers`) at a time."""
+        # While one part is written, the next one is read.
+        with contextlib.closing(Prefetch(_parts(values, infos, self._sums), 1)) as parts:
+            for value, info, arg in zip(values, infos, args, strict=True):
+                await info.await_path_creation()
+                spec = handlers.get_json_tspec_write(
+                    info,
+                    use_ocdbt=False,
+                    global_shape=value.shape,
+                    local_shape=value.shape,
+                    dtype=value.dtype,
+                    arg=arg,
+                )
+                opened = tensorstore.open(spec, create=True, open=True, context=info.ts_context)
+                stored = opened.result()
+                for layer in _layers(value):
+                    target = stored if layer is None else stored[layer]
+                    target.write(next(parts), can_reference_source_data_indefinitely=True).result()
 
 
 def _parts(
     values: Sequence[np.ndarray | LazyLeaf], infos: Sequence[Any], sums: dict[str, list[int]]
 ) -> Iterator[np.ndarray]:
-    """Yield the parts of all leaves in order, and add the leaves' checksums to `sums`.
-
-    A part is one layer or a whole leaf, as `_layers` specifies.
-    """
+    """Yield the parts (see `_layers`) of all leaves in order; add their checksums to `sums`."""
     for value, info in zip(values, infos, strict=True):
         leaf_sums = sums[info.name] = []
         stacked = is_stacked(tuple(info.name.split(".")))

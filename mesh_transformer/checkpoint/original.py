@@ -15,13 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
-from tqdm import tqdm
 
 from mesh_transformer.checkpoint import original_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
-from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast, in_memory
+from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf, cast
 from mesh_transformer.checkpoint.original_files import Shard
-from mesh_transformer.checkpoint.state_tree import check_state, differing_keys
+from mesh_transformer.checkpoint.state_tree import (
+    Path,
+    check_state,
+    differing_keys,
+    in_memory,
+    nested,
+)
 from mesh_transformer.config import Config
 from mesh_transformer.families import NORMS
 from mesh_transformer.mesh.declaration import Declaration
@@ -98,10 +103,6 @@ class Entry(NamedTuple):
         """Return the index that selects one shard's part of the unsharded parameter.
 
         Defined only for SPLIT and STACKED.
-
-        Args:
-          shard: the number of the shard.
-          shards: the number of shards.
         """
         if self.rule is Rule.STACKED:
             return (shard,)
@@ -121,31 +122,31 @@ def entries(config: Config, declared: Any) -> list[Entry]:
       InputError: if checkpoints of mesh-transformer-jax (version 1) cannot represent the model.
     """
     _check_expressible(config)
-    placed = [(f"{_ROOT}embedding_shard/~/linear", x, "embed", "embedding", x) for x in ("b", "w")]
-    if config.pe == "fixed":
-        placed.append((f"{_ROOT}embedding_shard", "pos_embs", "embed", "embedding", "pos_embs"))
-    for leaf in ("b", "w"):
-        module = f"{_ROOT}projection_shard/~/linear"
-        placed.append((module, leaf, "proj", "projection/head", leaf))
-    norm = config.norm_kind
+    norm, linear = config.norm_kind, {"b": "b", "w": "w"}
     # The original's layernorm-nobias has an offset, although the model does not use it.
-    norm_leaves = ("offset", "scale") if norm.centered or norm.offset else ("scale",)
-    for leaf in norm_leaves:
-        module = f"{_ROOT}projection_shard/~/{norm.original}"
-        placed.append((module, leaf, "proj", "projection/norm", leaf))
+    norm_leaves = {"offset": "offset"} if norm.centered or norm.offset else {}
+    norm_leaves |= {"scale": "scale"}
+    placed: list[tuple[str, int | None, str, str, dict[str, str]]] = [
+        ("embedding_shard/~/linear", None, "embed", "embedding", linear),
+        ("projection_shard/~/linear", None, "proj", "projection/head", linear),
+        (f"projection_shard/~/{norm.original}", None, "proj", "projection/norm", norm_leaves),
+    ]
+    if config.pe == "fixed":
+        placed.append(("embedding_shard", None, "embed", "embedding", {"pos_embs": "pos_embs"}))
     if config.pe == "t5":
-        leaf = "rel_embedding"
-        placed.append((f"{_ROOT}relative_position_embs", leaf, "relative", "relative", leaf))
-    result = [_entry(*place, None, config, declared) for place in placed]
-    for layer in range(config.layers):
-        scope = f"{_ROOT}layer_{layer}/~/"
-        placed = [
-            (f"{scope}{theirs}", leaf, "layers", module, ours)
-            for theirs, (module, names) in _LAYER.items()
-            for leaf, ours in names.items()
-        ]
-        placed += [(f"{scope}{norm.original}", x, "layers", "layer/norm", x) for x in norm_leaves]
-        result += [_entry(*place, layer, config, declared) for place in placed]
+        leaves = {"rel_embedding": "rel_embedding"}
+        placed.append(("relative_position_embs", None, "relative", "relative", leaves))
+    in_layer = _LAYER | {f"{norm.original}": ("layer/norm", norm_leaves)}
+    placed += [
+        (f"layer_{layer}/~/{theirs}", layer, "layers", module, leaves)
+        for layer in range(config.layers)
+        for theirs, (module, leaves) in in_layer.items()
+    ]
+    result = [
+        _entry(f"{_ROOT}{theirs} {leaf}", part, module, ours, layer, config, declared)
+        for theirs, layer, part, module, leaves in placed
+        for leaf, ours in leaves.items()
+    ]
     return sorted(result, key=lambda entry: entry.name.split(" "))
 
 
@@ -155,8 +156,6 @@ def check_shards(
     """Raise InputError if the model cannot be split into `shards` shards.
 
     Args:
-      parameters: the model's parameters, from `entries`.
-      where: the checkpoint, for error messages.
       remedy: the end of the error message, which says what to do.
     """
     if shards < 1:
@@ -204,23 +203,9 @@ def _check_expressible(config: Config) -> None:
 
 
 def _entry(
-    theirs: str,
-    their_leaf: str,
-    part: str,
-    module: str,
-    leaf: str,
-    layer: int | None,
-    config: Config,
-    declared: Any,
+    name: str, part: str, module: str, leaf: str, layer: int | None, config: Config, declared: Any
 ) -> Entry:
-    """Return the `Entry` of one parameter in a mesh-transformer-jax checkpoint.
-
-    Args:
-      theirs, their_leaf: mesh-transformer-jax's names of the module and the leaf.
-      part, module, leaf, layer: see `Entry`.
-      declared: the declarations of the config's parameters.
-    """
-    name = f"{theirs} {their_leaf}"
+    """Return the `Entry` of one parameter; see `Entry` and `entries` for the arguments."""
     if leaf not in declared[part][module]:
         return Entry(name, part, module, leaf, layer, (config.d_model,), Rule.UNUSED)
     declaration: Declaration = declared[part][module][leaf]
@@ -247,14 +232,12 @@ class _Source(NamedTuple):
     """An opened checkpoint of mesh-transformer-jax.
 
     Attributes:
-      layers: the number of layers of the model.
       shards: the checkpoint's shards, in order.
       entries: the model's parameters, as the function `entries` returns them.
       first: {group: index of the group's first leaf in each shard}.  The groups are "params" and
         "step", and in a full checkpoint also "adam", "mu", "nu" and "schedule".
     """
 
-    layers: int
     shards: list[Shard]
     entries: list[Entry]
     first: dict[str, int]
@@ -343,12 +326,12 @@ def write(
     path = os.path.join(folder, f"step_{step}")
     if not (files.is_folder(folder) if is_uri(folder) else os.path.lexists(folder)):
         with atomic_folder(folder) as new:
-            _write_shards(os.path.join(new, f"step_{step}"), leaves, count)
+            original_files.write(os.path.join(new, f"step_{step}"), leaves, count)
             original_files.write_index(os.path.join(new, "meta.json"), {}, step)
         return path
     index = original_files.index_before(path)
     with atomic_folder(path) as new:
-        _write_shards(new, leaves, count)
+        original_files.write(new, leaves, count)
         original_files.write_index(os.path.join(new, "meta.json"), index, step)
     original_files.finish(path)
     return path
@@ -387,17 +370,13 @@ def _open(path: str, config: Config) -> _Source:
             f"{config.layers} layers, norm and pe of the config; {_REMEDY}"
         )
     first = full if held > size + 1 else {"params": 0}
-    return _Source(config.layers, shards, parameters, first | {"step": held - 1})
+    return _Source(shards, parameters, first | {"step": held - 1})
 
 
 def _describe_layers(held: int, parameters: list[Entry], config: Config) -> str:
     """Guess from the number of leaves how many layers a checkpoint has, for an error message.
 
     A full checkpoint holds Adam's moments, a slim one does not.
-
-    Args:
-      held: the number of leaves in each shard.
-      parameters: the parameters of the config's model, from `entries`.
 
     Returns:
       " (N layers, full)" or " (N layers, slim)"; "" if no number of layers fits.
@@ -431,18 +410,13 @@ def _group(source: _Source, group: str, dtype: np.dtype | None) -> Tree:
 
     Args:
       group: "params", "mu" or "nu".
-      dtype: the dtype to cast the leaves to; None for the stored dtypes.
     """
-    numbers: dict[tuple[str, str, str], list[int]] = {}
-    for number, entry in enumerate(source.entries):
+    numbers: dict[Path, list[int]] = {}
+    # The entries are sorted by name, so layer_10 comes before layer_2.
+    for number, entry in sorted(enumerate(source.entries), key=lambda pair: pair[1].layer or 0):
         if entry.rule is not Rule.UNUSED:
             numbers.setdefault((entry.part, entry.module, entry.leaf), []).append(number)
-    tree: Tree = {}
-    for (part, module, leaf), layers in numbers.items():
-        # The entries are sorted by name, so layer_10 comes before layer_2.
-        layers.sort(key=lambda number: source.entries[number].layer or 0)
-        tree.setdefault(part, {}).setdefault(module, {})[leaf] = _lazy(source, group, layers, dtype)
-    return tree
+    return nested({path: _lazy(source, group, own, dtype) for path, own in numbers.items()})
 
 
 def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | None) -> LazyLeaf:
@@ -451,9 +425,7 @@ def _lazy(source: _Source, group: str, numbers: list[int], dtype: np.dtype | Non
     The stored arrays of these entries must have the same dtype in all shards.
 
     Args:
-      group: "params", "mu" or "nu".
       numbers: the indices of the entries in `source.entries`, in the order of the layers.
-      dtype: the dtype to cast the leaf to; None for the stored dtype.
     """
     entry, first = source.entries[numbers[0]], source.shards[0]
     index, name = source.first[group] + numbers[0], f"{group}: {entry.name}"
@@ -480,7 +452,6 @@ def _blocks(
     """Read an entry from all shards, and yield its values in one or more blocks.
 
     Args:
-      group: "params", "mu" or "nu".
       number: the index of the entry in `source.entries`.
       dtype: the dtype that each shard's array must have.
       first_place: a description of the array that `dtype` was read from, for error messages.
@@ -532,9 +503,7 @@ def _leaves(
     Each function computes and returns the arrays of its leaf, one per shard.
 
     Args:
-      parameters: the model's parameters, from `entries`.
       dtype: the dtype to cast the parameters to (None: their own); moments are cast to f32.
-      shards: the number of shards.
     """
 
     def group(tree: Tree, dtype: np.dtype | None, moment: bool) -> list[Callable[..., Any]]:
@@ -560,10 +529,8 @@ def _parts(
     """Yield the arrays to write for one entry, one per shard.
 
     Args:
-      tree: the parameters or one of Adam's moments.
       dtype: the dtype to cast to; None for the leaf's own.
       moment: whether `tree` is one of Adam's moments.
-      shards: the number of shards.
     """
     leaves = tree[entry.part][entry.module]
     if entry.rule is Rule.UNUSED:
@@ -582,18 +549,3 @@ def _parts(
             initial = 1 if entry.leaf == "scale" and not moment else 0
             part = np.full(entry.shape, initial, target)
         yield cast(part, target, entry.name)
-
-
-def _write_shards(
-    folder: str, leaves: list[Callable[[], Iterable[np.ndarray]]], shards: int
-) -> None:
-    """Write all shards of a step, with a progress bar."""
-    folders = [os.path.join(folder, f"shard_{number}") for number in range(shards)]
-    title = f"writing {shards} shards"
-    with tqdm(total=len(leaves), desc=title, unit="leaf", disable=None) as bar:
-        original_files.write(folders, [partial(_with_progress, leaf, bar) for leaf in leaves])
-
-
-def _with_progress(leaf: Callable[[], Iterable[np.ndarray]], bar: tqdm) -> Iterable[np.ndarray]:
-    bar.update()
-    return leaf()

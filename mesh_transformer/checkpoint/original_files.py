@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
+from tqdm import tqdm
 
 from mesh_transformer.checkpoint.stored_tensors import parse_json
 from mesh_transformer.data.prefetch import Prefetch
@@ -42,6 +43,13 @@ def entry_numbers(folder: str, kind: str) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def step_numbers(folder: str) -> Iterator[int]:
+    """Yield the numbers N of the folders step_N in `folder` that hold shards, ascending."""
+    for number in entry_numbers(folder, "step"):
+        if entry_numbers(os.path.join(folder, f"step_{number}"), "shard"):
+            yield number
+
+
 def step_folder(path: str) -> str:
     """Return `path` itself if it is a step_<N>, else the newest step_<N> in the folder `path`.
 
@@ -67,14 +75,12 @@ def step_folder(path: str) -> str:
                 "or give the path of another step"
             )
         return step
-    steps = [os.path.join(path, f"step_{step}") for step in entry_numbers(path, "step")]
-    steps = [step for step in steps if entry_numbers(step, "shard")]
-    if not steps:
+    if not (steps := [*step_numbers(path)]):
         raise InputError(
             f"{path}: found no mesh-transformer-jax checkpoint; expected shard_<i> folders, or "
             "step_<N> folders that hold them"
         )
-    return steps[-1]
+    return os.path.join(path, f"step_{steps[-1]}")
 
 
 def read_index(folder: str) -> dict[str, Any]:
@@ -104,7 +110,6 @@ def write_index(path: str, index: dict[str, Any], step: int) -> None:
     mesh-transformer-jax resumes from the checkpoint that is listed last.
 
     Args:
-      path: the file to write.
       index: the contents of the previous meta.json; {} if there is none.
     """
     steps = [*(s for s in index.get("checkpoints", []) if s != step), step]
@@ -154,9 +159,6 @@ def split(leaves: int) -> list[tuple[int, int]]:
     """Divide a shard's leaves among its 16 pieces; return each piece's range as (first, end).
 
     `first` is the index of the piece's first leaf, and `end` the index after its last leaf.
-
-    Args:
-      leaves: the number of leaves in a shard.
     """
     size, longer = divmod(leaves, PIECES)
     edges = [piece * size + min(piece, longer) for piece in range(PIECES + 1)]
@@ -186,12 +188,7 @@ class Shard:
         return len(self._places)
 
     def where(self, index: int, name: str) -> str:
-        """Return a description of a leaf for error messages: "<file>: <array> (<name>)".
-
-        Args:
-          index: the position of the leaf in the shard.
-          name: the parameter or count that the leaf holds, such as "step".
-        """
+        """Return a description of a leaf for error messages: "<file>: <array> (<name>)"."""
         path, member = self._places[index]
         return f"{path}: {member.removesuffix('.npy')} ({name})"
 
@@ -207,7 +204,7 @@ class Shard:
 
         Args:
           index: the position of the leaf in the shard.
-          name: the parameter or count that the leaf holds, for error messages.
+          name: the parameter or count that the leaf holds, such as "step".
           shape: the shape that the leaf must have.
 
         Raises:
@@ -226,41 +223,30 @@ class Shard:
         The stream starts at the header.
         """
         path, member = self._places[index]
+        where = self.where(index, name)
         try:
             with files.open_file(path) as file, zipfile.ZipFile(file) as archive:
                 with archive.open(member) as stream:
                     actual, dtype = _header(stream)
-                self._check(index, name, shape, actual, dtype)
+                if dtype.hasobject:
+                    raise InputError(
+                        f"{where} is a pickled object, which could run code: refused as unsafe; "
+                        f"expected numbers of shape {shape}; do not trust this checkpoint"
+                    )
+                if actual != shape:
+                    raise InputError(
+                        f"{where} has shape {actual}, expected {shape} in each of {self._shards} "
+                        "shards; use the config that the model was trained with, and copy all "
+                        "shards"
+                    )
                 with archive.open(member) as stream:
                     yield stream, _BFLOAT16 if dtype == np.dtype("V2") else dtype
         except InputError:
             raise
         except _DAMAGED as error:
             raise InputError(
-                f"{self.where(index, name)} is damaged: {reason(error)}; expected shape {shape}; "
-                f"{_COPY_ADVICE}"
+                f"{where} is damaged: {reason(error)}; expected shape {shape}; {_COPY_ADVICE}"
             ) from None
-
-    def _check(
-        self,
-        index: int,
-        name: str,
-        shape: tuple[int, ...],
-        actual: tuple[int, ...],
-        dtype: np.dtype,
-    ) -> None:
-        """Raise InputError if a leaf is pickled, or its shape `actual` is not `shape`."""
-        if dtype.hasobject:
-            raise InputError(
-                f"{self.where(index, name)} is a pickled object, which could run code: refused as "
-                f"unsafe; expected numbers of shape {shape}; do not trust this checkpoint"
-            )
-        if actual != shape:
-            raise InputError(
-                f"{self.where(index, name)} has shape {actual}, expected {shape} in each of "
-                f"{self._shards} shards; use the config that the model was trained with, and "
-                "copy all shards"
-            )
 
 
 def _members(path: str) -> list[str]:
@@ -313,31 +299,27 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def write(folders: Sequence[str], leaves: Sequence[Callable[[], Iterable[np.ndarray]]]) -> None:
-    """Create the folders of all shards, and write 16 .npz files to each, leaf by leaf.
+def write(step: str, leaves: Sequence[Callable[[], Iterable[np.ndarray]]], shards: int) -> None:
+    """Create the folders of a step's shards, and write 16 .npz files to each, leaf by leaf.
 
     Each file is byte for byte what `np.savez` would write.
 
     Args:
-      folders: the folders to create, one per shard.
       leaves: for each leaf, a function that returns its arrays, one per shard.
     """
+    folders = [os.path.join(step, f"shard_{number}") for number in range(shards)]
     for folder in folders:
         os.makedirs(folder)
+    bar = tqdm(leaves, desc=f"writing {shards} shards", unit="leaf", disable=None)
     # While one leaf is written, the next one is read.
-    with contextlib.closing(Prefetch((list(leaf()) for leaf in leaves), 1)) as arrays:
+    with bar, contextlib.closing(Prefetch((list(leaf()) for leaf in bar), 1)) as arrays:
         for piece, (first, end) in enumerate(split(len(leaves))):
             paths = [os.path.join(folder, f"{piece}.npz") for folder in folders]
             _write_piece(paths, arrays, end - first)
 
 
 def _write_piece(paths: Sequence[str], arrays: Iterator[list[np.ndarray]], count: int) -> None:
-    """Write the next `count` leaves to one .npz file per shard.
-
-    Args:
-      paths: the files to write, one per shard.
-      arrays: an iterator that yields, for each leaf, a list of arrays, one per shard.
-    """
+    """Write the next `count` leaves of `arrays` to the files in `paths`, one per shard."""
     with contextlib.ExitStack() as stack:
         archives = [stack.enter_context(zipfile.ZipFile(path, "w")) for path in paths]
         for number, parts in zip(range(count), arrays, strict=False):

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
-from tqdm import tqdm
 
 from mesh_transformer.checkpoint import hf, hf_files
 from mesh_transformer.checkpoint.atomic_folder import atomic_folder
@@ -21,7 +20,6 @@ from mesh_transformer.checkpoint.hf_files import Tensor
 from mesh_transformer.checkpoint.stored_tensors import DTYPES, StoredTensor, read_json
 from mesh_transformer.config import Config
 from mesh_transformer.model.lora import adapter_names
-from mesh_transformer.storage import files
 from mesh_transformer.util import InputError, brief
 
 CONFIG = "adapter_config.json"
@@ -57,11 +55,6 @@ def base_of(folder: str) -> str:
             "expected the path of the base model; set it"
         )
     return name
-
-
-def is_adapters(folder: str) -> bool:
-    """Return whether a folder holds adapters in this format."""
-    return files.is_file(os.path.join(folder, CONFIG))
 
 
 def read(folder: str, base: Config) -> tuple[Config, dict[str, Any]]:
@@ -184,14 +177,7 @@ def _values(tensor: StoredTensor, name: str) -> np.ndarray:
 
 
 def _scale(path: str, values: dict[str, Any], name: str, rank: int) -> float:
-    """Return the factor alpha / R of an adapter, or alpha / sqrt(R) with `use_rslora`.
-
-    Args:
-      path: the adapter_config.json, for error messages.
-      values: its content.
-      name: the name of the adapted tensor.
-      rank: the adapter's rank.
-    """
+    """Return the factor alpha / R of an adapter, or alpha / sqrt(R) with `use_rslora`."""
     patterns = values.get("alpha_pattern") or {}
     alpha = values.get("lora_alpha", 8)
     for pattern in patterns if isinstance(patterns, dict) else [str(patterns)]:
@@ -224,9 +210,7 @@ def write(
     If they do not share their first factor, its rank is the sum of theirs.
 
     Args:
-      folder: the folder to create.
       adapters: the parameters of a checkpoint of adapters, in host memory.
-      config: the config of the model with the adapters.
       base: the path or hub name of the base model, to store.
       dtype: the dtype to cast the adapters to (default: each leaf's own).
 
@@ -274,10 +258,8 @@ def write(
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    total = sum(tensor.n_bytes for tensor in tensors)
     with atomic_folder(folder) as temporary:
-        with tqdm(total=total, unit="B", unit_scale=True, desc="writing", disable=None) as bar:
-            hf_files.write_file(os.path.join(temporary, _FILES[0]), tensors, bar)
+        hf_files.write(temporary, tensors, name=_FILES[0])
         hf_files.write_json(os.path.join(temporary, CONFIG), values)
 
 
@@ -288,8 +270,6 @@ def _factors(
 
     Args:
       held: the places of those of its parts that have adapters.
-      layers: the adapters of all layers.
-      outputs: the number of outputs of the tensor.
     """
 
     def own(place: hf.Place, factor: int) -> np.ndarray:

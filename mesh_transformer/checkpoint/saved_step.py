@@ -220,7 +220,6 @@ class SavedStep:
         TypeError.
 
         Args:
-          error: the exception that the read has raised.
           record: the integrity record; None if there is none or it could not be read.
         """
         *_, cause = causes(error)

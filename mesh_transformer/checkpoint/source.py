@@ -68,7 +68,7 @@ class Source:
             except InputError:
                 # Checked last, as any model folder may hold a config.json of its own.
                 whole = files.is_file(os.path.join(self.path, "config.json"))
-                adapters = peft.is_adapters(self.path)
+                adapters = files.is_file(os.path.join(self.path, peft.CONFIG))
                 if kind == "native" or not (whole or adapters):
                     raise
                 if whole and adapters and hf_files.has_weights(self.path):
@@ -158,11 +158,10 @@ class Source:
         if not same_tokenizer and config.tokenizer != own.tokenizer:
             return config
         ids = own.end_tokens and [n for n in own.end_tokens if n < config.n_vocab]
+        template = own.chat_template if config.chat_template is None else config.chat_template
         return config.replace(
             end_tokens=ids if config.end_tokens is None else config.end_tokens,
-            chat_template=own.chat_template
-            if config.chat_template is None
-            else config.chat_template,
+            chat_template=template,
             sampling=config.sampling or own.sampling,
         )
 
@@ -243,9 +242,7 @@ def saved_steps(folder: AnyPath) -> list[int]:
     """
     path = local_path(folder)
     if _is_original(path):
-        numbers = original_files.entry_numbers(path, "step")
-        steps = ((number, os.path.join(path, f"step_{number}")) for number in numbers)
-        return [number for number, step in steps if original_files.entry_numbers(step, "shard")]
+        return list(original_files.step_numbers(path))
     check_bucket(path)
     return committed_steps(epath.Path(path))
 
@@ -256,9 +253,8 @@ def _is_original(folder: str) -> bool:
     This is the case if the folder or a step in it has shards, or if the folder has a meta.json
     that lists checkpoints.
     """
-    steps = [name for name in files.names(folder) if step_number(name) is not None]
-    folders = [folder, *(os.path.join(folder, step) for step in steps)]
-    if any(original_files.entry_numbers(path, "shard") for path in folders):
+    step = next(original_files.step_numbers(folder), None)
+    if step is not None or original_files.entry_numbers(folder, "shard"):
         return True
     try:
         return bool(original_files.read_index(folder))

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.tree_util import keystr
+from tqdm import tqdm
 
-from mesh_transformer.checkpoint.host_arrays import FLOATS
+from mesh_transformer.checkpoint.host_arrays import FLOATS, LazyLeaf
 from mesh_transformer.config import Config
 from mesh_transformer.config_model import Architecture
 from mesh_transformer.mesh.declaration import map_declared
@@ -25,7 +26,6 @@ def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
     Args:
       config: the config of the model that is to use the weights.
       saved: the config, as a dict, that the weights were saved with.
-      where: the checkpoint, for error messages.
     """
     saved_config = Config.from_dict(saved, f"{where}: saved config")
     free = {"layers", "n_vocab", "seq", "hf_type"}  # the shapes show the first two
@@ -57,35 +57,31 @@ def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
 
     Args:
       saved: the config, as a dict, that the state was saved with.
-      where: the checkpoint, for error messages.
     """
     check_same_model(config, saved, where)
     saved_config = Config.from_dict(saved, f"{where}: saved config")
+    advice = "choose another model folder, and give this checkpoint as --tune-model-path"
     if config.lora_rank and config.frozen_bits != saved_config.frozen_bits:
         raise InputError(
             f"{where} was saved by a run with frozen_bits {saved_config.frozen_bits}, but the "
-            f"config has {config.frozen_bits}; change it back, or choose another model folder, and "
-            "give this checkpoint as --tune-model-path"
+            f"config has {config.frozen_bits}; change it back, or {advice}"
         )
     if bool(saved_config.lora_rank) != bool(config.lora_rank):
         kinds = ("a whole model", "adapters")
         raise InputError(
             f"{where} was saved by a run that trains {kinds[saved_config.lora_rank > 0]} "
             f"(lora_rank {saved_config.lora_rank}), but the config has lora_rank "
-            f"{config.lora_rank}; "
-            "choose another model folder, and give this checkpoint as --tune-model-path"
+            f"{config.lora_rank}; {advice}"
         )
     if (other := optimizer_of(saved_config)) != optimizer_of(config):
         raise InputError(
             f"{where} was saved by a run with optimizer {other}, but the config has "
-            f"{optimizer_of(config)}; change it back, or choose another model folder, and give "
-            "this checkpoint as --tune-model-path with --fresh-opt"
+            f"{optimizer_of(config)}; change it back, or {advice} with --fresh-opt"
         )
     if config.schedule_in_tokens and not saved_config.schedule_in_tokens:
         raise InputError(
             f"{where}: its run did not count tokens, but the config has warmup_tokens or "
-            "anneal_tokens; give the lengths in updates (warmup_steps, anneal_steps), or choose "
-            "another model folder, and give this checkpoint as --tune-model-path"
+            f"anneal_tokens; give the lengths in updates (warmup_steps, anneal_steps), or {advice}"
         )
 
 
@@ -137,6 +133,26 @@ def nested(flat: dict[Path, Any]) -> dict[str, Any]:
     return tree
 
 
+def in_memory(tree: Any) -> Any:
+    """Return the nested dicts `tree` with each `LazyLeaf` replaced by a numpy array.
+
+    A progress bar is shown while the values are read from disk.
+    """
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if isinstance(leaf, LazyLeaf))
+    if not total:
+        return tree
+
+    def read(leaf: Any) -> Any:
+        if not isinstance(leaf, LazyLeaf):
+            return leaf
+        values = np.asarray(leaf)
+        bar.update(leaf.nbytes)
+        return values
+
+    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
+        return jax.tree.map(read, tree)
+
+
 def cast_groups(
     saved: dict[Path, Any], expected: dict[Path, Any], max_bytes: int, *, every: bool = False
 ) -> list[list[Path]]:
@@ -182,8 +198,6 @@ def put_on_devices(
     Args:
       host: nested dicts of numpy arrays or `LazyLeaf`s.
       template: nested dicts of `ShapeDtypeStruct`s with shardings.
-      convert: a function of each leaf and its path, whose results are returned.
-      path: the path of `host`.
     """
     if isinstance(template, dict):
         return {
@@ -232,7 +246,6 @@ def check_match(path: object, saved: dict[Path, Any], expected: dict[Path, Any])
     keys.
 
     Args:
-      path: the checkpoint, for error messages.
       saved: {leaf path: leaf or metadata} of the checkpoint.
       expected: {leaf path: leaf or template}.
     """
@@ -249,23 +262,13 @@ def check_state(state: dict[str, Any], declared: Any) -> None:
     """Raise InputError if a state's leaves do not match the declared parameters.
 
     Names, shapes and integer dtypes must be equal.  The moments, if there are any, must be Adam's.
-
-    Args:
-      declared: the `Declaration` of each parameter, as nested dicts.
     """
-    moments: dict[str, Any] | None = None
-    if "opt_state" in state:
-        moments = {"mu": declared, "nu": declared}
-    expected = declared_leaves(declared, moments)
-    _check_leaves("the state", leaves(state), expected)
+    moments = {"mu": declared, "nu": declared} if "opt_state" in state else None
+    _check_leaves("the state", leaves(state), declared_leaves(declared, moments))
 
 
 def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:
-    """Raise InputError if `actual` differs from `expected`; name the first leaf that differs.
-
-    Args:
-      where: the checkpoint or state, for the error message.
-    """
+    """Raise InputError if `actual` differs from `expected`; name the first leaf that differs."""
     for key in sorted(expected.keys() | actual.keys()):
         if difference := _difference(actual.get(key), expected.get(key)):
             raise InputError(

@@ -234,10 +234,6 @@ def _read(path: str, file: io.BufferedReader, record: _Record) -> memoryview:
     """Return the bytes of one file in an archive of torch.save, and verify their checksum.
 
     zipfile could not be used, because it takes a missing checksum, which torch allows, for damage.
-
-    Args:
-      path: the path of the archive.
-      file: the opened archive.
     """
     damaged = InputError(f"{path}: the part {record.name!r} is damaged; {COPY_ADVICE}")
     if record.compressed:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 from mesh_transformer.pod.ray_head import RESOURCE
 from mesh_transformer.pod.runner import NetworkRunner
-from mesh_transformer.util import HostError
+from mesh_transformer.util import HostError, is_running
 
 SECONDS_TO_END = 1.5  # for Ray to end a process before it is sent SIGKILL
 SECONDS_TO_KILL = 10.0  # for the other machines to kill their processes
@@ -164,18 +164,10 @@ def _kill_remaining(pids: list[int]) -> None:
     deadline = time.monotonic() + SECONDS_TO_END
     while pids and time.monotonic() < deadline:
         time.sleep(0.02)
-        pids = [pid for pid in pids if _exists(pid)]
+        pids = [pid for pid in pids if is_running(pid)]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def on(host: Host) -> dict[str, Any]:

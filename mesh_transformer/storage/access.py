@@ -219,23 +219,18 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-@contextlib.contextmanager
-def convert_storage_errors(what: str) -> Iterator[None]:
+def convert_storage_errors(what: str) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that replaces a storage error by an InputError of one line.
 
     Args:
       what: the start of the error message, such as the path that was being read or written.
     """
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        if not is_storage_error(error):
-            raise
-        raise InputError(
-            f"{what}: {reason(error)}; check the name, your credentials and the network"
-        ) from error
+
+    def line(error: Exception) -> InputError:
+        advice = "check the name, your credentials and the network"
+        return InputError(f"{what}: {reason(error)}; {advice}")
+
+    return replace_errors(lambda error: line(error) if is_storage_error(error) else error)
 
 
 def is_storage_error(error: BaseException) -> bool:
@@ -289,12 +284,7 @@ def replace_errors(replacement: Callable[[Exception], Exception]) -> Iterator[No
 def convert_failures(
     line: Callable[[Exception], Exception],
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that replaces errors for which `is_failure` is true.
-
-    Args:
-      line: a function from such an error to the error to raise in its place, usually an InputError.
-        If the function returns the same error, that error is raised unchanged.
-    """
+    """As `replace_errors`, but only errors for which `is_failure` is true are replaced."""
     return replace_errors(lambda error: line(error) if is_failure(error) else error)
 
 

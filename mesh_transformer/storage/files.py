@@ -49,9 +49,7 @@ def is_file(path: str) -> bool:
 
 def names(folder: str) -> list[str]:
     """Return the names of a folder's entries; an empty list if the folder does not exist."""
-    return [
-        path.name for path in entries(_remote(folder) if is_uri(folder) else epath.Path(folder))
-    ]
+    return [path.name for path in entries(_remote(folder))]
 
 
 def open_file(path: str) -> io.BufferedReader:
@@ -220,9 +218,6 @@ class _RemoteFile(io.RawIOBase):
         self._position = origin + offset
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, buffer: Any) -> int:
         """Read bytes until `buffer` is full or the file ends; return the number of bytes read."""
         target = memoryview(buffer).cast("B")
@@ -252,10 +247,8 @@ class _RemoteFile(io.RawIOBase):
         # Formats such as .npz have their table of contents at the end, which is read at each open.
         tail = max(0, self._size - READ_AHEAD[0])
         if self._position >= tail:
-            self._buffer, self._start = (
-                _read_tail(self._path, tail, self._size, self._version),
-                tail,
-            )
+            self._buffer = _read_tail(self._path, tail, self._size, self._version)
+            self._start = tail
             return
         in_order = self._buffer and self._position == self._start + len(self._buffer)
         self._ahead = min(2 * self._ahead, READ_AHEAD[1]) if in_order else READ_AHEAD[0]
@@ -270,8 +263,6 @@ def _read_tail(path: str, start: int, end: int, version: Any) -> bytes:
     """Return the last bytes of a file in a bucket, from a cache if they were read before.
 
     Args:
-      start: the position of the first byte to return.
-      end: the file's size in bytes.
       version: a value that changes when the file changes, so that a changed file is read again.
     """
     content = bytearray(end - start)

@@ -23,7 +23,7 @@ from mesh_transformer.storage.access import (
     reason,
     unwritable_error,
 )
-from mesh_transformer.util import InputError, StoppedError, start_thread
+from mesh_transformer.util import InputError, StoppedError, is_running, start_thread
 
 LOCK = ".lock"  # name of the lock file in a model folder
 # A lock in a bucket is renewed after the first number of seconds, and may be taken over if it was
@@ -49,16 +49,12 @@ def lock_folder(folder: AnyPath) -> "LocalLock | BucketLock":
     return BucketLock(folder) if is_uri(local_path(folder)) else LocalLock(folder)
 
 
-class LocalLock:
+class LocalLock(contextlib.AbstractContextManager["LocalLock"]):
     """A lock on a local folder, which ends when it is released or the process ends.
 
     It is an operating-system lock on the file `.lock` in the folder, and the content of that file
     describes the owner.  When a process is killed, the file remains, but the operating system
-    releases the lock.
-
-    Raises:
-      InputError: at construction, if another process holds the lock, or if the folder cannot be
-        created or written.  In the first case, the message describes the other process.
+    releases the lock.  For errors, see `lock_folder`.
     """
 
     def __init__(self, folder: AnyPath):
@@ -75,30 +71,26 @@ class LocalLock:
 
         Returns None if the previous owner has just deleted the file; the caller must then try
         again.
-
-        Raises:
-          InputError: if another process holds the lock.
         """
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, file)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _in_use_error(self._folder, os.pread(file, 4096, 0)) from None
             except OSError as error:  # a file system that does not support locks
                 _log.warning("%s cannot be locked (%s)", self._folder, reason(error))
-            if not os.path.exists(self._path) or not os.path.samestat(
-                os.fstat(file), os.stat(self._path)
-            ):
-                os.close(file)
+            try:
+                is_same = os.path.samestat(os.fstat(file), os.stat(self._path))
+            except FileNotFoundError:
+                is_same = False
+            if not is_same:
                 return None
             os.truncate(file, 0)
             with contextlib.suppress(OSError):  # such as a full disk; the lock is held anyway
                 os.pwrite(file, json.dumps(_owner()).encode(), 0)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.close(file)
-            raise
+            stack.pop_all()  # the file stays open
         return file
 
     def check(self) -> None:
@@ -112,14 +104,11 @@ class LocalLock:
                 os.unlink(self._path)
             os.close(file)
 
-    def __enter__(self) -> "LocalLock":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.release()
 
 
-class BucketLock:
+class BucketLock(contextlib.AbstractContextManager["BucketLock"]):
     """A lock on a folder in a bucket, which this process renews until the lock is released.
 
     The lock is the object `.lock` in the folder.  To take the lock, a process reads the object, and
@@ -129,11 +118,7 @@ class BucketLock:
     If the process that owns the lock ends without releasing it, another process can take over the
     lock once the object has not changed for 60 seconds (`LEASE_SECONDS`).  A process on the same
     machine can do so at once, because it can see that the owner has ended.  The clocks of different
-    machines are never compared.
-
-    Raises:
-      InputError: at construction, if another process holds the lock, or if the bucket cannot be
-        written.  In the first case, the message describes the other process.
+    machines are never compared.  For errors, see `lock_folder`.
     """
 
     def __init__(self, folder: AnyPath):
@@ -182,9 +167,6 @@ class BucketLock:
         with contextlib.suppress(Exception):  # it can be taken over later
             self._store.write(LOCK, None, if_equal=self._generation).result(RELEASE_SECONDS)
 
-    def __enter__(self) -> "BucketLock":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.release()
 
@@ -192,9 +174,6 @@ class BucketLock:
         """Write the lock object, and return its generation (the storage's version of an object).
 
         If another process may hold the lock, this waits for up to LEASE_SECONDS.
-
-        Raises:
-          InputError: if another process holds the lock.
         """
         stored = self._store.read(LOCK).result()
         first, waited = stored.stamp.generation, False
@@ -215,13 +194,7 @@ class BucketLock:
             stored = self._store.read(LOCK).result()
 
     def _write(self, expected: bytes) -> bytes | None:
-        """Write the lock object if its generation is `expected`.
-
-        The generation is the storage's version of an object; it changes with each write.
-
-        Returns:
-          The new generation, or None if the lock object has another generation than `expected`.
-        """
+        """Write the lock object if its generation is `expected`; return the new one, else None."""
         content = json.dumps(self._owner).encode()
         written = self._store.write(LOCK, content, if_equal=expected).result()
         if written.generation:
@@ -300,12 +273,4 @@ def _has_ended(content: bytes) -> bool:
             return True
     except (ValueError, KeyError, TypeError):
         return False
-    if space is None or space != _process_space():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    return space is not None and space == _process_space() and not is_running(process)

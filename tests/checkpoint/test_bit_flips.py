@@ -11,9 +11,9 @@ import pytest
 
 from mesh_transformer.checkpoint.conversion import convert, read
 from mesh_transformer.checkpoint.formats import Format
-from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.original import write
 from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.checkpoint.state_tree import in_memory
 from mesh_transformer.config import Config
 from mesh_transformer.util import DamagedError, InputError
 from tests.checkpoint.test_original import random_state

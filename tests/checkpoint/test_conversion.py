@@ -28,8 +28,9 @@ from mesh_transformer.checkpoint import (
 )
 from mesh_transformer.checkpoint import original as original_format
 from mesh_transformer.checkpoint.formats import FORMATS
-from mesh_transformer.checkpoint.host_arrays import FLOATS, in_memory
+from mesh_transformer.checkpoint.host_arrays import FLOATS
 from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.checkpoint.state_tree import in_memory
 from mesh_transformer.cli import convert as convert_command
 from mesh_transformer.config import Config
 from mesh_transformer.data.tokenizer import load_tokenizer

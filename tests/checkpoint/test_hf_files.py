@@ -12,7 +12,6 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
-from tqdm import tqdm
 
 torch = pytest.importorskip("torch")
 
@@ -39,8 +38,7 @@ def random_arrays(seed, count=12):
 
 def write(folder, arrays, shard_bytes=10**9):
     tensors = [Tensor(k, v.dtype, v.shape, lambda v=v: v) for k, v in arrays.items()]
-    with tqdm(total=sum(v.nbytes for v in arrays.values()), disable=True) as bar:
-        hf_files.write(str(folder), tensors, shard_bytes, bar)
+    hf_files.write(str(folder), tensors, shard_bytes)
 
 
 def read_all(folder):

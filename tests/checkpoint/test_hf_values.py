@@ -243,7 +243,7 @@ def test_exports_that_config_json_would_deny_are_refused(changes, problem):
         (
             "gemma2",
             {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": None},
-            "sliding_window is None, expected a whole number above 0",
+            "sliding_window is None, expected a whole number of at least 1",
         ),
         ("gemma2", {"sliding_window": "x"}, "sliding_window is 'x', expected a whole number"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers is"),

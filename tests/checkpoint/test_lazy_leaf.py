@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mesh_transformer.checkpoint import conversion, original
-from mesh_transformer.checkpoint.host_arrays import LazyLeaf, in_memory
+from mesh_transformer.checkpoint.host_arrays import LazyLeaf
+from mesh_transformer.checkpoint.state_tree import in_memory
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import transformer

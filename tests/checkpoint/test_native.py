@@ -682,6 +682,20 @@ def test_lock_is_retried_if_its_file_is_deleted_meanwhile(tmp_path, monkeypatch)
         assert open_files(tmp_path) == [str(tmp_path / ".lock")]
 
 
+def test_lock_is_retried_if_its_file_is_deleted_just_before_it_is_compared(tmp_path, monkeypatch):
+    """As when another process has replaced the file, and releases its lock between two checks."""
+    fstat, deleted = os.fstat, []
+
+    def late(file):
+        if not deleted:
+            deleted.append((tmp_path / ".lock").unlink())
+        return fstat(file)
+
+    monkeypatch.setattr(os, "fstat", late)
+    with LocalLock(tmp_path):
+        assert open_files(tmp_path) == [str(tmp_path / ".lock")]
+
+
 def test_lock_has_only_one_owner_at_a_time(tmp_path):
     """Also when the owner deletes the lock file while other threads are about to lock it."""
     owners, conflicts = [], []

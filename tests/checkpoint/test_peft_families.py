@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from mesh_transformer.checkpoint import conversion
 from mesh_transformer.checkpoint.adapters import Base, merged_leaves
-from mesh_transformer.checkpoint.host_arrays import in_memory
 from mesh_transformer.checkpoint.peft import write
 from mesh_transformer.checkpoint.source import Source
+from mesh_transformer.checkpoint.state_tree import in_memory
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
 from tests.checkpoint.test_gguf import llama, save, tensors

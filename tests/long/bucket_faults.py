@@ -171,8 +171,8 @@ class Operations:
 
     def convert(self, folder: str):
         from mesh_transformer.checkpoint.conversion import convert, read
-        from mesh_transformer.checkpoint.host_arrays import in_memory
         from mesh_transformer.checkpoint.source import Source
+        from mesh_transformer.checkpoint.state_tree import in_memory
         from mesh_transformer.util import InputError
 
         source, target = f"{folder}/hf", f"{folder}/native"
