@@ -100,7 +100,10 @@ HARDWARE = (
 
 
 class Device(Protocol):
-    """The attributes of `jax.Device` that `hardware_of` reads."""
+    """The attributes of `jax.Device` that identify the hardware.
+
+    GPUs also have a `compute_capability`, such as "9.0".
+    """
 
     @property
     def platform(self) -> str: ...

@@ -18,7 +18,7 @@ part of a head.  H is the number of heads of one device (with `Manual`) or of th
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config_model import Model
+from mesh_transformer.mesh.accelerators import Device
 from mesh_transformer.mesh.parallel import Axes, Parallel
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.dropout import DropProbs, drop_at
@@ -243,19 +244,6 @@ LONG = 2048  # tokens; beyond this, attention scores take more memory than the r
 # (q_BHTK already scaled, k_BHSK, v_BHSK, text_BT or None) -> attended_BHTK; positions with equal
 # numbers in text_BT belong to the same text.
 Kernel = Callable[[Array, Array, Array, Array | None], Array]
-
-
-class Device(Protocol):
-    """The attributes of `jax.Device` that `attention_backend` reads.
-
-    GPUs also have a `compute_capability`, such as "9.0".
-    """
-
-    @property
-    def platform(self) -> str: ...
-
-    @property
-    def device_kind(self) -> str: ...
 
 
 def attention_backend(config: Model, device: Device) -> str:
