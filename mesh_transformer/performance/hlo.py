@@ -33,9 +33,8 @@ BETWEEN_SLICES = " between slices"
 # Kinds whose -start operation returns a tuple of its operands followed by its results.
 WITH_OPERANDS = ("all-gather", "collective-permute")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="([A-Z_]+)"')
-_ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\]")
 _LINE = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
-_ARRAY_WITH_LAYOUT = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
+_ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
 # The layout of an array that is not in device memory names its memory space, such as S(1).
 _OTHER_MEMORY = re.compile(r"S\([1-9]")
 _CYCLES, UNKNOWN = re.compile(r'"estimated_cycles":"?(\d+)'), 2**62
@@ -185,8 +184,8 @@ def _sizes(text: str) -> tuple[int, int]:
       The total size of the arrays in device memory, and the total size of all arrays.
     """
     in_device_memory = total = 0
-    for dtype, shape, layout in _ARRAY_WITH_LAYOUT.findall(text):
-        size = int(width(dtype) * math.prod(int(n) for n in shape.split(",") if n))
+    for dtype, shape, layout in _ARRAY.findall(text):
+        size = int(width(dtype) * math.prod(_shape(shape)))
         total += size
         in_device_memory += 0 if _OTHER_MEMORY.search(layout) else size
     return in_device_memory, total
@@ -232,29 +231,22 @@ def _parse_operations(text: str) -> dict[str, Operations]:
 def _collectives_of(operation: Operation) -> list[Collective]:
     """Return one `Collective` per array that an operation transfers; none for other operations."""
     kind = operation.kind.removesuffix("-start")
-    arrays = _ARRAY.findall(operation.type)
+    arrays = [(dtype, _shape(shape)) for dtype, shape, _ in _ARRAY.findall(operation.type)]
     between = _BETWEEN_SLICES.search(operation.rest) if kind == "send" else None
     if between:
         dtype, shape = arrays[0]  # the others are bookkeeping
         kind = between[1].lower().replace("_", "-") + BETWEEN_SLICES
-        return [Collective(kind, _shape(shape), dtype, frozenset(), "")]
+        return [Collective(kind, shape, dtype, frozenset(), "")]
     if kind not in KINDS:
         return []
     name = re.search(r'op_name="([^"]*)"', operation.rest)
     where, groups = name[1] if name else "", groups_of(operation.rest)
     chain = re.search(r'chain_id="(\w+)"', operation.rest)
     if kind != operation.kind and kind in WITH_OPERANDS:
-        arrays = [array for array in arrays if array != ("u32", "")]  # drop context scalars
+        arrays = [array for array in arrays if array != ("u32", ())]  # drop context scalars
         arrays = arrays[len(arrays) // 2 :]
     return [
-        Collective(
-            kind,
-            _shape(shape),
-            dtype,
-            groups,
-            where,
-            f"{chain[1]}.{index}" if chain else "",
-        )
+        Collective(kind, shape, dtype, groups, where, f"{chain[1]}.{index}" if chain else "")
         for index, (dtype, shape) in enumerate(arrays)
     ]
 
