@@ -315,23 +315,10 @@ def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> 
             inner = _loop(computations, operation.called, 1)
             loop.collectives += inner.collectives
             loop.loops += inner.loops
-    loop.collectives = _merge_split_collectives(loop.collectives)
+    # Of the operations into which the compiler has split a collective, only the first one counts.
+    first = {one.chain: one for one in reversed(loop.collectives)}
+    loop.collectives = [one for one in loop.collectives if one is first[one.chain] or not one.chain]
     return loop
-
-
-def _merge_split_collectives(collectives: list[Collective]) -> list[Collective]:
-    """Remove duplicates of collectives that the compiler has split into several operations.
-
-    Of the objects with the same nonempty `chain`, which represent the same array, only the first
-    one is kept.
-    """
-    chains: set[str] = set()
-    joined = []
-    for collective in collectives:
-        if collective.chain not in chains:
-            joined.append(collective)
-        chains |= {collective.chain} - {""}
-    return joined
 
 
 def _trip_count(computations: dict[str, Operations], loop: Operation) -> int | None:
@@ -482,7 +469,9 @@ class Program:
             reads_target = _reads_target(self._computations, operation)
             return (2 + reads_target) * operands[UPDATES[operation.kind]].bytes
         if operation.kind in ("copy-start", "slice-start"):
-            return _moved_by_start(operation, operands[0])
+            source = operands[0]
+            moved = operation.whole - source.whole  # the result is a tuple of target and source
+            return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)
         read = [operand.bytes for operand in operands]
         written = operation.bytes - (sum(read) if operation.names_operands else 0)
         if operation.kind in ("fusion", "async-start") and operation.called:
@@ -572,13 +561,3 @@ def _reads_target(computations: dict[str, Operations], operation: Operation) -> 
         return False
     combiner = computations[operation.called].values()
     return next(one for one in combiner if one.root).kind != "parameter"
-
-
-def _moved_by_start(operation: Operation, source: Operation) -> int:
-    """Return the bytes that a copy-start or slice-start operation reads and writes.
-
-    Args:
-      source: the operation whose result it reads.
-    """
-    moved = operation.whole - source.whole  # the result is a tuple of the target and the source
-    return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)
