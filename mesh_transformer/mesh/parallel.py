@@ -215,16 +215,17 @@ class Parallel(abc.ABC):
             # operation drops the varying axes from its result; this one has no other effect.
             return jnp.squeeze(jnp.expand_dims(x, 0), 0)
 
-        def split(axes: Axes) -> P:
-            return P(*(None if axis in self.axes else axis for axis in axes))
-
         inner = jax.shard_map(
             lambda *args: function(*jax.tree.map(untyped, args)),
-            in_specs=jax.tree.map(split, in_axes, is_leaf=_is_axes),
-            out_specs=jax.tree.map(split, out_axes, is_leaf=_is_axes),
+            in_specs=jax.tree.map(self._left_to_compiler, in_axes, is_leaf=_is_axes),
+            out_specs=jax.tree.map(self._left_to_compiler, out_axes, is_leaf=_is_axes),
             check_vma=False,
         )
         return lambda *args: jax.tree.map(lambda x: self._as_varying(x, *self.axes), inner(*args))
+
+    def _left_to_compiler(self, axes: Iterable[str | None]) -> P:
+        """Return the PartitionSpec with the mesh axes that the compiler partitions over."""
+        return P(*(None if axis in self.axes else axis for axis in axes))
 
     def restrict_specs(self, specs: Any) -> Any:
         """Remove all mesh axes except `self.axes` from PartitionSpecs, as `shard_map` requires."""
@@ -405,10 +406,6 @@ class Parallel(abc.ABC):
         return self._sum_over(x, ("dp",)) / self.dp
 
 
-def _mp_only(axes: Iterable[Any]) -> P:
-    return P(*(axis if axis == "mp" else None for axis in axes))
-
-
 class Auto(Parallel):
     """A `Parallel` that partitions over dp explicitly and leaves mp to the compiler.
 
@@ -445,14 +442,14 @@ class Auto(Parallel):
     def shard(self, x: Array, *axes: str | None) -> Array:
         if not self.axes:
             return x
-        return lax.with_sharding_constraint(x, _mp_only(axes))
+        return lax.with_sharding_constraint(x, self._left_to_compiler(axes))
 
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
         if not self.axes:
             return function
         # Without this shard_map, the compiler would gather the shards over mp before each
         # collective over dp.
-        split = _mp_only(spec)
+        split = self._left_to_compiler(spec)
         return jax.shard_map(function, in_specs=split, out_specs=split, axis_names={"mp"})
 
 
