@@ -356,15 +356,16 @@ class Parallel(abc.ABC):
         seen = tuple(axis for axis in self.axes if axis in axes)
         return lax.psum(x, seen) if seen else x
 
-    def _total(self, squares: Any, axes: Any) -> Array:
-        """Sum the scalars in the tree `squares` over all leaves and over devices.
-
-        Args:
-          axes: a tree with a tuple of mesh axes for each scalar; the scalar is summed over these
-            axes.
-        """
+    def _total(self, squares: Any, declared: Any, *, over_dp: bool) -> Array:
+        """Compute `total` or, unless `over_dp`, the sum over the shards of this replica alone."""
         by_axes: dict[tuple[str, ...], list[Array]] = {}
-        jax.tree.map(lambda x, names: by_axes.setdefault(names, []).append(x), squares, axes)
+
+        def add(d: Declaration, x: Array) -> None:
+            mp = ("mp",) if "mp" in tuple(d.spec) else ()
+            is_split = over_dp and self._zero_axis(d) is not None
+            by_axes.setdefault((*mp, "dp") if is_split else mp, []).append(x)
+
+        map_declared(add, declared, squares)
         sums = [self._sum_over(sum(xs[1:], xs[0]), names) for names, xs in by_axes.items()]
         return jnp.sum(jnp.stack(sums))
 
@@ -375,12 +376,7 @@ class Parallel(abc.ABC):
           squares: one scalar per parameter, such as the sum of squares of the parameter's gradient.
             Each scalar is computed from this device's shard, in the layout that `at_rest` returns.
         """
-
-        def axes(d: Declaration) -> tuple[str, ...]:
-            mp = ("mp",) if "mp" in tuple(d.spec) else ()
-            return mp if self._zero_axis(d) is None else (*mp, "dp")
-
-        return self._total(squares, map_declared(axes, declared))
+        return self._total(squares, declared, over_dp=True)
 
     def microbatch_grads(self, grads: Any, declared: Any) -> Any:
         """Return one microbatch's gradients on this replica; with ZeRO 3, their mean over dp.
@@ -396,10 +392,7 @@ class Parallel(abc.ABC):
 
         Except with ZeRO 3, the result differs between replicas.
         """
-        if self.zero_stage == 3:
-            return self.total(squares, declared)
-        mp = map_declared(lambda d: ("mp",) if "mp" in tuple(d.spec) else (), declared)
-        return self._total(squares, mp)
+        return self._total(squares, declared, over_dp=self.zero_stage == 3)
 
     def mean_over_dp(self, x: Array) -> Array:
         """Return the mean over dp of an array that differs between replicas."""
@@ -518,10 +511,7 @@ def param(
       shape: the global shape, without padding.
       axes: for each array axis, the mesh axis that splits it, or None.
       decay: whether weight decay applies; as in mesh-transformer-jax, set this for matrices only.
-      summed: see `Declaration`.
-      adapter: see `Declaration`.
-      fanned_out: see `Declaration`.
-      unit: see `Declaration`.
+      summed, adapter, fanned_out, unit: see `Declaration`.
     """
     declaration = Declaration(shape, P(*axes), decay, summed, adapter, fanned_out, unit=unit)
     declare(hk.current_name(), name, declaration)
