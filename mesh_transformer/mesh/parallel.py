@@ -97,8 +97,7 @@ class Parallel(abc.ABC):
       exact: how results are made independent of other rows (see `by_rows`); None if they are not.
     """
 
-    mp = 1
-    axes: tuple[str, ...] = ()
+    _explicit: tuple[str, ...]  # `axes` on a mesh
 
     def __init__(
         self,
@@ -111,8 +110,10 @@ class Parallel(abc.ABC):
     ):
         self.split_stream = split_stream
         self.exact = exact
+        self.axes = () if mesh is None else self._explicit
         self.dp = 1 if mesh is None else mesh.shape["dp"]
         self.shards = 1 if mesh is None else mesh.shape["mp"]
+        self.mp = self.shards if "mp" in self.axes else 1
         self.attention = attention
         self.zero_stage = zero_stage
         self.replicas = self.dp if zero_stage < 3 else 1
@@ -405,9 +406,7 @@ class Auto(Parallel):
     Without a mesh, the program runs on one device and has no collectives.
     """
 
-    def __init__(self, mesh: Mesh | None = None, zero_stage: int = 0, **choices: Any):
-        super().__init__(mesh, zero_stage, **choices)
-        self.axes = () if mesh is None else ("dp",)
+    _explicit = ("dp",)
 
     def fan_out(self, x: Array) -> Array:
         if not self.split_stream:
@@ -449,11 +448,7 @@ class Auto(Parallel):
 class Manual(Parallel):
     """A `Parallel` that partitions over dp and mp explicitly; each array is this device's shard."""
 
-    axes = ("dp", "mp")
-
-    def __init__(self, mesh: Mesh | AbstractMesh, zero_stage: int = 0, **choices: Any):
-        super().__init__(mesh, zero_stage, **choices)
-        self.mp = mesh.shape["mp"]
+    _explicit = ("dp", "mp")
 
     def fan_out(self, x: Array) -> Array:
         if self.split_stream:
