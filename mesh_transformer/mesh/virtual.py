@@ -146,12 +146,10 @@ class _Program(Blocks):
         if is_local(eqn):
             same = [ordered(indices(eqn).union(*inputs))] * len(eqn.outvars)
             return self._differing_axes(eqn, inputs) or same
-        if name in SUMS | EXTREMES:
-            return [ordered({*axes} - {*params["axes"]}) for axes in inputs]
-        if name in GATHERS:
-            return [ordered({*axes} - {*axis_names(params["axis_name"])}) for axes in inputs]
+        if name in SUMS | EXTREMES | GATHERS:
+            return [ordered({*axes} - {*axis_names(params)}) for axes in inputs]
         if name in SCATTERS:
-            return [ordered({*axes, *axis_names(params["axis_name"])}) for axes in inputs]
+            return [ordered({*axes, *axis_names(params)}) for axes in inputs]
         if name == "scan":
             first, count = carry_of(params)
             carry = self._carried(inner(eqn)[0], inputs, first, count)
@@ -298,9 +296,9 @@ class _Program(Blocks):
         """Run an equation that is a collective, or one whose functions must be run in parts."""
         name, params = eqn.primitive.name, eqn.params
         if name in SUMS:
-            return [self.sum(value, ordered(params["axes"])) for value in values]
+            return [self.sum(value, ordered(axis_names(params))) for value in values]
         if name in EXTREMES:
-            axes = ordered(params["axes"])
+            axes = ordered(axis_names(params))
             return [self.extreme(value, axes, largest=name == "pmax") for value in values]
         if name in GATHERS:
             return [self.gather(value, params) for value in values]
