@@ -3,7 +3,6 @@
 Array names end in their shape: B batch, T query, D model, N columns of a projection.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -54,7 +53,9 @@ class Norm(hk.Module):
         axes: Axes = (None,) * len(shape)
         # The 2-norm, in place of the root mean square, and 1e-5 outside it are the original's.
         if kind.centered:
-            normed, initial = _standardize(x_BTD, self.eps), 1.0
+            mean_BT1 = jnp.mean(x_BTD, axis=-1, keepdims=True)
+            variance_BT1 = jnp.var(x_BTD, axis=-1, keepdims=True)
+            normed, initial = (x_BTD - mean_BT1) * lax.rsqrt(variance_BT1 + self.eps), 1.0
         elif kind.root_mean:
             mean_BT1 = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
             normed, initial = x_BTD * lax.rsqrt(mean_BT1 + self.eps), 1.0
@@ -128,9 +129,3 @@ class ProjectionNorm(hk.Module):
                 scale_N = copied.kept(scale_N)
             normed *= scale_N + 1 if kind.plus_one else scale_N
         return normed.astype(x_BTN.dtype)
-
-
-def _standardize(x_BTD: Array, eps: float) -> Array:
-    mean = jnp.mean(x_BTD, axis=-1, keepdims=True)
-    variance = jnp.var(x_BTD, axis=-1, keepdims=True)
-    return (x_BTD - mean) * jax.lax.rsqrt(variance + eps)
