@@ -65,15 +65,11 @@ def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
         hardware.
       dtype: dtype of the matmuls that measure a CPU's FLOP/s.
     """
-    if name is None:
-        device = mesh.devices.flat[0]
-        hardware = (
-            accelerators.hardware("cpu", dtype)
-            if device.platform == "cpu"
-            else accelerators.hardware_of(device)
-        )
+    device = mesh.devices.flat[0]
+    if name is None and device.platform != "cpu":
+        hardware = accelerators.hardware_of(device)
     else:
-        hardware = accelerators.hardware(name, dtype)
+        hardware = accelerators.hardware("cpu" if name is None else name, dtype)
     if hardware is None:
         return None
     count = 1 if hardware.name == "cpu" else mesh.size
