@@ -180,9 +180,9 @@ class WeightLayout(Layout):
     def specs(self) -> Weights:
         """The PartitionSpecs of the arrays that `weights_of` returns."""
         declared = weight_declarations(self.config)
-        specs = map_declared(lambda d: d.spec, declared)
         for part, bits in quantized_parts(self.config).items():
-            specs[part] = matrices.layout(declared[part], bits)
+            declared[part] = matrices.stored(declared[part], bits)
+        specs = map_declared(lambda d: d.spec, declared)
         return specs | ({SCALES: P()} if self.config.lora_rank else {})
 
     def specs_with(self, draft: Config | None) -> Weights:

@@ -132,11 +132,6 @@ def stored(declared: Any, bits: int) -> Any:
     return map_declared(arrays_of, declared)
 
 
-def layout(declared: Any, bits: int) -> Any:
-    """Return the PartitionSpecs of the arrays that `quantize` returns; see `stored`."""
-    return map_declared(lambda d: d.spec, stored(declared, bits))
-
-
 def dequantized(weights: Any, dtype: DTypeLike = jnp.float32) -> Any:
     """Return a tree of weights whose quantized matrices are floats of `dtype`.
 
