@@ -91,25 +91,20 @@ def groups_of(text: str) -> Groups:
 
     All three notations of HLO are supported.  The result is empty if the line has no groups.
     """
-    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text)
-    if listed:
-        rows = [map(int, row.split(",")) for row in re.findall(r"\{([\d,]+)\}", listed[1])]
-        return frozenset(frozenset(row) for row in rows)
-    named = re.search(r"replica_groups=mesh\[([^]]*)\] *\{([^}]*)\}", text)
-    if named:
+    rows: Any = ()
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
+        rows = [row.split(",") for row in re.findall(r"\{([\d,]+)\}", listed[1])]
+    elif named := re.search(r"replica_groups=mesh\[([^]]*)\] *\{([^}]*)\}", text):
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
         over = [axis for axis in sizes if f"'{axis}'" in named[2]]
         ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
         ids = np.moveaxis(ids, [list(sizes).index(axis) for axis in over], range(-len(over), 0))
         rows = ids.reshape(-1, math.prod(sizes[axis] for axis in over))
-        return frozenset(frozenset(map(int, row)) for row in rows)
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if iota is None:
-        return frozenset()
-    shape, source, order = ([int(n) for n in (g or "").split(",") if n] for g in iota.groups())
-    ids = np.arange(math.prod(source)).reshape(source)
-    ids = (ids.transpose(order) if order else ids).reshape(shape)
-    return frozenset(frozenset(map(int, row)) for row in ids)
+    elif iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, source, order = (_shape(group or "") for group in iota.groups())
+        ids = np.arange(math.prod(source)).reshape(source)
+        rows = (ids.transpose(order) if order else ids).reshape(shape)
+    return frozenset(frozenset(map(int, row)) for row in rows)
 
 
 def computations(text: str) -> dict[str, list[str]]:
