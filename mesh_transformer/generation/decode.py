@@ -186,13 +186,11 @@ def grow(state: DecodeState, slots: int, ring_slots: int) -> DecodeState:
 def _chosen(
     own_BTV: Array, logits_BTV: Array, token_BT: Array, alternatives: int | None, par: Parallel
 ) -> Chosen:
-    """Return `token_BT` as a `Chosen`, with logprobs if `alternatives` is not None.
+    """Return `token_BT` as a `Chosen`, with the logprobs that `alternatives` asks for.
 
     Args:
       own_BTV: the logits of this device's shard of the vocabulary.
       logits_BTV: those of the full vocabulary.
-      alternatives: number of most likely tokens to include with their logprobs.  With None, the
-        logprob of `token_BT` is left out too.
     """
     if alternatives is None:
         return Chosen(token_BT)

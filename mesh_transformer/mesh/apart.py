@@ -117,8 +117,7 @@ def _of_blocks(
 ) -> tuple[Callable[[list[Any], tuple[Any, ...]], Any], list[Any]]:
     """Return a function (constants, arguments) that maps `function` over blocks, and its constants.
 
-    Args:
-      example: the arguments for one block.
+    `example` has the arguments for one block.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*example)
 

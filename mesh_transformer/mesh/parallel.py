@@ -185,9 +185,7 @@ class Parallel(abc.ABC):
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
         """Wrap a function that calls collectives over dp, so that it runs on each mp shard.
 
-        Args:
-          function: maps an array to an array with the same sharding over mp.
-          spec: the PartitionSpec of the array.
+        It maps an array with the PartitionSpec `spec` to one with the same sharding over mp.
         """
 
     def by_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -118,9 +118,6 @@ class _Program(Blocks):
         c = psum(b, "mp")      ()               tree sum of the two, then across real devices
         d = add(c, bias)       ()               once: all virtual devices have the same value
         e, f = jit(g)(a, d)    (mp,), ()        the axes differ: equation by equation, like this
-
-    Args:
-      blocks: see `Blocks`.
     """
 
     def __init__(self, blocks: dict[str, int], mesh: Mesh):
@@ -176,8 +173,7 @@ class _Program(Blocks):
     def _carried(self, body: Jaxpr, inputs: Sequence[Axes], first: int, count: int) -> list[Axes]:
         """Return the axes of a loop's carry, to which no iteration adds one.
 
-        Args:
-          inputs: the axes of the body's arguments, of which `count` from `first` on are the carry.
+        Of the body's arguments, whose axes are `inputs`, `count` from `first` on are the carry.
         """
         carry = list(inputs[first : first + count])
         while True:

@@ -485,12 +485,6 @@ def _blocks(
     """Compute causal attention for one block of queries at a time, to save memory.
 
     Each block of queries uses only the keys that at least one of these queries may attend to.
-
-    Args:
-      window: the number of positions that a query may attend to, including its own.
-      cap: see `capped`.
-      text_BT: see `attend_function`.
-      drop: for dropout.
     """
     length, dtype = q_BTHK.shape[1], q_BTHK.dtype
     block = block_length(length)

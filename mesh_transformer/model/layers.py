@@ -372,7 +372,6 @@ class TransformerLayer(hk.Module):
         The result is a partial sum, which the caller must sum over mp.
 
         Args:
-          name: the weight's parameter name, without the module.
           inputs: the global sizes of the input axes.  The first of these axes is split over mp.
           place: as for `Dropout.kept`.
           unit: see `Declaration.unit`.

@@ -173,11 +173,7 @@ class Operation:
 
 
 def _sizes(text: str) -> tuple[int, int]:
-    """Compute the size in bytes of an HLO type: an array type, or a tuple of array types.
-
-    Returns:
-      The total size of the arrays in device memory, and the total size of all arrays.
-    """
+    """Return the bytes of an HLO type's arrays that are in device memory, and those of all."""
     in_device_memory = total = 0
     for dtype, shape, layout in _ARRAY.findall(text):
         size = int(width(dtype) * math.prod(_shape(shape)))
@@ -295,9 +291,6 @@ def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> 
     """Return the computation `name` as the body of a loop with `trips` iterations.
 
     Collectives and loops in computations that the body calls are included.
-
-    Args:
-      computations: the program's computations, from `_parse_operations`.
     """
     loop = Loop(trips, [], [])
     for operation in computations[name].values():
@@ -321,9 +314,6 @@ def _trip_count(computations: dict[str, Operations], loop: Operation) -> int | N
 
     If its line does not state the number, but the loop's condition contains exactly one integer
     constant, the result is this constant.
-
-    Args:
-      computations: the program's computations, from `_parse_operations`.
     """
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
     if known:
@@ -453,11 +443,7 @@ class Program:
         return total
 
     def _moved_by(self, operation: Operation, operands: list[Operation]) -> int:
-        """Return the bytes that an operation reads and writes.
-
-        Args:
-          operands: the operations whose results it reads.
-        """
+        """Return the bytes that an operation reads and writes."""
         if operation.kind in SLICES:
             return 2 * operation.bytes
         if operation.kind in UPDATES:
