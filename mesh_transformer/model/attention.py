@@ -1,4 +1,4 @@
-"""Attention: rotary embedding, masks, softmax attention and fused kernels.
+"""Attention: rotary embedding, masks, softmax attention and fused splash.
 
 For attention over whole sequences, `attention_backend` selects one of these backends:
 
@@ -440,23 +440,18 @@ def _splash(
     v_BHSK: Array,
     text_BT: Array | None,
 ) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as kernels,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as masks,
-    )
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     _, heads, length, _ = q_BHTK.shape
     block = next(size for size in SPLASH_BLOCKS if length % size == 0)
     mask = (
-        masks.CausalMask((length, length))
+        splash.CausalMask((length, length))
         if window >= length
-        else masks.LocalMask((length, length), (window - 1, 0), offset=0)
+        else splash.LocalMask((length, length), (window - 1, 0), offset=0)
     )
-    run = kernels.make_splash_mha(
-        masks.MultiHeadMask([mask] * heads),
-        block_sizes=kernels.BlockSizes(
+    run = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * heads),
+        block_sizes=splash.BlockSizes(
             block_q=block,
             block_kv=block,
             block_q_dkv=block,
@@ -469,7 +464,7 @@ def _splash(
         attn_logits_soft_cap=cap,
         interpret=interpret,
     )
-    texts = None if text_BT is None else kernels.SegmentIds(text_BT, text_BT)
+    texts = None if text_BT is None else splash.SegmentIds(text_BT, text_BT)
     return jax.vmap(run)(q_BHTK, k_BHSK, v_BHSK, texts)
 
 
