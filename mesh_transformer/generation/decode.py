@@ -126,9 +126,6 @@ def empty(
       draft: the config of the draft; None for none.
     """
 
-    def zeros(dtype: Any = jnp.int32) -> Array:
-        return jnp.zeros((rows,), dtype)
-
     def cache(own: Config, count: int, positions: int) -> LayerCache:
         shape = (count, mp * key_heads(own, mp), positions, own.d_head)
         one = LayerCache(jnp.zeros(shape, own.dtype), jnp.zeros(shape, own.dtype))
@@ -145,9 +142,9 @@ def empty(
     return DecodeState(
         caches(config, ring_slots),
         jnp.full((rows, slots // page), -1) if pages else None,
-        length_B=zeros(),
-        token_B=zeros(jnp.uint32),
-        generated_B=zeros(),
+        length_B=jnp.zeros(rows, jnp.int32),
+        token_B=jnp.zeros(rows, jnp.uint32),
+        generated_B=jnp.zeros(rows, jnp.int32),
         seen_BV=jnp.zeros((rows, config.n_vocab), bool),
         count_BV=jnp.zeros((rows, config.n_vocab), jnp.int32),
         history_BS=jnp.zeros((rows, slots), jnp.uint32),
