@@ -56,11 +56,7 @@ def kept_apart(function: Callable[..., Any], platform: str) -> Callable[..., Any
     def branch(*args: Any) -> Any:
         runs = lax.optimization_barrier(jnp.bool(True))
         shapes = jax.eval_shape(function, *args)
-
-        def zeros(*_: Any) -> Any:
-            return jax.tree.map(_zeros, shapes)
-
-        return lax.cond(runs, function, zeros, *args)
+        return lax.cond(runs, function, lambda *_: jax.tree.map(_zeros, shapes), *args)
 
     return branch
 
