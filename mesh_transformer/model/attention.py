@@ -49,9 +49,6 @@ def block_length(length: int) -> int:
 
     A sequence is split into 8 (`BLOCKS`) blocks, or into fewer if a block would otherwise have less
     than 128 (`LANES`) queries.
-
-    Args:
-      length: the number of tokens in a sequence.
     """
     return max(-(-length // BLOCKS), LANES)
 

@@ -102,11 +102,7 @@ def quantize(weights: Any, declared: Any, bits: int) -> Any:
 
 
 def stored(declared: Any, bits: int) -> Any:
-    """Return the declarations of the arrays that `quantize` returns.
-
-    Args:
-      declared: the same tree as for `quantize`, and `bits` likewise.
-    """
+    """Return the declarations of the arrays that `quantize` returns with these arguments."""
 
     def arrays_of(d: Declaration) -> Any:
         if not _is_matrix(d):
