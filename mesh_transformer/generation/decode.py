@@ -335,13 +335,8 @@ def _step(
 ) -> tuple[DecodeState, Chosen, Array]:
     """Add each row's pending token to the cache, and choose the next tokens of each active row.
 
-    Of the guessed tokens, those that are chosen are added to the cache too.
-
-    Args:
-      left_B: number of tokens that each row may still generate; rows with 0 stay as they are.
-      allowed_BW: see `decode`.
-      alternatives: as for `prefill`.
-      guesses, draft: as for `decode`.
+    Of the guessed tokens, those that are chosen are added to the cache too.  For the arguments, see
+    `decode`; rows with 0 in `left_B` stay as they are.
 
     Returns:
       The new state, the chosen tokens [B, 1 + guesses], and how many of them each row has
