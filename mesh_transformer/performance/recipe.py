@@ -84,20 +84,14 @@ def device_of(devices: Slice) -> Device:
     otherwise "bfloat16".
     """
     platform = devices.platform if isinstance(devices, LocalDevices) else "tpu"
-    is_slow = platform == "cpu" or not _has_bf16(devices)
-    dtype = "float32" if is_slow else "bfloat16"
+    major = str(getattr(devices, "compute_capability", "")).partition(".")[0]
+    lacks_bf16 = major.isdecimal() and int(major) < 8  # NVIDIA GPUs before Ampere, such as the V100
+    dtype = "float32" if platform == "cpu" or lacks_bf16 else "bfloat16"
     try:
         hardware = devices.hardware(dtype)
     except InputError:  # not in the hardware table
         hardware = None
     return Device(devices.name, platform, devices.devices, devices.hbm, dtype, hardware)
-
-
-def _has_bf16(devices: Slice) -> bool:
-    """Whether devices support bf16; False only for NVIDIA GPUs before Ampere, such as the V100."""
-    capability = getattr(devices, "compute_capability", "")
-    major = str(capability).partition(".")[0]
-    return not major.isdecimal() or int(major) >= 8
 
 
 @dataclasses.dataclass(frozen=True)
