@@ -25,7 +25,7 @@ MATRICES = ("q", "v", "k", "o", "fc", "out")
 
 @dataclass(frozen=True)
 class NormKind:
-    """A norm of a layer's input, as `model.layers.Norm` computes it.
+    """A norm of a layer's input, as `model.norms.Norm` computes it.
 
     Attributes:
       centered: whether x less its mean is divided by its standard deviation, and scales are

@@ -294,8 +294,10 @@ class Batch:
         """
         check_number("generate: steps", steps, 1, MOST_STEPS)
         guesses = self._guesses if speculate else 0
-        left = limited(self.left, allowed)
-        positions = positions_needed(self._length, self.left, steps * (1 + guesses))
+        left, rows = self.left.copy(), list(allowed or ())
+        left[rows] = np.minimum(left[rows], 1)
+        # Rows that do not generate get a meaningless position after their last one.
+        positions = int((self._length + np.clip(self.left, 1, steps * (1 + guesses))).max())
         call = Decode(left, allowed, steps, alternatives, guesses, positions)
         chosen, made = self._run(call)
         made = np.minimum(left, steps) if made is None else made
@@ -313,28 +315,3 @@ def filled(tokens_BM: np.ndarray, ends: Collection[int], length: int) -> np.ndar
     is_end_BM = np.isin(tokens_BM, list(ends))
     first_B = np.where(is_end_BM.any(axis=1), is_end_BM.argmax(axis=1), length)[:, None]
     return np.take_along_axis(tokens_BM, np.minimum(np.arange(length), first_B), axis=1)
-
-
-def limited(left: np.ndarray, allowed: Mapping[int, np.ndarray] | None) -> np.ndarray:
-    """Return how many tokens each row may generate in one call, a new array [rows].
-
-    Args:
-      left: number of tokens that each row may still generate.
-      allowed: see `Batch.decode`.
-    """
-    left, rows = left.copy(), list(allowed or ())
-    left[rows] = np.minimum(left[rows], 1)
-    return left
-
-
-def positions_needed(length: np.ndarray, left: np.ndarray, most: int) -> int:
-    """Return how many cache positions each row must have before a decode call.
-
-    Rows that do not generate get a meaningless position after their last one.
-
-    Args:
-      length: number of tokens in each row's cache.
-      left: number of tokens that each row may still generate.
-      most: maximum number of tokens that a row generates in the call.
-    """
-    return int((length + np.clip(left, 1, most)).max())

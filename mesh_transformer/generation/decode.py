@@ -126,9 +126,6 @@ def empty(
       draft: the config of the draft; None for none.
     """
 
-    def zeros(dtype: Any = jnp.int32) -> Array:
-        return jnp.zeros((rows,), dtype)
-
     def cache(own: Config, count: int, positions: int) -> LayerCache:
         shape = (count, mp * key_heads(own, mp), positions, own.d_head)
         one = LayerCache(jnp.zeros(shape, own.dtype), jnp.zeros(shape, own.dtype))
@@ -145,9 +142,9 @@ def empty(
     return DecodeState(
         caches(config, ring_slots),
         jnp.full((rows, slots // page), -1) if pages else None,
-        length_B=zeros(),
-        token_B=zeros(jnp.uint32),
-        generated_B=zeros(),
+        length_B=jnp.zeros(rows, jnp.int32),
+        token_B=jnp.zeros(rows, jnp.uint32),
+        generated_B=jnp.zeros(rows, jnp.int32),
         seen_BV=jnp.zeros((rows, config.n_vocab), bool),
         count_BV=jnp.zeros((rows, config.n_vocab), jnp.int32),
         history_BS=jnp.zeros((rows, slots), jnp.uint32),
@@ -186,13 +183,11 @@ def grow(state: DecodeState, slots: int, ring_slots: int) -> DecodeState:
 def _chosen(
     own_BTV: Array, logits_BTV: Array, token_BT: Array, alternatives: int | None, par: Parallel
 ) -> Chosen:
-    """Return `token_BT` as a `Chosen`, with logprobs if `alternatives` is not None.
+    """Return `token_BT` as a `Chosen`, with the logprobs that `alternatives` asks for.
 
     Args:
       own_BTV: the logits of this device's shard of the vocabulary.
       logits_BTV: those of the full vocabulary.
-      alternatives: number of most likely tokens to include with their logprobs.  With None, the
-        logprob of `token_BT` is left out too.
     """
     if alternatives is None:
         return Chosen(token_BT)
@@ -340,13 +335,8 @@ def _step(
 ) -> tuple[DecodeState, Chosen, Array]:
     """Add each row's pending token to the cache, and choose the next tokens of each active row.
 
-    Of the guessed tokens, those that are chosen are added to the cache too.
-
-    Args:
-      left_B: number of tokens that each row may still generate; rows with 0 stay as they are.
-      allowed_BW: see `decode`.
-      alternatives: as for `prefill`.
-      guesses, draft: as for `decode`.
+    Of the guessed tokens, those that are chosen are added to the cache too.  For the arguments, see
+    `decode`; rows with 0 in `left_B` stay as they are.
 
     Returns:
       The new state, the chosen tokens [B, 1 + guesses], and how many of them each row has

@@ -80,11 +80,7 @@ def describe_bad_weights(weights: Any, mesh: Mesh) -> str:
 
 @functools.cache
 def _compile_counts(mesh: Mesh, in_host: tuple[bool, ...]) -> Callable[[list[Array]], Array]:
-    """Return a jitted function from arrays to the number of values in each that are not finite.
-
-    Args:
-      in_host: whether each array is in host memory.
-    """
+    """Return a jitted function from arrays to the number of values in each that are not finite."""
 
     def count(x: Array) -> Array:
         return jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)  # int32 could overflow

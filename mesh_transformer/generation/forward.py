@@ -59,10 +59,8 @@ def forward(
 
     for layer, values, cache in zip(weights["layers"], layer_values(config), caches, strict=True):
         layer = matrices.after(x_BTD, layer)
-        own = context
-        if isinstance(cache, RingCache):
-            assert ring_context is not None
-            own = ring_context
+        own = ring_context if isinstance(cache, RingCache) else context
+        assert own is not None
         own = own._replace(values=values)
         y_BTD, cache = run(layer, x_BTD, own, cache, is_sliding=bool(values.is_sliding))
         x_BTD = par.by_rows(jnp.add)(x_BTD, y_BTD)

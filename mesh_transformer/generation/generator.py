@@ -361,11 +361,7 @@ class DeviceBatch:
         return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *results)
 
     def _groups(self, rows: np.ndarray, width: int, most: int) -> list[np.ndarray]:
-        """Divide the prompts among prefill calls.
-
-        Args:
-          rows: the row of each prompt, which determines the replica that holds the prompt.
-          width, most: as for `Insert`.
+        """Divide the prompts among prefill calls; see `Insert`.
 
         Returns:
           One array of prompt indices per prefill call.  Each array has the same number of entries

@@ -134,33 +134,20 @@ def server_pool(
     page = page or page_size(config)
     usual, any_page = min(config.window, USUAL_TOKENS), Pool(0, page)
     kept = KEPT_ROWS * usual if kept_tokens is None else kept_tokens
+    least = most_slots(config.window, guesses, any_page)
     if tokens is None:
-        own = rows * most_slots(usual, guesses, any_page) + kept
-        tokens = max(own, most_slots(config.window, guesses, any_page))
-    pool = pool_of(tokens, config.window + guesses, page)
+        tokens = max(rows * most_slots(usual, guesses, any_page) + kept, least)
+    if tokens < least:
+        raise InputError(
+            f"the cache has room for {tokens} tokens, expected at least {least}, enough for one "
+            "request; raise --cache-tokens"
+        )
+    pool = Pool(tokens // page, page)
     slots = _ring_slots(config, guesses)
     for_rings = min(kept // page + pages_behind(config, page), pool.pages) if kept else 0
     if slots and rows * slots + for_rings * page < pool.pages * page:
         return pool._replace(kept=for_rings)
     return pool._replace(has_rings=False)
-
-
-def pool_of(tokens: int, positions: int, page: int = PAGE) -> Pool:
-    """Return a pool for this number of tokens.
-
-    Args:
-      positions: number of positions that a row may have at once.
-
-    Raises:
-      InputError: if the pool has no room for one row with so many positions.
-    """
-    pool = Pool(tokens // page, page)
-    if tokens < pool.slots(positions):
-        raise InputError(
-            f"the cache has room for {tokens} tokens, expected at least {pool.slots(positions)}, "
-            "enough for one request; raise --cache-tokens"
-        )
-    return pool
 
 
 def check_kernel(config: Config, mesh: Mesh, rows: int, guesses: int, pool: Pool) -> None:

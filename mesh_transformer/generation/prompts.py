@@ -119,14 +119,7 @@ def check_pooled(tokens: np.ndarray, lengths: ArrayLike, pooling: str) -> np.nda
 
 
 def _array(name: str, values: ArrayLike) -> np.ndarray:
-    """Return `values` as a numpy array.
-
-    Args:
-      name: the name of the argument, for the error message.
-
-    Raises:
-      InputError: if `values` are nested lists of different lengths.
-    """
+    """Return an argument as a numpy array; raise InputError for lists of different lengths."""
     try:
         return np.asarray(values)
     except ValueError:

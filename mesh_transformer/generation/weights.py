@@ -32,10 +32,6 @@ DRAFT = "draft"  # the key of the weights of the model that guesses tokens, if t
 def joined_config(config: Config, adapters: Sequence[Model]) -> Config:
     """Return the config of a base model with all adapters joined.
 
-    Args:
-      config: the config of the base model.
-      adapters: the configs of the adapters.
-
     Raises:
       InputError: if the sum of the adapters' ranks is larger than the model's width.
     """
@@ -180,9 +176,9 @@ class WeightLayout(Layout):
     def specs(self) -> Weights:
         """The PartitionSpecs of the arrays that `weights_of` returns."""
         declared = weight_declarations(self.config)
-        specs = map_declared(lambda d: d.spec, declared)
         for part, bits in quantized_parts(self.config).items():
-            specs[part] = matrices.layout(declared[part], bits)
+            declared[part] = matrices.stored(declared[part], bits)
+        specs = map_declared(lambda d: d.spec, declared)
         return specs | ({SCALES: P()} if self.config.lora_rank else {})
 
     def specs_with(self, draft: Config | None) -> Weights:
@@ -197,7 +193,6 @@ def weight_layout(layout: Layout, adapters: Sequence[Model] = ()) -> WeightLayou
 
     Args:
       layout: the layout of the model's parameters.
-      adapters: the configs of the adapters that rows may choose from.
     """
     config, mesh = _usual(layout.config), layout.mesh
     on_cpu = mesh.devices.flat[0].platform == "cpu"

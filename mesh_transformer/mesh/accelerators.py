@@ -100,7 +100,10 @@ HARDWARE = (
 
 
 class Device(Protocol):
-    """The attributes of `jax.Device` that `hardware_of` reads."""
+    """The attributes of `jax.Device` that identify the hardware.
+
+    GPUs also have a `compute_capability`, such as "9.0".
+    """
 
     @property
     def platform(self) -> str: ...
@@ -188,15 +191,11 @@ def matmul_flops(dtype: str, sizes: Sequence[int] = (1024,), seconds: float = 0.
 
 
 @functools.cache
-def _measured_copy(size: int = 2**28) -> float:
-    """Measure memory bandwidth in bytes/s (reads plus writes) by copying on all CPU cores.
-
-    Args:
-      size: bytes to copy, on all cores together.
-    """
+def _measured_copy() -> float:
+    """Measure memory bandwidth in bytes/s (reads plus writes) by copying on all CPU cores."""
     import numpy as np
 
-    threads = os.cpu_count() or 1
+    size, threads = 2**28, os.cpu_count() or 1  # bytes of all threads together
     sources = [np.ones(size // threads, np.uint8) for _ in range(threads)]
     targets = [np.empty_like(part) for part in sources]
     with ThreadPoolExecutor(threads) as pool:

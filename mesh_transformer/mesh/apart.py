@@ -56,11 +56,7 @@ def kept_apart(function: Callable[..., Any], platform: str) -> Callable[..., Any
     def branch(*args: Any) -> Any:
         runs = lax.optimization_barrier(jnp.bool(True))
         shapes = jax.eval_shape(function, *args)
-
-        def zeros(*_: Any) -> Any:
-            return jax.tree.map(_zeros, shapes)
-
-        return lax.cond(runs, function, zeros, *args)
+        return lax.cond(runs, function, lambda *_: jax.tree.map(_zeros, shapes), *args)
 
     return branch
 
@@ -117,8 +113,7 @@ def _of_blocks(
 ) -> tuple[Callable[[list[Any], tuple[Any, ...]], Any], list[Any]]:
     """Return a function (constants, arguments) that maps `function` over blocks, and its constants.
 
-    Args:
-      example: the arguments for one block.
+    `example` has the arguments for one block.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*example)
 

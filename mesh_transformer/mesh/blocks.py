@@ -110,7 +110,7 @@ class Blocks:
 
     def gather(self, value: Value, params: dict[str, Any]) -> Value:
         """Run the primitive `all_gather`."""
-        (axis,) = axis_names(params["axis_name"])
+        (axis,) = axis_names(params)
         axes = ordered({*value.axes, axis})
         at = len(axes) - 1 + params["all_gather_dimension"]
         x = jnp.moveaxis(self.spread(value, axes), axes.index(axis), at)
@@ -121,7 +121,7 @@ class Blocks:
 
     def scatter(self, value: Value, params: dict[str, Any]) -> Value:
         """Run the primitive `reduce_scatter`, which sums and splits an array."""
-        (axis,) = axis_names(params["axis_name"])
+        (axis,) = axis_names(params)
         assert params["tiled"]
         axes = ordered({*value.axes, axis})
         at, devices = len(axes) - 1 + params["scatter_dimension"], self.devices[axis]

@@ -172,13 +172,10 @@ def _blocks(grid: Grid, mp: int) -> Iterator[Sizes]:
     if mp % per_chip and per_chip % mp:
         return
     chips = max(mp // per_chip, 1)
-    for block in itertools.product(*(_divisors(size) for size in grid.sizes)):
+    divisors = [[n for n in range(1, size + 1) if size % n == 0] for size in grid.sizes]
+    for block in itertools.product(*divisors):
         if math.prod(block) == chips:
             yield block
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _ring(sizes: Sizes) -> list[tuple[int, ...]]:

@@ -66,8 +66,9 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
     return [] if function is None else [function[0]]
 
 
-def axis_names(value: Any) -> tuple[str, ...]:
-    """Return the mesh axes in a primitive's parameter, which may be a single name."""
+def axis_names(params: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the axes in a primitive's parameters, those of the mesh by their names."""
+    value = params.get("axes", params.get("axis_name", ()))
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -85,9 +86,7 @@ def is_local(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name in COLLECTIVES:
         return False
-    used = eqn.params.get("axes", eqn.params.get("axis_name"))
-    known = name in TYPES | {"axis_index"}
-    if used is not None and not known and set(axis_names(used)) & set(AXES):
+    if name not in TYPES | {"axis_index"} and set(axis_names(eqn.params)) & set(AXES):
         raise NotImplementedError(f"virtual_mesh: there is no rule for the collective {name}")
     return all(map(_is_local, inner(eqn)))
 
@@ -100,7 +99,7 @@ def _indices(jaxpr: Jaxpr) -> frozenset[str]:
 def indices(eqn: JaxprEqn) -> frozenset[str]:
     """Return the mesh axes along which an equation reads the index of its device."""
     if eqn.primitive.name == "axis_index":
-        return frozenset(axis_names(eqn.params["axis_name"]))
+        return frozenset(axis_names(eqn.params))
     return frozenset().union(*map(_indices, inner(eqn)))
 
 
@@ -133,7 +132,7 @@ def _evaluate_one(eqn: JaxprEqn, args: list[Any], index: Index) -> Sequence[Any]
     if name in TYPES:
         return args
     if name == "axis_index":
-        (axis,) = axis_names(params["axis_name"])
+        (axis,) = axis_names(params)
         return [index[axis]]
     if name == "scan":
         return _evaluate_scan(params, args, index)

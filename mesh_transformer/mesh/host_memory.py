@@ -23,12 +23,7 @@ def is_offloaded(declaration: Declaration) -> bool:
 
 
 def in_host(mesh: Mesh, specs: Any, declared: Any) -> Any:
-    """Return NamedShardings that place arrays in host memory, if `is_offloaded`.
-
-    Args:
-      specs: the PartitionSpec of each array.
-      declared: the `Declaration` of each array.
-    """
+    """Return NamedShardings for a tree of PartitionSpecs; in host memory if `is_offloaded`."""
 
     def one(declaration: Declaration, sharding: NamedSharding) -> NamedSharding:
         return sharding.with_memory_kind(HOST) if is_offloaded(declaration) else sharding

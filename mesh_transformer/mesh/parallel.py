@@ -97,8 +97,7 @@ class Parallel(abc.ABC):
       exact: how results are made independent of other rows (see `by_rows`); None if they are not.
     """
 
-    mp = 1
-    axes: tuple[str, ...] = ()
+    _explicit: tuple[str, ...]  # `axes` on a mesh
 
     def __init__(
         self,
@@ -111,8 +110,10 @@ class Parallel(abc.ABC):
     ):
         self.split_stream = split_stream
         self.exact = exact
+        self.axes = () if mesh is None else self._explicit
         self.dp = 1 if mesh is None else mesh.shape["dp"]
         self.shards = 1 if mesh is None else mesh.shape["mp"]
+        self.mp = self.shards if "mp" in self.axes else 1
         self.attention = attention
         self.zero_stage = zero_stage
         self.replicas = self.dp if zero_stage < 3 else 1
@@ -184,9 +185,7 @@ class Parallel(abc.ABC):
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
         """Wrap a function that calls collectives over dp, so that it runs on each mp shard.
 
-        Args:
-          function: maps an array to an array with the same sharding over mp.
-          spec: the PartitionSpec of the array.
+        It maps an array with the PartitionSpec `spec` to one with the same sharding over mp.
         """
 
     def by_rows(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,16 +214,17 @@ class Parallel(abc.ABC):
             # operation drops the varying axes from its result; this one has no other effect.
             return jnp.squeeze(jnp.expand_dims(x, 0), 0)
 
-        def split(axes: Axes) -> P:
-            return P(*(None if axis in self.axes else axis for axis in axes))
-
         inner = jax.shard_map(
             lambda *args: function(*jax.tree.map(untyped, args)),
-            in_specs=jax.tree.map(split, in_axes, is_leaf=_is_axes),
-            out_specs=jax.tree.map(split, out_axes, is_leaf=_is_axes),
+            in_specs=jax.tree.map(self._left_to_compiler, in_axes, is_leaf=_is_axes),
+            out_specs=jax.tree.map(self._left_to_compiler, out_axes, is_leaf=_is_axes),
             check_vma=False,
         )
         return lambda *args: jax.tree.map(lambda x: self._as_varying(x, *self.axes), inner(*args))
+
+    def _left_to_compiler(self, axes: Iterable[str | None]) -> P:
+        """Return the PartitionSpec with the mesh axes that the compiler partitions over."""
+        return P(*(None if axis in self.axes else axis for axis in axes))
 
     def restrict_specs(self, specs: Any) -> Any:
         """Remove all mesh axes except `self.axes` from PartitionSpecs, as `shard_map` requires."""
@@ -355,15 +355,16 @@ class Parallel(abc.ABC):
         seen = tuple(axis for axis in self.axes if axis in axes)
         return lax.psum(x, seen) if seen else x
 
-    def _total(self, squares: Any, axes: Any) -> Array:
-        """Sum the scalars in the tree `squares` over all leaves and over devices.
-
-        Args:
-          axes: a tree with a tuple of mesh axes for each scalar; the scalar is summed over these
-            axes.
-        """
+    def _total(self, squares: Any, declared: Any, *, over_dp: bool) -> Array:
+        """Compute `total` or, unless `over_dp`, the sum over the shards of this replica alone."""
         by_axes: dict[tuple[str, ...], list[Array]] = {}
-        jax.tree.map(lambda x, names: by_axes.setdefault(names, []).append(x), squares, axes)
+
+        def add(d: Declaration, x: Array) -> None:
+            mp = ("mp",) if "mp" in tuple(d.spec) else ()
+            is_split = over_dp and self._zero_axis(d) is not None
+            by_axes.setdefault((*mp, "dp") if is_split else mp, []).append(x)
+
+        map_declared(add, declared, squares)
         sums = [self._sum_over(sum(xs[1:], xs[0]), names) for names, xs in by_axes.items()]
         return jnp.sum(jnp.stack(sums))
 
@@ -374,12 +375,7 @@ class Parallel(abc.ABC):
           squares: one scalar per parameter, such as the sum of squares of the parameter's gradient.
             Each scalar is computed from this device's shard, in the layout that `at_rest` returns.
         """
-
-        def axes(d: Declaration) -> tuple[str, ...]:
-            mp = ("mp",) if "mp" in tuple(d.spec) else ()
-            return mp if self._zero_axis(d) is None else (*mp, "dp")
-
-        return self._total(squares, map_declared(axes, declared))
+        return self._total(squares, declared, over_dp=True)
 
     def microbatch_grads(self, grads: Any, declared: Any) -> Any:
         """Return one microbatch's gradients on this replica; with ZeRO 3, their mean over dp.
@@ -395,18 +391,11 @@ class Parallel(abc.ABC):
 
         Except with ZeRO 3, the result differs between replicas.
         """
-        if self.zero_stage == 3:
-            return self.total(squares, declared)
-        mp = map_declared(lambda d: ("mp",) if "mp" in tuple(d.spec) else (), declared)
-        return self._total(squares, mp)
+        return self._total(squares, declared, over_dp=self.zero_stage == 3)
 
     def mean_over_dp(self, x: Array) -> Array:
         """Return the mean over dp of an array that differs between replicas."""
         return self._sum_over(x, ("dp",)) / self.dp
-
-
-def _mp_only(axes: Iterable[Any]) -> P:
-    return P(*(axis if axis == "mp" else None for axis in axes))
 
 
 class Auto(Parallel):
@@ -415,9 +404,7 @@ class Auto(Parallel):
     Without a mesh, the program runs on one device and has no collectives.
     """
 
-    def __init__(self, mesh: Mesh | None = None, zero_stage: int = 0, **choices: Any):
-        super().__init__(mesh, zero_stage, **choices)
-        self.axes = () if mesh is None else ("dp",)
+    _explicit = ("dp",)
 
     def fan_out(self, x: Array) -> Array:
         if not self.split_stream:
@@ -445,25 +432,21 @@ class Auto(Parallel):
     def shard(self, x: Array, *axes: str | None) -> Array:
         if not self.axes:
             return x
-        return lax.with_sharding_constraint(x, _mp_only(axes))
+        return lax.with_sharding_constraint(x, self._left_to_compiler(axes))
 
     def _on_parts(self, function: Callable[[Array], Array], spec: P) -> Callable[[Array], Array]:
         if not self.axes:
             return function
         # Without this shard_map, the compiler would gather the shards over mp before each
         # collective over dp.
-        split = _mp_only(spec)
+        split = self._left_to_compiler(spec)
         return jax.shard_map(function, in_specs=split, out_specs=split, axis_names={"mp"})
 
 
 class Manual(Parallel):
     """A `Parallel` that partitions over dp and mp explicitly; each array is this device's shard."""
 
-    axes = ("dp", "mp")
-
-    def __init__(self, mesh: Mesh | AbstractMesh, zero_stage: int = 0, **choices: Any):
-        super().__init__(mesh, zero_stage, **choices)
-        self.mp = mesh.shape["mp"]
+    _explicit = ("dp", "mp")
 
     def fan_out(self, x: Array) -> Array:
         if self.split_stream:
@@ -521,10 +504,7 @@ def param(
       shape: the global shape, without padding.
       axes: for each array axis, the mesh axis that splits it, or None.
       decay: whether weight decay applies; as in mesh-transformer-jax, set this for matrices only.
-      summed: see `Declaration`.
-      adapter: see `Declaration`.
-      fanned_out: see `Declaration`.
-      unit: see `Declaration`.
+      summed, adapter, fanned_out, unit: see `Declaration`.
     """
     declaration = Declaration(shape, P(*axes), decay, summed, adapter, fanned_out, unit=unit)
     declare(hk.current_name(), name, declaration)

@@ -118,9 +118,6 @@ class _Program(Blocks):
         c = psum(b, "mp")      ()               tree sum of the two, then across real devices
         d = add(c, bias)       ()               once: all virtual devices have the same value
         e, f = jit(g)(a, d)    (mp,), ()        the axes differ: equation by equation, like this
-
-    Args:
-      blocks: see `Blocks`.
     """
 
     def __init__(self, blocks: dict[str, int], mesh: Mesh):
@@ -146,12 +143,10 @@ class _Program(Blocks):
         if is_local(eqn):
             same = [ordered(indices(eqn).union(*inputs))] * len(eqn.outvars)
             return self._differing_axes(eqn, inputs) or same
-        if name in SUMS | EXTREMES:
-            return [ordered({*axes} - {*params["axes"]}) for axes in inputs]
-        if name in GATHERS:
-            return [ordered({*axes} - {*axis_names(params["axis_name"])}) for axes in inputs]
+        if name in SUMS | EXTREMES | GATHERS:
+            return [ordered({*axes} - {*axis_names(params)}) for axes in inputs]
         if name in SCATTERS:
-            return [ordered({*axes, *axis_names(params["axis_name"])}) for axes in inputs]
+            return [ordered({*axes, *axis_names(params)}) for axes in inputs]
         if name == "scan":
             first, count = carry_of(params)
             carry = self._carried(inner(eqn)[0], inputs, first, count)
@@ -178,8 +173,7 @@ class _Program(Blocks):
     def _carried(self, body: Jaxpr, inputs: Sequence[Axes], first: int, count: int) -> list[Axes]:
         """Return the axes of a loop's carry, to which no iteration adds one.
 
-        Args:
-          inputs: the axes of the body's arguments, of which `count` from `first` on are the carry.
+        Of the body's arguments, whose axes are `inputs`, `count` from `first` on are the carry.
         """
         carry = list(inputs[first : first + count])
         while True:
@@ -298,9 +292,9 @@ class _Program(Blocks):
         """Run an equation that is a collective, or one whose functions must be run in parts."""
         name, params = eqn.primitive.name, eqn.params
         if name in SUMS:
-            return [self.sum(value, ordered(params["axes"])) for value in values]
+            return [self.sum(value, ordered(axis_names(params))) for value in values]
         if name in EXTREMES:
-            axes = ordered(params["axes"])
+            axes = ordered(axis_names(params))
             return [self.extreme(value, axes, largest=name == "pmax") for value in values]
         if name in GATHERS:
             return [self.gather(value, params) for value in values]

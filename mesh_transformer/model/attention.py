@@ -1,4 +1,4 @@
-"""Attention: rotary embedding, masks, softmax attention and fused kernels.
+"""Attention: rotary embedding, masks, softmax attention and fused splash.
 
 For attention over whole sequences, `attention_backend` selects one of these backends:
 
@@ -18,7 +18,7 @@ part of a head.  H is the number of heads of one device (with `Manual`) or of th
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.config_model import Model
+from mesh_transformer.mesh.accelerators import Device
 from mesh_transformer.mesh.parallel import Axes, Parallel
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.dropout import DropProbs, drop_at
@@ -48,9 +49,6 @@ def block_length(length: int) -> int:
 
     A sequence is split into 8 (`BLOCKS`) blocks, or into fewer if a block would otherwise have less
     than 128 (`LANES`) queries.
-
-    Args:
-      length: the number of tokens in a sequence.
     """
     return max(-(-length // BLOCKS), LANES)
 
@@ -243,19 +241,6 @@ LONG = 2048  # tokens; beyond this, attention scores take more memory than the r
 # (q_BHTK already scaled, k_BHSK, v_BHSK, text_BT or None) -> attended_BHTK; positions with equal
 # numbers in text_BT belong to the same text.
 Kernel = Callable[[Array, Array, Array, Array | None], Array]
-
-
-class Device(Protocol):
-    """The attributes of `jax.Device` that `attention_backend` reads.
-
-    GPUs also have a `compute_capability`, such as "9.0".
-    """
-
-    @property
-    def platform(self) -> str: ...
-
-    @property
-    def device_kind(self) -> str: ...
 
 
 def attention_backend(config: Model, device: Device) -> str:
@@ -452,23 +437,18 @@ def _splash(
     v_BHSK: Array,
     text_BT: Array | None,
 ) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as kernels,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as masks,
-    )
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     _, heads, length, _ = q_BHTK.shape
     block = next(size for size in SPLASH_BLOCKS if length % size == 0)
     mask = (
-        masks.CausalMask((length, length))
+        splash.CausalMask((length, length))
         if window >= length
-        else masks.LocalMask((length, length), (window - 1, 0), offset=0)
+        else splash.LocalMask((length, length), (window - 1, 0), offset=0)
     )
-    run = kernels.make_splash_mha(
-        masks.MultiHeadMask([mask] * heads),
-        block_sizes=kernels.BlockSizes(
+    run = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * heads),
+        block_sizes=splash.BlockSizes(
             block_q=block,
             block_kv=block,
             block_q_dkv=block,
@@ -481,7 +461,7 @@ def _splash(
         attn_logits_soft_cap=cap,
         interpret=interpret,
     )
-    texts = None if text_BT is None else kernels.SegmentIds(text_BT, text_BT)
+    texts = None if text_BT is None else splash.SegmentIds(text_BT, text_BT)
     return jax.vmap(run)(q_BHTK, k_BHSK, v_BHSK, texts)
 
 
@@ -497,12 +477,6 @@ def _blocks(
     """Compute causal attention for one block of queries at a time, to save memory.
 
     Each block of queries uses only the keys that at least one of these queries may attend to.
-
-    Args:
-      window: the number of positions that a query may attend to, including its own.
-      cap: see `capped`.
-      text_BT: see `attend_function`.
-      drop: for dropout.
     """
     length, dtype = q_BTHK.shape[1], q_BTHK.dtype
     block = block_length(length)

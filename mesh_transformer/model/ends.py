@@ -144,12 +144,8 @@ class Projection(hk.Module):
     def __call__(self, x: Array, *, norm: bool = True, head: bool = True) -> Array:
         """Apply the norm if `norm` is true, then the output head if `head` is true."""
         if norm:
-            x = self.par.by_rows(self._normed)(x)
+            x = self.par.by_rows(Norm(self.config, self.par))(x)
         return self.par.by_rows(self._logits)(x) if head else x
-
-    @hk.transparent
-    def _normed(self, x_BTD: Array) -> Array:
-        return Norm(self.config, self.par)(x_BTD)
 
     @hk.transparent
     def _logits(self, x: Array) -> Array:

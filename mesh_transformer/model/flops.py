@@ -25,8 +25,8 @@ def matmul_params(config: Model) -> int:
     one-hot matmul.  In this library it is a lookup without FLOPs, so `flops_per_token` overstates
     the FLOPs executed by 3 percent for GPT-J-6B.
     """
-    ends = _lookup_params(config) + config.n_vocab * config.d_model
-    return config.layers * _layer_matrices(config) + ends
+    layer = sum(math.prod(d.shape) for d in _matrices(config))
+    return config.layers * layer + _lookup_params(config) + config.n_vocab * config.d_model
 
 
 def _lookup_params(config: Model) -> int:
@@ -210,10 +210,6 @@ def input_columns(config: Model) -> int:
     """
     layer, outputs = _computed(config)
     return (layer - outputs) // config.d_model
-
-
-def _layer_matrices(config: Model) -> int:
-    return sum(math.prod(d.shape) for d in _matrices(config))
 
 
 def _computed(config: Model) -> tuple[int, int]:

@@ -178,7 +178,7 @@ class TransformerLayer(hk.Module):
         y_BTD = par.join(y_BTD)
         if parallel:
             return rows(self._biased, y_BTD), cache
-        y_BTD = rows(self._attention_end, y_BTD)
+        y_BTD = rows(functools.partial(self._added, "o", ATTENTION, "norm_after"), y_BTD)
         hidden_BTF = rows(self._hidden_after, x_BTD, y_BTD)
         out_BTD = par.join(rows(self._outputs, None, hidden_BTF))
         return rows(self._end, y_BTD, out_BTD), cache
@@ -231,30 +231,23 @@ class TransformerLayer(hk.Module):
         return y_BTD
 
     @hk.transparent
-    def _attention_end(self, context: Context, y_BTD: Array) -> Array:
-        """Return what attention adds to the stream, if the feed-forward follows it."""
-        if self.config.has_bias("o"):
-            y_BTD += self._bias("o_b", ATTENTION, context)
-        return self._added("norm_after", y_BTD)
-
-    @hk.transparent
     def _hidden_after(self, context: Context, x_BTD: Array, y_BTD: Array) -> Array:
         return self._hidden(context, checkpoint_name(x_BTD + y_BTD, MIDDLE))
 
     @hk.transparent
     def _end(self, context: Context, y_BTD: Array, out_BTD: Array) -> Array:
         """Return what attention and the feed-forward after it add to the stream."""
-        if self.config.has_bias("out"):
-            out_BTD += self._bias("out_b", FEED_FORWARD, context)
-        y_BTD += self._added("ff_norm_after", out_BTD)
+        y_BTD += self._added("out", FEED_FORWARD, "ff_norm_after", context, out_BTD)
         if self.block.joint_bias:
             y_BTD += self._bias("b", FEED_FORWARD, context, summed=True)
         return y_BTD
 
     @hk.transparent
-    def _added(self, norm: str, y_BTD: Array) -> Array:
-        """Return what attention or feed-forward add to the residual stream, from their sums."""
+    def _added(self, name: str, place: int, norm: str, context: Context, y_BTD: Array) -> Array:
+        """Return what attention or a feed-forward after it adds to the stream, from its sum."""
         c = self.config
+        if c.has_bias(name):
+            y_BTD += self._bias(f"{name}_b", place, context)
         if c.norm_place != "before":
             # Saved, so that the backward pass need not sum it over mp again.
             y_BTD = Norm(c, self.par, norm, after=True)(checkpoint_name(y_BTD, MIDDLE))
@@ -372,7 +365,6 @@ class TransformerLayer(hk.Module):
         The result is a partial sum, which the caller must sum over mp.
 
         Args:
-          name: the weight's parameter name, without the module.
           inputs: the global sizes of the input axes.  The first of these axes is split over mp.
           place: as for `Dropout.kept`.
           unit: see `Declaration.unit`.

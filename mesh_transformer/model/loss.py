@@ -58,11 +58,7 @@ class _Part(NamedTuple):
 
 
 def _part(logits_BTV: Array, targets_BT: Array, first: Array | int) -> _Part:
-    """Compute the loss's intermediate values from the logits of one shard of the vocabulary.
-
-    Args:
-      first: the first token id of the shard.
-    """
+    """Compute the loss's intermediate values from the logits of the tokens from `first` on."""
     max_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
     sum_BT = jnp.sum(jnp.exp(logits_BTV - max_BT[..., None]), axis=-1)
     ids_V = first + jnp.arange(logits_BTV.shape[-1])
@@ -131,10 +127,8 @@ def chunked_cross_entropy(
 def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
     """Return `function(*arrays)`, computed for `chunk` positions at a time.
 
-    The backward pass computes the function again, unless there is only one chunk.
-
-    Args:
-      function: a function without collectives, of arrays [B, T, ...] to a tree of arrays [B, T].
+    The function maps arrays [B, T, ...] to a tree of arrays [B, T], without collectives.  The
+    backward pass computes it again, unless there is only one chunk.
     """
     length = arrays[0].shape[1]
     if length <= chunk:

@@ -102,11 +102,7 @@ def quantize(weights: Any, declared: Any, bits: int) -> Any:
 
 
 def stored(declared: Any, bits: int) -> Any:
-    """Return the declarations of the arrays that `quantize` returns.
-
-    Args:
-      declared: the same tree as for `quantize`, and `bits` likewise.
-    """
+    """Return the declarations of the arrays that `quantize` returns with these arguments."""
 
     def arrays_of(d: Declaration) -> Any:
         if not _is_matrix(d):
@@ -130,11 +126,6 @@ def stored(declared: Any, bits: int) -> Any:
         return Int4(value, scale(value, (last + 1,)))
 
     return map_declared(arrays_of, declared)
-
-
-def layout(declared: Any, bits: int) -> Any:
-    """Return the PartitionSpecs of the arrays that `quantize` returns; see `stored`."""
-    return map_declared(lambda d: d.spec, stored(declared, bits))
 
 
 def dequantized(weights: Any, dtype: DTypeLike = jnp.float32) -> Any:

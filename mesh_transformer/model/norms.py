@@ -3,7 +3,6 @@
 Array names end in their shape: B batch, T query, D model, N columns of a projection.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -39,37 +38,37 @@ class Norm(hk.Module):
         after: bool = False,
     ):
         super().__init__(name=name)
+        self.config = config
         self.par = par
-        self.kind, self.kind_name = config.norm_kind, config.norm
-        assert config.norm_eps is not None
-        self.eps = config.norm_eps
-        self.shards = config.shards
         self.fanned_out = fanned_out
         self.after = after
 
     def __call__(self, x_BTD: Array) -> Array:
-        kind, dtype = self.kind, x_BTD.dtype
+        c, kind, dtype = self.config, self.config.norm_kind, x_BTD.dtype
+        assert c.norm_eps is not None
         x_BTD = x_BTD.astype(jnp.float32)
         shape: tuple[int, ...] = () if kind.scalar else x_BTD.shape[-1:]
         axes: Axes = (None,) * len(shape)
         # The 2-norm, in place of the root mean square, and 1e-5 outside it are the original's.
         if kind.centered:
-            normed, initial = _standardize(x_BTD, self.eps), 1.0
+            mean_BT1 = jnp.mean(x_BTD, axis=-1, keepdims=True)
+            variance_BT1 = jnp.var(x_BTD, axis=-1, keepdims=True)
+            normed, initial = (x_BTD - mean_BT1) * lax.rsqrt(variance_BT1 + c.norm_eps), 1.0
         elif kind.root_mean:
             mean_BT1 = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
-            normed, initial = x_BTD * lax.rsqrt(mean_BT1 + self.eps), 1.0
+            normed, initial = x_BTD * lax.rsqrt(mean_BT1 + c.norm_eps), 1.0
         else:
             size_BT1 = jnp.linalg.norm(x_BTD, axis=-1, keepdims=True)
-            normed, initial = x_BTD / (size_BT1 + self.eps), x_BTD.shape[-1] ** 0.5
+            normed, initial = x_BTD / (size_BT1 + c.norm_eps), x_BTD.shape[-1] ** 0.5
         if kind.per_shard:
-            if self.par.mp != self.shards and not hk.running_init():
+            if self.par.mp != c.shards and not hk.running_init():
                 raise InputError(
-                    f"norm {self.kind_name} has parameters of its own on each shard; run it with "
-                    f"partitioning shard_map and cores_per_replica {self.shards}"
+                    f"norm {c.norm} has parameters of its own on each shard; run it with "
+                    f"partitioning shard_map and cores_per_replica {c.shards}"
                 )
             # Scale and offset differ between shards, so the fan-out must come before them.
             normed = self._fan_out(normed)
-            shape, axes = (self.shards, *shape), ("mp", *axes)
+            shape, axes = (c.shards, *shape), ("mp", *axes)
         if kind.plus_one:
             normed *= 1 + self._param("scale", shape, axes, 0.0)
         elif kind.scaled:
@@ -85,7 +84,7 @@ class Norm(hk.Module):
     def _param(self, name: str, shape: tuple[int, ...], axes: Axes, initial: float) -> Array:
         init = hk.Constant(initial)
         value = param(self.par, name, shape, axes, init, fanned_out=self.fanned_out)
-        return (value[0] if self.kind.per_shard else value).astype(jnp.float32)
+        return (value[0] if self.config.norm_kind.per_shard else value).astype(jnp.float32)
 
 
 class ProjectionNorm(hk.Module):
@@ -128,9 +127,3 @@ class ProjectionNorm(hk.Module):
                 scale_N = copied.kept(scale_N)
             normed *= scale_N + 1 if kind.plus_one else scale_N
         return normed.astype(x_BTN.dtype)
-
-
-def _standardize(x_BTD: Array, eps: float) -> Array:
-    mean = jnp.mean(x_BTD, axis=-1, keepdims=True)
-    variance = jnp.var(x_BTD, axis=-1, keepdims=True)
-    return (x_BTD - mean) * jax.lax.rsqrt(variance + eps)

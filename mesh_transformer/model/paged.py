@@ -258,17 +258,7 @@ def in_turn(
       turns: the end of the range of turns, which begins with `first`.
       exact: if it is given, a turn is computed alike wherever it is.
     """
-    return on_matrix_unit(lambda q_BTHK: _turns(q_BTHK, read, turns, cap, first, exact), q_BTHK)
 
-
-def _turns(
-    q_BTHK: Array,
-    read: Callable[[Array], tuple[LayerCache, Array]],
-    turns: Array,
-    cap: float | None,
-    first: Array | int,
-    exact: Exact | None,
-) -> Array:
     def step(carry: _Running, part: LayerCache, bias: Array, q_BTHK: Array) -> _Running:
         most_BHT1, sum_BHT1, y_BHTK = carry
         scores_BHTS = masked(scores_of(q_BTHK, part, cap), bias)
@@ -291,9 +281,13 @@ def _turns(
 
     if exact is not None:
         step, end = (kept_apart(function, exact.platform) for function in (step, end))
-    # Begun with values of q, so that the loop carries arrays of one sharding.
-    zero_BHTK = jnp.moveaxis(q_BTHK, 1, 2).astype(jnp.float32) * 0
-    begin = (zero_BHTK[..., :1] - jnp.inf, zero_BHTK[..., :1], zero_BHTK)
-    return end(
-        jax.lax.fori_loop(first, turns, lambda at, carry: step(carry, *read(at), q_BTHK), begin)
-    )
+
+    def run(q_BTHK: Array) -> Array:
+        # Begun with values of q, so that the loop carries arrays of one sharding.
+        zero_BHTK = jnp.moveaxis(q_BTHK, 1, 2).astype(jnp.float32) * 0
+        begin = (zero_BHTK[..., :1] - jnp.inf, zero_BHTK[..., :1], zero_BHTK)
+        return end(
+            jax.lax.fori_loop(first, turns, lambda at, carry: step(carry, *read(at), q_BTHK), begin)
+        )
+
+    return on_matrix_unit(run, q_BTHK)

@@ -249,15 +249,12 @@ def quantized(params: Params, config: Model) -> Params:
     return params | {"layers": matrices.quantize(params["layers"], fixed, config.frozen_bits)}
 
 
-def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
+def _remat(run: Callable[..., Any], remat: str) -> Callable[..., Any]:
     """Wrap `run` so that the backward pass recomputes what the remat policy does not save.
 
     Even the policy "none" recomputes the operations between matmuls, because writing their results
     to memory and reading them back would take longer.  However, this policy recomputes no matmul
     and no collective over mp.  Every policy saves the residual stream that a norm reads.
-
-    Args:
-      kept: the remat policy: "full", "dots" or "none".
     """
     policies = jax.checkpoint_policies
     dots = policies.dots_with_no_batch_dims_saveable
@@ -270,7 +267,7 @@ def _remat(run: Callable[..., Any], kept: str) -> Callable[..., Any]:
             policies.dots_saveable,
             policies.save_only_these_names(GATHERED, ATTENDED, MIDDLE, ROUNDED),
         ),
-    }[kept]
+    }[remat]
     # `prevent_cse=False` is safe because `run` is called in a scan, where the compiler cannot merge
     # the recomputation with the forward pass.
     return jax.checkpoint(run, policy=policy, prevent_cse=False)

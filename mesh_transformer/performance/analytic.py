@@ -114,8 +114,7 @@ def dp_bytes(config: Config, dp: int) -> int:
 def _part(config: Config, ends: bool = True) -> int:
     """Return the parameters per device, before ZeRO splits them, without adapters.
 
-    Args:
-      ends: whether to count the embedding and the output head.
+    Unless `ends`, those of the embedding and the output head are left out.
     """
     declared = transformer.declarations(config)
     own = declared if ends else declared["layers"]
@@ -129,7 +128,7 @@ def _part(config: Config, ends: bool = True) -> int:
 def _traffic(config: Config, tokens: int, dp: int, attention: str) -> int:
     """Estimate the bytes that a device reads from and writes to memory in a step.
 
-    This is a rule of thumb.  It counts:
+    The step has `tokens` tokens per replica.  This is a rule of thumb.  It counts:
 
     * per microbatch: the bf16 weights three times, and three f32 arrays of the same shape, to add
       the gradients to the gradient sum.
@@ -139,11 +138,6 @@ def _traffic(config: Config, tokens: int, dp: int, attention: str) -> int:
       split over mp.
     * per token and layer, unless attention uses a kernel: the f32 attention scores eight times,
       split over mp.
-
-    Args:
-      tokens: tokens per replica in one step.
-      dp: number of replicas, over which ZeRO splits the optimizer state.
-      attention: attention backend, as `attention_backend` returns it.
     """
     part, split = _part(config), dp if config.zero else 1
     microbatches = config.gradient_accumulation_steps * part * (3 * BF16 + 3 * F32)

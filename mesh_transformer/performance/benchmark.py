@@ -65,15 +65,11 @@ def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
         hardware.
       dtype: dtype of the matmuls that measure a CPU's FLOP/s.
     """
-    if name is None:
-        device = mesh.devices.flat[0]
-        hardware = (
-            accelerators.hardware("cpu", dtype)
-            if device.platform == "cpu"
-            else accelerators.hardware_of(device)
-        )
+    device = mesh.devices.flat[0]
+    if name is None and device.platform != "cpu":
+        hardware = accelerators.hardware_of(device)
     else:
-        hardware = accelerators.hardware(name, dtype)
+        hardware = accelerators.hardware("cpu" if name is None else name, dtype)
     if hardware is None:
         return None
     count = 1 if hardware.name == "cpu" else mesh.size
@@ -190,11 +186,7 @@ class _Run:
 
 
 def _compiled_run(layout: steps.StateLayout) -> tuple[_Run, float]:
-    """Compile a train step, and create random batches for it.
-
-    Returns:
-      The compiled step with its state and batches, and the compilation time in seconds.
-    """
+    """Compile a train step, and create random batches; return also the seconds of compilation."""
     config, rows = layout.config, Rows(layout.mesh)
     samples = (random_sample(config, rows, seed) for seed in range(2))
     batches = [rows.place(sample, P(None, "dp")) for sample in samples]
@@ -390,11 +382,7 @@ def measure_decoding(
 
 
 def _own_pages(config: Config, count: int, positions: int) -> tuple[Pool, Chunks]:
-    """Return a pool that has pages for so many positions of each row, and these pages.
-
-    Args:
-      count: number of rows in this process.
-    """
+    """Return a pool with pages for so many positions of each row, and those of `count` rows."""
     rows, page = config.per_replica_batch, page_size(config)
     each = -(-min(positions, config.window) // page)
     pool = Pool(rows * each, page)
@@ -405,8 +393,6 @@ def _own_pages(config: Config, count: int, positions: int) -> tuple[Pool, Chunks
 
 def _read_per_token(generator: Generator, positions: float) -> tuple[int, int]:
     """Return the bytes of weights, and the bytes of caches, that one device reads per decode step.
-
-    A decode step generates one token in every row.
 
     Args:
       generator: a generator whose weights are cached.

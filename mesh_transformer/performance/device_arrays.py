@@ -1,7 +1,7 @@
 """What devices hold and a decode step reads: the shapes of weights and caches, and their bytes."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,20 +17,12 @@ from mesh_transformer.model.casts import packed_bytes
 from mesh_transformer.model.ring import Cache, RingCache
 
 
-def bytes_on_one_device(tree: Any) -> int:
+def bytes_per_device(tree: Any, *, in_host: bool = False) -> int:
     """Return the bytes that a tree of abstract, sharded arrays takes on each device.
 
-    Arrays in host memory are not counted.
+    Arrays in host memory are not counted; with `in_host`, they alone are.
     """
-    return _bytes(leaf for leaf in jax.tree.leaves(tree) if not is_in_host(leaf))
-
-
-def bytes_in_host(tree: Any) -> int:
-    """Return the bytes in host memory that belong to each device."""
-    return _bytes(leaf for leaf in jax.tree.leaves(tree) if is_in_host(leaf))
-
-
-def _bytes(leaves: Iterable[Any]) -> int:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_in_host(leaf) == in_host]
     return sum(packed_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
@@ -45,7 +37,7 @@ def weights_read(config: Config, weights: Weights) -> int:
     """
     is_head = config.tie_head and not config.weight_bits
     read = {part: weights[part] for part in weights if part != "embed" or is_head}
-    return bytes_on_one_device(read)
+    return bytes_per_device(read)
 
 
 def cache_read(caches: Sequence[Cache], used: float, positions: float) -> int:
@@ -58,9 +50,9 @@ def cache_read(caches: Sequence[Cache], used: float, positions: float) -> int:
     read = 0.0
     for cache in caches:
         if isinstance(cache, RingCache):
-            read += bytes_on_one_device(cache.rows) * min(positions / cache.slots, 1)
+            read += bytes_per_device(cache.rows) * min(positions / cache.slots, 1)
         else:
-            read += bytes_on_one_device(cache) * used
+            read += bytes_per_device(cache) * used
     return int(read)
 
 

@@ -33,9 +33,8 @@ BETWEEN_SLICES = " between slices"
 # Kinds whose -start operation returns a tuple of its operands followed by its results.
 WITH_OPERANDS = ("all-gather", "collective-permute")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="([A-Z_]+)"')
-_ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\]")
 _LINE = re.compile(r"^\s*(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)$")
-_ARRAY_WITH_LAYOUT = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
+_ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
 # The layout of an array that is not in device memory names its memory space, such as S(1).
 _OTHER_MEMORY = re.compile(r"S\([1-9]")
 _CYCLES, UNKNOWN = re.compile(r'"estimated_cycles":"?(\d+)'), 2**62
@@ -92,25 +91,20 @@ def groups_of(text: str) -> Groups:
 
     All three notations of HLO are supported.  The result is empty if the line has no groups.
     """
-    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text)
-    if listed:
-        rows = [map(int, row.split(",")) for row in re.findall(r"\{([\d,]+)\}", listed[1])]
-        return frozenset(frozenset(row) for row in rows)
-    named = re.search(r"replica_groups=mesh\[([^]]*)\] *\{([^}]*)\}", text)
-    if named:
+    rows: Any = ()
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
+        rows = [row.split(",") for row in re.findall(r"\{([\d,]+)\}", listed[1])]
+    elif named := re.search(r"replica_groups=mesh\[([^]]*)\] *\{([^}]*)\}", text):
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
         over = [axis for axis in sizes if f"'{axis}'" in named[2]]
         ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
         ids = np.moveaxis(ids, [list(sizes).index(axis) for axis in over], range(-len(over), 0))
         rows = ids.reshape(-1, math.prod(sizes[axis] for axis in over))
-        return frozenset(frozenset(map(int, row)) for row in rows)
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if iota is None:
-        return frozenset()
-    shape, source, order = ([int(n) for n in (g or "").split(",") if n] for g in iota.groups())
-    ids = np.arange(math.prod(source)).reshape(source)
-    ids = (ids.transpose(order) if order else ids).reshape(shape)
-    return frozenset(frozenset(map(int, row)) for row in ids)
+    elif iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, source, order = (_shape(group or "") for group in iota.groups())
+        ids = np.arange(math.prod(source)).reshape(source)
+        rows = (ids.transpose(order) if order else ids).reshape(shape)
+    return frozenset(frozenset(map(int, row)) for row in rows)
 
 
 def computations(text: str) -> dict[str, list[str]]:
@@ -179,14 +173,10 @@ class Operation:
 
 
 def _sizes(text: str) -> tuple[int, int]:
-    """Compute the size in bytes of an HLO type: an array type, or a tuple of array types.
-
-    Returns:
-      The total size of the arrays in device memory, and the total size of all arrays.
-    """
+    """Return the bytes of an HLO type's arrays that are in device memory, and those of all."""
     in_device_memory = total = 0
-    for dtype, shape, layout in _ARRAY_WITH_LAYOUT.findall(text):
-        size = int(width(dtype) * math.prod(int(n) for n in shape.split(",") if n))
+    for dtype, shape, layout in _ARRAY.findall(text):
+        size = int(width(dtype) * math.prod(_shape(shape)))
         total += size
         in_device_memory += 0 if _OTHER_MEMORY.search(layout) else size
     return in_device_memory, total
@@ -232,29 +222,22 @@ def _parse_operations(text: str) -> dict[str, Operations]:
 def _collectives_of(operation: Operation) -> list[Collective]:
     """Return one `Collective` per array that an operation transfers; none for other operations."""
     kind = operation.kind.removesuffix("-start")
-    arrays = _ARRAY.findall(operation.type)
+    arrays = [(dtype, _shape(shape)) for dtype, shape, _ in _ARRAY.findall(operation.type)]
     between = _BETWEEN_SLICES.search(operation.rest) if kind == "send" else None
     if between:
         dtype, shape = arrays[0]  # the others are bookkeeping
         kind = between[1].lower().replace("_", "-") + BETWEEN_SLICES
-        return [Collective(kind, _shape(shape), dtype, frozenset(), "")]
+        return [Collective(kind, shape, dtype, frozenset(), "")]
     if kind not in KINDS:
         return []
     name = re.search(r'op_name="([^"]*)"', operation.rest)
     where, groups = name[1] if name else "", groups_of(operation.rest)
     chain = re.search(r'chain_id="(\w+)"', operation.rest)
     if kind != operation.kind and kind in WITH_OPERANDS:
-        arrays = [array for array in arrays if array != ("u32", "")]  # drop context scalars
+        arrays = [array for array in arrays if array != ("u32", ())]  # drop context scalars
         arrays = arrays[len(arrays) // 2 :]
     return [
-        Collective(
-            kind,
-            _shape(shape),
-            dtype,
-            groups,
-            where,
-            f"{chain[1]}.{index}" if chain else "",
-        )
+        Collective(kind, shape, dtype, groups, where, f"{chain[1]}.{index}" if chain else "")
         for index, (dtype, shape) in enumerate(arrays)
     ]
 
@@ -308,9 +291,6 @@ def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> 
     """Return the computation `name` as the body of a loop with `trips` iterations.
 
     Collectives and loops in computations that the body calls are included.
-
-    Args:
-      computations: the program's computations, from `_parse_operations`.
     """
     loop = Loop(trips, [], [])
     for operation in computations[name].values():
@@ -323,23 +303,10 @@ def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> 
             inner = _loop(computations, operation.called, 1)
             loop.collectives += inner.collectives
             loop.loops += inner.loops
-    loop.collectives = _merge_split_collectives(loop.collectives)
+    # Of the operations into which the compiler has split a collective, only the first one counts.
+    first = {one.chain: one for one in reversed(loop.collectives)}
+    loop.collectives = [one for one in loop.collectives if one is first[one.chain] or not one.chain]
     return loop
-
-
-def _merge_split_collectives(collectives: list[Collective]) -> list[Collective]:
-    """Remove duplicates of collectives that the compiler has split into several operations.
-
-    Of the objects with the same nonempty `chain`, which represent the same array, only the first
-    one is kept.
-    """
-    chains: set[str] = set()
-    joined = []
-    for collective in collectives:
-        if collective.chain not in chains:
-            joined.append(collective)
-        chains |= {collective.chain} - {""}
-    return joined
 
 
 def _trip_count(computations: dict[str, Operations], loop: Operation) -> int | None:
@@ -347,9 +314,6 @@ def _trip_count(computations: dict[str, Operations], loop: Operation) -> int | N
 
     If its line does not state the number, but the loop's condition contains exactly one integer
     constant, the result is this constant.
-
-    Args:
-      computations: the program's computations, from `_parse_operations`.
     """
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest)
     if known:
@@ -479,18 +443,16 @@ class Program:
         return total
 
     def _moved_by(self, operation: Operation, operands: list[Operation]) -> int:
-        """Return the bytes that an operation reads and writes.
-
-        Args:
-          operands: the operations whose results it reads.
-        """
+        """Return the bytes that an operation reads and writes."""
         if operation.kind in SLICES:
             return 2 * operation.bytes
         if operation.kind in UPDATES:
             reads_target = _reads_target(self._computations, operation)
             return (2 + reads_target) * operands[UPDATES[operation.kind]].bytes
         if operation.kind in ("copy-start", "slice-start"):
-            return _moved_by_start(operation, operands[0])
+            source = operands[0]
+            moved = operation.whole - source.whole  # the result is a tuple of target and source
+            return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)
         read = [operand.bytes for operand in operands]
         written = operation.bytes - (sum(read) if operation.names_operands else 0)
         if operation.kind in ("fusion", "async-start") and operation.called:
@@ -580,13 +542,3 @@ def _reads_target(computations: dict[str, Operations], operation: Operation) -> 
         return False
     combiner = computations[operation.called].values()
     return next(one for one in combiner if one.root).kind != "parameter"
-
-
-def _moved_by_start(operation: Operation, source: Operation) -> int:
-    """Return the bytes that a copy-start or slice-start operation reads and writes.
-
-    Args:
-      source: the operation whose result it reads.
-    """
-    moved = operation.whole - source.whole  # the result is a tuple of the target and the source
-    return (moved if source.bytes else 0) + max(operation.bytes - source.bytes, 0)

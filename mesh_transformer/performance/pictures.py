@@ -57,12 +57,9 @@ def save(figure: Any, picture: str) -> None:
     Raises:
       InputError: for any other suffix.
     """
-    suffix = Path(picture).suffix.lower()
-    if suffix not in (".png", ".svg"):
+    options: dict[str, Any] = {".png": {"dpi": 150}, ".svg": {"metadata": {"Date": None}}}
+    suffix, temporary = Path(picture).suffix.lower(), picture + ".tmp"
+    if suffix not in options:
         raise InputError(f"{picture}: expected a file name that ends in .png or .svg")
-    temporary = picture + ".tmp"
-    if suffix == ".png":
-        figure.savefig(temporary, format="png", dpi=150)
-    else:
-        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    figure.savefig(temporary, format=suffix[1:], **options[suffix])
     os.replace(temporary, picture)

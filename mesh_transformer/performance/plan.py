@@ -29,8 +29,7 @@ from mesh_transformer.model.paged import slots_together
 from mesh_transformer.performance.device_arrays import (
     abstract_rows,
     abstract_weights,
-    bytes_in_host,
-    bytes_on_one_device,
+    bytes_per_device,
     cache_read,
     weights_read,
 )
@@ -274,8 +273,8 @@ def plan(
         per_replica_batch=config.per_replica_batch,
         accumulation=config.gradient_accumulation_steps,
         parameters=flops.n_params(config),
-        state_bytes=bytes_on_one_device([state, teachers]),
-        host_bytes=bytes_in_host(state),
+        state_bytes=bytes_per_device([state, teachers]),
+        host_bytes=bytes_per_device(state, in_host=True),
         peak_bytes=memory.peak,
         hbm_bytes=limit,
         fits=memory.text is not None and memory.peak <= limit,
@@ -361,9 +360,9 @@ def abstract_batch(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _bytes_with_hosts(state: step.State) -> tuple[int, int]:
     """Return the bytes that a training step moves from the hosts to each device, and back."""
-    params, moments = bytes_in_host(state["params"]), bytes_in_host(state["opt_state"])
+    both = bytes_per_device([state["params"], state["opt_state"]], in_host=True)
     # The update reads and writes both.  The forward pass reads the parameters.
-    return 2 * params + moments, params + moments
+    return both + bytes_per_device(state["params"], in_host=True), both
 
 
 STEPS = 64  # decode steps per call of the compiled function; affects only the size of its output
@@ -533,10 +532,10 @@ def decode_plan(
     memory = compiled(topology.name, *program, fast=fast)
     weights_bytes = cache_bytes = read = 0
     for times, model, own, caches in models:
-        own_bytes, own_cache = bytes_on_one_device(own), bytes_on_one_device(caches)
+        own_bytes, own_cache = bytes_per_device(own), bytes_per_device(caches)
         weights_bytes, cache_bytes = weights_bytes + own_bytes, cache_bytes + own_cache
         read += times * (weights_read(model, own) + cache_read(caches, used, length))
-    draft_bytes = sum(bytes_on_one_device((own, caches)) for _, _, own, caches in models[1:])
+    draft_bytes = sum(bytes_per_device((own, caches)) for _, _, own, caches in models[1:])
     traffic = moved = likely = None
     if memory.text is not None:
         traffic = decode_traffic(memory.text, layout, 1 + guesses)

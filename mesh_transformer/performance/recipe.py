@@ -84,20 +84,14 @@ def device_of(devices: Slice) -> Device:
     otherwise "bfloat16".
     """
     platform = devices.platform if isinstance(devices, LocalDevices) else "tpu"
-    is_slow = platform == "cpu" or not _has_bf16(devices)
-    dtype = "float32" if is_slow else "bfloat16"
+    major = str(getattr(devices, "compute_capability", "")).partition(".")[0]
+    lacks_bf16 = major.isdecimal() and int(major) < 8  # NVIDIA GPUs before Ampere, such as the V100
+    dtype = "float32" if platform == "cpu" or lacks_bf16 else "bfloat16"
     try:
         hardware = devices.hardware(dtype)
     except InputError:  # not in the hardware table
         hardware = None
     return Device(devices.name, platform, devices.devices, devices.hbm, dtype, hardware)
-
-
-def _has_bf16(devices: Slice) -> bool:
-    """Whether devices support bf16; False only for NVIDIA GPUs before Ampere, such as the V100."""
-    capability = getattr(devices, "compute_capability", "")
-    major = str(capability).partition(".")[0]
-    return not major.isdecimal() or int(major) >= 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +181,9 @@ def recipe(
     request = _Request(corpus, held_out, device, base, size, epochs, minutes, changes or {})
     if base is not None:
         model = _base_keys(base, request)
-        lr = FINE_TUNING_LR * _nearest(base).lr
+        # That of the size whose number of parameters is nearest.
+        body = 12 * base.layers * base.d_model**2
+        lr = FINE_TUNING_LR * min(SIZES, key=lambda size: abs(math.log(size.body() / body))).lr
         reason = f"model: that of the base, {_millions(flops.n_params(base))} parameters"
     else:
         chosen, reason = _choose_size(request)
@@ -213,11 +209,7 @@ def _base_keys(base: Config, request: _Request) -> dict[str, Any]:
 
 
 def _choose_size(request: _Request) -> tuple[Size, str]:
-    """Choose the size of a model that is trained from scratch.
-
-    Returns:
-      The size, and a line of text that explains the choice.
-    """
+    """Choose the size of a model that is trained from scratch, and explain the choice."""
     epochs = min(request.epochs, USEFUL_EPOCHS)
     allowed = request.tokens * epochs / TOKENS_PER_PARAMETER
     if request.size is not None:
@@ -262,10 +254,7 @@ def _most_tokens(config: Config, request: _Request) -> float:
 def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -> Recipe:
     """Choose batch size, mesh and schedule for a model, and return the complete recipe.
 
-    Args:
-      keys: the config keys of the model.
-      lr: the peak learning rate.
-      reason: a line of text that explains the choice of the model.
+    `reason` explains the choice of the model, whose config keys are `keys`.
     """
     corpus, device = request.corpus, request.device
     model = Config(**keys)
@@ -273,7 +262,7 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
     if _most_tokens(model, request) < tokens:
         tokens = _most_tokens(model, request)
         limit = f", limited to {request.minutes:g} minutes on {device.name} (--minutes)"
-    sequences = _sequences_per_step(corpus, tokens, is_base=request.base is not None)
+    sequences = _sequences_per_step(corpus, tokens, is_fine_tuning=request.base is not None)
     mesh, memory = _fit(model, sequences, device)
     own = {key: value for key, value in request.changes.items() if key in mesh}
     if own:
@@ -319,17 +308,13 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
     return Recipe(values, epoch, reasons)
 
 
-def _sequences_per_step(corpus: SetSize, tokens: float, *, is_base: bool) -> int:
-    """Return the sequences per step, a power of two, for a run that trains on `tokens` tokens.
-
-    Args:
-      corpus: the size of the training set.
-      is_base: True if the run fine-tunes a base model, False if it trains from scratch.
-    """
-    steps = FINE_TUNING_STEPS if is_base else STEPS
-    most = MOST_FINE_TUNING_TOKENS if is_base else MOST_TOKENS
+def _sequences_per_step(corpus: SetSize, tokens: float, *, is_fine_tuning: bool) -> int:
+    """Return the sequences per step, a power of two, for a run that trains on `tokens` tokens."""
+    steps = FINE_TUNING_STEPS if is_fine_tuning else STEPS
+    most = MOST_FINE_TUNING_TOKENS if is_fine_tuning else MOST_TOKENS
     per_step = min(max(tokens / steps, LEAST_TOKENS), most)
-    return _power_of_two(min(per_step / corpus.seq, corpus.sequences))
+    sequences = min(per_step / corpus.seq, corpus.sequences)
+    return 2 ** math.floor(math.log2(max(sequences, 1)))
 
 
 def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any], int]:
@@ -388,25 +373,10 @@ def _val_batches(held_out: SetSize | None, steps: int, rows: int) -> int:
     A validation reads the whole validation set, but at most 100 batches, and at most one batch per
     30 training steps of the run.  It reads at least one batch.  The limits keep validation short
     compared with training.
-
-    Args:
-      steps: training steps of the run.
-      rows: sequences per validation batch.
     """
     if held_out is None:
         return 0
     return max(1, min(math.ceil(held_out.sequences / rows), steps // 30, 100))
-
-
-def _nearest(config: Config) -> Size:
-    """Return the model size in `SIZES` whose number of parameters is nearest to the config's."""
-    body = 12 * config.layers * config.d_model**2
-    return min(SIZES, key=lambda size: abs(math.log(size.body() / body)))
-
-
-def _power_of_two(number: float) -> int:
-    """Return the largest power of two that is at most `number`; 1 if `number` is less than 1."""
-    return 2 ** max(0, math.floor(math.log2(max(number, 1))))
 
 
 def _round_down(number: int) -> int:

@@ -414,10 +414,9 @@ def _exchanges(program: hlo.Loop, layout: Layout) -> list[Exchange]:
 
 
 def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
-    """Return where in the step the collectives of a loop run: "layer", "microbatch" or "loop".
+    """Return where in the step the collectives of a loop in the place `outer` run.
 
-    Args:
-      outer: the place of the code that contains the loop.
+    This is "layer", "microbatch" or "loop".
     """
     if outer == "layer" or _is_over_layers(loop, config):
         return "layer"
@@ -427,11 +426,7 @@ def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
 
 
 def _axis_of(groups: hlo.Groups, mesh: Mesh) -> tuple[str, int]:
-    """Return the mesh axes that a collective runs over, and the number of devices per group.
-
-    Args:
-      groups: the groups of devices that exchange data; empty if all devices are one group.
-    """
+    """Return the mesh axes that a collective runs over, and the number of devices per group."""
     mp = mesh.shape["mp"]
     group = sorted(min(groups, key=min)) if groups else range(mesh.size)
     if len({device // mp for device in group}) == 1:

@@ -89,22 +89,26 @@ def scaling_of(config: Config, generation: str, sequences: int) -> Scaling:
       generation: TPU generation of `Scaling.steps`.
       sequences: sequences per step in `Scaling.steps`, for any number of devices.
     """
-    zeros = (0, 1, 3)
-    steps = _by_devices(config, generation, sequences, zeros)
+    parameters = flops.n_params(config)
+    zeros, sent = (0, 1, 3), {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}  # bytes per parameter
     return Scaling(
-        parameters=flops.n_params(config),
+        parameters=parameters,
         seq=config.seq,
         remat=config.remat,
         generation=generation,
         mp=config.cores_per_replica,
         sequences=sequences,
         mp_sizes=MP_SIZES,
-        mp_shares={name: [_mp_share(config, name, mp) for mp in MP_SIZES] for name in GENERATIONS},
+        mp_shares={
+            name: [_link_share(config, name, mp * mp_bytes(config, 1, mp)) for mp in MP_SIZES]
+            for name in GENERATIONS
+        },
         zeros=zeros,
         break_even_tokens={
-            name: [_break_even(config, name, zero) for zero in zeros] for name in GENERATIONS
+            name: [_link_share(config, name, sent[zero] * parameters) for zero in zeros]
+            for name in GENERATIONS
         },
-        steps=steps,
+        steps=_by_devices(config, generation, sequences, zeros),
     )
 
 
@@ -119,10 +123,7 @@ def _by_generation(
 ) -> str:
     """Format a Markdown table with one row per size and one column per TPU generation.
 
-    Args:
-      name: title of the column of sizes.
-      values: for each TPU generation, one value per size.
-      form: format specification of the values, such as ".2f".
+    `name` is the title of the column of sizes, and `form` the format of the values.
     """
     rows = [
         [str(size), *(format(column[index], form) for column in values.values())]
@@ -132,11 +133,7 @@ def _by_generation(
 
 
 def _step_cells(estimates: list[dict[str, Any]]) -> list[str]:
-    """Format the table cells for one number of devices.
-
-    Args:
-      estimates: the estimates for this number of devices, one per ZeRO stage.
-    """
+    """Format the table cells for one number of devices, from its estimates per ZeRO stage."""
     first = estimates[0]
     return [
         str(first["dp"] * first["mp"]),
@@ -148,20 +145,9 @@ def _step_cells(estimates: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _mp_share(config: Config, generation: str, mp: int) -> float:
-    """Return the estimated time of communication over mp, divided by the compute time."""
+def _link_share(config: Config, generation: str, sent_bytes: int) -> float:
+    """Return the time to send so many bytes, divided by the time to compute one token."""
     hardware = accelerators.hardware(generation)
-    seconds = link_seconds(mp_bytes(config, 1, mp), hardware)[1]
-    return seconds * mp / compute_seconds(config, hardware, attention_on(config, hardware))
-
-
-def _break_even(config: Config, generation: str, zero: int) -> float:
-    """Return the tokens per replica for which communication over dp takes as long as computation.
-
-    See `Scaling.break_even_tokens`.
-    """
-    hardware = accelerators.hardware(generation)
-    sent_bytes = {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}[zero] * flops.n_params(config)
     seconds = link_seconds(sent_bytes, hardware)[1]
     return seconds / compute_seconds(config, hardware, attention_on(config, hardware))
 
@@ -172,9 +158,6 @@ def _by_devices(
     """Estimate a step for each number of devices in `DEVICES` and each ZeRO stage in `zeros`.
 
     Numbers of devices for which dp does not divide `sequences` are left out.
-
-    Returns:
-      One list per number of devices, with one estimate per ZeRO stage.
     """
     hardware = accelerators.hardware(generation)
     steps = []

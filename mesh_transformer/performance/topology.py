@@ -241,10 +241,7 @@ def slice_named(name: str) -> Slice:
 
 
 def topology(name: str) -> Topology:
-    """Return the TPU slice called `name`.
-
-    Args:
-      name: the slice's name (see `Topology`).
+    """Return the TPU slice called `name` (see `Topology`).
 
     Raises:
       InputError: if there is no such slice.

@@ -89,10 +89,11 @@ def test_a_matrix_is_rounded_as_by_the_definition(declared, axis, group):
     np.testing.assert_array_equal(scale.reshape(w.shape), scales)
     # An entry of the other sign is at most 8 steps away, which become 7; bf16 rounds the step.
     assert np.all(np.abs(integers * scales - w) <= np.abs(scales) * (1 + 8 / 256))
-    spec = matrices.layout({"w": declared}, 4)["w"]
-    assert spec.value == spec.scale
-    assert [name for name in spec.value if name is not None] == ["mp"]
-    assert spec.value[axis + 1] is None
+    arrays = matrices.stored({"w": declared}, 4)["w"]
+    spec = arrays.value.spec
+    assert spec == arrays.scale.spec
+    assert [name for name in spec if name is not None] == ["mp"]
+    assert spec[axis + 1] is None
 
 
 @pytest.mark.quick(4)

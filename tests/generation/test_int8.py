@@ -48,9 +48,9 @@ def test_the_quantization_error_is_bounded_by_the_column_maximum(declared, input
     # Half a quantization step, and the rounding errors of f32.
     assert np.all(np.abs(actual - w) <= largest / 254 * (1 + 1e-4))
     assert np.all(actual[w == 0] == 0)
-    spec = matrices.layout({"w": declared}, 8)["w"]
-    assert tuple(spec.value) == tuple(declared.spec)
-    assert all(spec.scale[axis] is None for axis in inputs)
+    arrays = matrices.stored({"w": declared}, 8)["w"]
+    assert tuple(arrays.value.spec) == tuple(declared.spec)
+    assert all(arrays.scale.spec[axis] is None for axis in inputs)
 
 
 @pytest.mark.slow
