@@ -1,4 +1,4 @@
-"""Attention: rotary embedding, masks, softmax attention and fused splash.
+"""Attention: rotary embedding, masks, softmax attention and fused kernels.
 
 For attention over whole sequences, `attention_backend` selects one of these backends:
 
