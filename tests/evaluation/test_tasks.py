@@ -127,6 +127,28 @@ def test_common_beginnings_do_not_change_the_logprobs(model, monkeypatch):
 
 
 @pytest.mark.slow
+def test_exact_scores_are_equal_at_all_batch_sizes(model):
+    rng = np.random.default_rng(8)
+    examples = words(rng, 14)  # that some texts begin with
+    contexts = [words(rng, rng.integers(1, 24)) for _ in range(24)]
+    contexts += [f"{examples} {words(rng, 4)}" for _ in range(24)]
+    requests = [make_request(context, " " + words(rng, rng.integers(1, 8))) for context in contexts]
+    texts = [make_request(words(rng, count)) for count in (3, 40, 90)]
+
+    def scores(rows: int, *, exact: bool) -> list[Any]:
+        keys = {"n_vocab": 64, "seq": SEQ, "tpu_size": 1, "per_replica_batch": rows, "exact": exact}
+        network = CausalTransformer(SMALL | keys, devices=jax.devices()[:1])
+        own = NetworkLM(network, model.tokenizer)
+        rolling = own.loglikelihood_rolling(texts, disable_tqdm=True)
+        return own.loglikelihood(requests, disable_tqdm=True) + rolling
+
+    expected = scores(1, exact=True)
+    for rows in (3, 8, 32):
+        assert scores(rows, exact=True) == expected
+    assert scores(1, exact=False) != scores(32, exact=False)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_weights_are_those_that_are_scored(model, bits, monkeypatch):
     """Alone, with a common beginning, and after a host has failed."""

@@ -35,6 +35,8 @@ MODEL: dict[str, Any] = {
     "virtual_mesh": [2, 4],
     "exact": True,
 }
+LENGTHS = 64, 160, 320, 576  # of most texts that are scored
+UNPADDED = 0.02  # part of the texts that are scored at their own lengths
 SECONDS = 600  # after which a request counts as hanging
 Logprobs = dict[int, np.ndarray]  # those of each request's tokens, after its first one
 
@@ -105,15 +107,23 @@ def answered(
 
 
 def scored(network: CausalTransformer, text: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return `network.score` of a text beside random others, with or without its beginning."""
-    rows = rng.integers(0, MODEL["n_vocab"], (rng.integers(1, 4), len(text))).astype(np.uint32)
+    """Return `network.score` of a text beside random others, with or without its beginning.
+
+    Most texts are followed by random tokens, up to one of few lengths, so that few programs compile.
+    """
+    longest = network.config.seq + 1
+    length = len(text)
+    if rng.random() > UNPADDED:
+        length = min(next(size for size in (*LENGTHS, longest) if size >= length), longest)
+    rows = rng.integers(0, MODEL["n_vocab"], (rng.integers(1, 4), length)).astype(np.uint32)
     at = rng.integers(len(rows))
-    rows[at] = text
+    rows[at, : len(text)] = text
     first = int(rng.integers(0, len(text) - 1)) if rng.random() < 0.5 else 0
     if not first:
-        return network.score(rows, 0).logprob[at]
+        return network.score(rows, 0).logprob[at, : len(text) - 1]
     end = network.score(rows[:, first:], 0, beginning=text[:first]).logprob[at]
-    return np.concatenate((network.score(rows[:, : first + 1], 0).logprob[at], end))
+    whole = np.concatenate((network.score(rows, 0).logprob[at, :first], end))
+    return whole[: len(text) - 1]
 
 
 def evaluated(network: CausalTransformer, text: np.ndarray) -> np.ndarray:
