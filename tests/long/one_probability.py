@@ -109,7 +109,7 @@ def answered(
 def scored(network: CausalTransformer, text: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return `network.score` of a text beside random others, with or without its beginning.
 
-    Most texts are followed by random tokens, up to one of few lengths, so that few programs compile.
+    Random tokens follow most texts, up to one of few lengths, so that few programs compile.
     """
     longest = network.config.seq + 1
     length = len(text)
