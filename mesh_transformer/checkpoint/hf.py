@@ -479,7 +479,7 @@ def _tensors(
       rows: the size of the vocabulary to write.
     """
     bias = np.asarray(params["embed"]["embedding"].get("b", 0.0))
-    added = {_EMBED: bias} if bias.any() else {}
+    added: dict[Path, np.ndarray] = {_EMBED: bias} if bias.any() else {}
 
     def values(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         tensor = np.empty(shape, dtype)
