@@ -65,8 +65,7 @@ def limits(name: str | None, mesh: Mesh, dtype: str) -> Limits | None:
         hardware.
       dtype: dtype of the matmuls that measure a CPU's FLOP/s.
     """
-    device = mesh.devices.flat[0]
-    if name is None and device.platform != "cpu":
+    if name is None and (device := mesh.devices.flat[0]).platform != "cpu":
         hardware = accelerators.hardware_of(device)
     else:
         hardware = accelerators.hardware("cpu" if name is None else name, dtype)
