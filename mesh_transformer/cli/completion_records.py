@@ -186,7 +186,8 @@ def main(arguments: list[str] | None = None) -> None:
     names = Names(*(getattr(options, f"{name}_column") for name in Names._fields))
     kind, end = options.preferences, tokenizer.eos_token_id
     encoder = Encoder(tokenizer, options.seq, bad, template)
-    with tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar:
+    total = sum(map(files.size, inputs))
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing") as bar:
         if kind is None:
             rows = (row for file in inputs for row in read_texts(file, bad, bar.update, names))
             records = pack_texts(encoder.texts(rows), end, options.seq, pack=options.pack)
