@@ -499,12 +499,12 @@ def param(
     """Declare a parameter of the current Haiku module, and return it with its local shape.
 
     The local shape is the parameter's shape inside the `shard_map` (see `Parallel.local_size`).
+    `Declaration` explains the other arguments.
 
     Args:
       shape: the global shape, without padding.
       axes: for each array axis, the mesh axis that splits it, or None.
       decay: whether weight decay applies; as in mesh-transformer-jax, set this for matrices only.
-      summed, adapter, fanned_out, unit: see `Declaration`.
     """
     declaration = Declaration(shape, P(*axes), decay, summed, adapter, fanned_out, unit=unit)
     declare(hk.current_name(), name, declaration)
