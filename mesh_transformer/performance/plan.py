@@ -44,6 +44,7 @@ from mesh_transformer.performance.roofline import (
 from mesh_transformer.performance.topology import Slice
 from mesh_transformer.training import step
 from mesh_transformer.training.distillation import teacher_layout
+from mesh_transformer.training.objectives import Head, head_of
 from mesh_transformer.util import InputError
 
 # Compiler options that make compilation fast.  They do not change the collectives.  They change the
@@ -234,12 +235,13 @@ def plan(
     layout = step.StateLayout(config, mesh)
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
-    state, batch = layout.abstract, abstract_batch(layout)
+    head = head_of(config)
+    state, batch = layout.abstract, abstract_batch(layout, head)
     own, teachers = None, []
     if teacher is not None:
         own = teacher_layout(layout, teacher, str(config.teacher))
         teachers = [own.abstract["params"]]
-    train = step.compile_train(layout, None, own)
+    train = step.compile_train(layout, head, own)
     memory = compiled(topology.name, train, state, batch, *teachers, fast=fast)
     tokens = math.prod(batch["obs"].shape)
     traffic = speed = None
@@ -346,16 +348,25 @@ def _platform(args: Any) -> str:
     return next(iter(next(leaves).sharding.device_set)).platform
 
 
-def abstract_batch(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes and shardings of the tokens for one training step.
+def abstract_batch(layout: Layout, head: Head | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the arrays of a batch for one training step, with their shardings.
 
     The shape is [A, B, T]: A microbatches, B batch rows of all replicas together, T tokens.
+
+    Args:
+      head: the objective, which may need further arrays; None for cross entropy.
     """
     config, mesh = layout.config, layout.mesh
     rows = config.per_replica_batch * config.replicas(mesh.shape["dp"])
     shape = (config.gradient_accumulation_steps, rows, config.seq)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=NamedSharding(mesh, P(None, "dp")))
-    return {"obs": tokens, "target": tokens}
+    dtypes: dict[str, Any] = {"obs": jnp.uint32, "target": jnp.uint32}
+    if head is not None:
+        dtypes |= {"loss_mask": jnp.uint8}
+        dtypes |= {"advantage": jnp.float32, "sampled": jnp.float32} if head.by_token else {}
+        dtypes |= {} if head.by_token else {"segment_ids": jnp.int32}
+        dtypes |= {"reference": jnp.float32} if head.needs_reference else {}
+    split = NamedSharding(mesh, P(None, "dp"))
+    return {key: jax.ShapeDtypeStruct(shape, x, sharding=split) for key, x in dtypes.items()}
 
 
 def _bytes_with_hosts(state: step.State) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from mesh_transformer.data.batches import GROUP
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.families import OBJECTIVES
 from mesh_transformer.mesh.parallel import Auto
+from mesh_transformer.performance import plan
+from mesh_transformer.performance.topology import slice_named
 from mesh_transformer.training import objectives, step
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
@@ -440,3 +442,14 @@ def test_batches_that_do_not_fit_are_refused() -> None:
             network.train({name: x for name, x in batch.items() if name != key})
     with pytest.raises(InputError, match="segment_ids has 31, expected 0 to 30"):
         network.train(batch | {"segment_ids": np.full_like(batch["segment_ids"], 31)})
+
+
+@pytest.mark.parametrize("objective", ["dpo", "simpo", "grpo"])
+def test_plans_compile_the_objective(objective: str) -> None:
+    config, devices = config_of(objective, cores_per_replica=2), slice_named("cpu-2")
+    own = plan.plan(config, devices, fast=True)
+    plain = plan.plan(config.replace(objective=None, beta=None), devices, fast=True)
+    arrays = {"dpo": 1 + 4 + 4, "simpo": 1 + 4, "grpo": 1 + 4 + 4}  # bytes per token
+    tokens = config.per_replica_batch * SEQ
+    assert own.peak_bytes - plain.peak_bytes >= arrays[objective] * tokens
+    assert own.state_bytes == plain.state_bytes
