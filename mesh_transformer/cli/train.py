@@ -80,19 +80,12 @@ def main() -> int | None:
     args = parse_args()
     config, folder, options = run_arguments(args)
 
-    from mesh_transformer.evaluation import all_steps, validation
+    from mesh_transformer.evaluation import all_steps
     from mesh_transformer.training import loop, references
 
-    compares = config.objective is not None and not config.has_rollouts
-    if args.mode == "eval_all" and compares:
-        raise InputError(
-            f"--mode eval_all: objective is {config.objective}, but it scores every token; give "
-            "--mode eval, or --set objective=null"
-        )
     with _network(args, config) as network:
         if args.mode == "eval":
-            validate = references.validate if compares else validation.validate
-            validate(network, args.tune_model_path or folder)
+            references.validate(network, args.tune_model_path or folder)
             return None
         if args.mode == "eval_all":
             from mesh_transformer.checkpoint.source import saved_steps

@@ -34,9 +34,15 @@ def evaluate_all(
       saved_steps: a function that returns the numbers of the folder's steps, ascending.
 
     Raises:
-      InputError: if the config has neither validation sets nor lm-eval tasks, or the folder has no
-        steps or cannot be written.
+      InputError: if the config has neither validation sets nor lm-eval tasks, or an objective that
+        compares texts, or the folder has no steps or cannot be written.
     """
+    config = network.config
+    if config.objective is not None and not config.has_rollouts:
+        raise InputError(
+            f"--mode eval_all: objective is {config.objective}, but it scores every token; give "
+            "--mode eval, or --set objective=null"
+        )
     evaluation = validation.Evaluation(network)
     path, settings = os.path.join(folder, NAME), _settings(network)
     rows = _rows(path)

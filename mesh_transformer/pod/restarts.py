@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.calls import Call, Result
 from mesh_transformer.checkpoint.source import saved_steps
-from mesh_transformer.evaluation import all_steps, validation
+from mesh_transformer.evaluation import all_steps
 from mesh_transformer.generation.batch import NewBatch
 from mesh_transformer.network import Eval, Network, TrainableNetwork
 from mesh_transformer.pod.faults import RaisedError
 from mesh_transformer.storage.access import local_path
-from mesh_transformer.training import loop
+from mesh_transformer.training import loop, references
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.util import HostError, StoppedError
 
@@ -115,13 +115,13 @@ def train(
 
 
 def validate(make: Callable[[], TrainableNetwork], path: str) -> None:
-    """Run `validation.validate`, and restart it on a new network after each host failure.
+    """Run `references.validate`, and restart it on a new network after each host failure.
 
     Args:
       make: function that returns a new network; called for each attempt.
       path: path of the model to validate.
     """
-    _run_with_retries(make, lambda network: validation.validate(network, path))
+    _run_with_retries(make, lambda network: references.validate(network, path))
 
 
 def evaluate_all(make: Callable[[], TrainableNetwork], folder: str) -> None:

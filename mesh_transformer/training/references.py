@@ -160,10 +160,11 @@ def score(
     return {name.removeprefix(PREFIX): float(value) for name, value in results.items()}
 
 
-def validate(network: TrainableNetwork, path: str) -> dict[str, dict[str, float]]:
+def validate(network: TrainableNetwork, path: str) -> Mapping[str, Any]:
     """Load a checkpoint's weights, and print the metrics of the objective on each validation set.
 
-    The results on the lm-eval tasks of the config are printed, too.
+    The results on the lm-eval tasks of the config are printed, too.  Without an objective, or if it
+    samples answers, this is `validation.validate`.
 
     Returns:
       A dict from the name of each validation set to its metrics (see `score`).
@@ -172,7 +173,8 @@ def validate(network: TrainableNetwork, path: str) -> dict[str, dict[str, float]
       InputError: if there are no validation sets, or a reference is needed that is not beside one.
     """
     config, head = network.config, head_of(network.config)
-    assert head is not None
+    if head is None or head.by_token:
+        return validation.validate(network, path)
     tasks = harness.load_harness(config)
     if not config.val_set and tasks is None:
         raise InputError("config: --mode eval needs the key val_set or eval_harness_tasks; add one")

@@ -12,6 +12,7 @@ import pytest
 from mesh_transformer.config import Config
 from mesh_transformer.data import references
 from mesh_transformer.data.tfrecords import write_set
+from mesh_transformer.pod import restarts
 from mesh_transformer.training import fit, loop
 from mesh_transformer.training.references import validate, with_reference
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -92,7 +93,13 @@ def test_evaluation_prints_what_training_measures(
     assert {
         f"val/{name}_held_out": value for name, value in metrics.items()
     }.items() <= last.items()
-    assert f"held_out: loss {metrics['loss']:.4f}, kl " in capsys.readouterr().out
+    expected = f"held_out: loss {metrics['loss']:.4f}, kl "
+    assert expected in capsys.readouterr().out
+    # The same on a pod.
+    restarts.validate(lambda: CausalTransformer(config, init=False), str(tmp_path / "run"))
+    assert expected in capsys.readouterr().out
+    with pytest.raises(InputError, match="objective is dpo, but it scores every token"):
+        restarts.evaluate_all(lambda: network, str(tmp_path / "run"))
     with pytest.raises(InputError, match="needs the key val_set or eval_harness_tasks"):
         validate(CausalTransformer(config.replace(val_set={}), init=False), base)
 
