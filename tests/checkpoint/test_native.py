@@ -99,6 +99,10 @@ def template_of(mesh, leaves=LEAVES, specs=SPECS):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2),
+    reason="this Python starts no threads at the end of a program (docs/versions.md)",
+)
 def test_a_program_that_ends_waits_for_its_save(tmp_path):
     code = """
 import sys, numpy as np
