@@ -100,7 +100,7 @@ def template_of(mesh, leaves=LEAVES, specs=SPECS):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    (3, 12) <= sys.version_info < (3, 12, 2),
+    (3, 12) <= sys.version_info < (3, 12, 3),
     reason="this Python starts no threads at the end of a program (docs/versions.md)",
 )
 def test_a_program_that_ends_waits_for_its_save(tmp_path):
