@@ -25,9 +25,9 @@ _DATA = "mesh_transformer.data"
 _GENERATE = f"{_NETWORK}.generate(ctx, ctx_length, gen_length"
 _CONVERT = "run scripts/convert_checkpoint.py"
 
-# {the beginning of old names: {their ends: what replaces each of them}}.  A replacement without
-# spaces is the dotted name of a new object that can be called like the old one; importing the old
-# name returns that object.  Any other one tells the user what to write instead.
+# {prefix: {old names without the prefix, separated by spaces: what replaces each of them}}.  A
+# replacement without spaces is the dotted name of a new object that can be called like the old one;
+# importing the old name returns that object.  Any other one tells the user what to write instead.
 _REPLACEMENTS = {
     "mesh_transformer.": {
         "TPU_cluster.TPUCluster": (

@@ -458,7 +458,5 @@ def _zeros(like: Array) -> Array:
 
 
 if not TYPE_CHECKING:  # A type checker should know only the names that exist.
-
-    def __getattr__(name: str) -> Any:
-        """Return the replacement of an original name; see `old_names.find`."""
-        return old_names.find(__name__, name)
+    # Finds the names that the original mesh-transformer-jax defined here.
+    __getattr__ = functools.partial(old_names.find, __name__)
