@@ -45,7 +45,7 @@ from mesh_transformer.performance.topology import Slice
 from mesh_transformer.training import step
 from mesh_transformer.training.distillation import teacher_layout
 from mesh_transformer.training.objectives import Head, head_of
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, first_line
 
 # Compiler options that make compilation fast.  They do not change the collectives.  They change the
 # peak memory by at most 8 percent, with ZeRO 3 by 12, and the memory traffic by at most a factor of
@@ -325,7 +325,7 @@ def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool
     except jax.errors.JaxRuntimeError as error:
         size = _OUT_OF_MEMORY.search(str(error))
         if size is None:
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
             raise InputError(f"topology {topology}: compilation failed: {reason}") from None
         peak = int(float(size[1]) * _SIZES[size[2]])
         return Memory(peak, None, time.perf_counter() - began, fast)
@@ -362,9 +362,12 @@ def abstract_batch(layout: Layout, head: Head | None = None) -> dict[str, jax.Sh
     dtypes: dict[str, Any] = {"obs": jnp.uint32, "target": jnp.uint32}
     if head is not None:
         dtypes |= {"loss_mask": jnp.uint8}
-        dtypes |= {"advantage": jnp.float32, "sampled": jnp.float32} if head.by_token else {}
-        dtypes |= {} if head.by_token else {"segment_ids": jnp.int32}
-        dtypes |= {"reference": jnp.float32} if head.needs_reference else {}
+        values = ["reference"] if head.needs_reference else []
+        if head.by_token:
+            values += ["advantage", "sampled", *(["old"] if config.rollout_updates > 1 else [])]
+        else:
+            dtypes |= {"segment_ids": jnp.int32}
+        dtypes |= dict.fromkeys(values, jnp.float32)
     split = NamedSharding(mesh, P(None, "dp"))
     return {key: jax.ShapeDtypeStruct(shape, x, sharding=split) for key, x in dtypes.items()}
 
