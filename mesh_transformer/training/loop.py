@@ -101,8 +101,7 @@ def train(
     saved = False
     val_sets = config.val_set if val_sets is None else val_sets
     network.signals.clear()  # of an earlier run
-    with stop_signals(network.signals), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncountedWarning)  # the loop reports these steps itself
+    with stop_signals(network.signals):
         try:
             with closing(network):
                 _train(
@@ -223,7 +222,10 @@ def _train(
             head=head,
             reference=reference,
         )
-        run.run(unscored)
+        # Not earlier: `claim` may have added filters, which stay until the process ends.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncountedWarning)  # the loop reports these steps itself
+            run.run(unscored)
 
 
 def _ended(step: int, total: int, best: BestStep) -> str:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -567,6 +568,18 @@ def test_the_interval_between_retried_saves_grows(counter, tmp_path, how):
     delay = how == "later"  # a background failure is noticed one step later
     assert gaps[:3].tolist() == [1 + delay, 2 + delay, 4 + delay]
     assert set(gaps[3:]) == {8 + delay}
+
+
+def test_warnings_that_claim_silences_stay_silent_after_the_run(counter, tmp_path):
+    """Writes of a failed save may end after the run; `claim` silences their messages."""
+    network = counter(ckpt_every=1000, val_set=None)
+    network.claim = lambda _: warnings.filterwarnings("ignore", "late", RuntimeWarning)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        warnings.warn("late", RuntimeWarning, stacklevel=1)
+        loop.train(network, str(tmp_path), max_steps=2)
+        warnings.warn("late", RuntimeWarning, stacklevel=1)
+    assert [str(each.message) for each in shown] == ["late"]
 
 
 @pytest.mark.parametrize("how", ["at once", "later"])
