@@ -13,6 +13,7 @@ KINDS = {
     "lost": "training steps that were repeated after a failure",
     "compile": "the first step of each start, in which the program is compiled",
     "data": "waiting for records",
+    "rollouts": "sampling answers and computing their rewards",
     "validation": "validation and evaluation tasks",
     "save": "waiting for checkpoints",
     "restore": "restoring, loading or initialising the weights",

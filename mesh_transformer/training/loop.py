@@ -396,8 +396,11 @@ class _Run:
         """Run one update, then any validation or save that is scheduled for this step."""
         network, config = self.network, self.config
         self.saver.restart_if_larger()
-        before = self.loader.state()
-        with self.ledger.spending("data"):
+        before, kind = self.loader.state(), "data"
+        if isinstance(self.loader, Rollouts) and self.loader.is_used:
+            self._log_steps(0)  # sampling would wait for these steps
+            kind = "rollouts"
+        with self.ledger.spending(kind):
             try:
                 sample = self.loader.get_samples()
             except InterruptedWorkError:

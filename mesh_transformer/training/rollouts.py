@@ -105,6 +105,11 @@ class Rollouts:
         assert config.reward is not None
         self._rewards = Rewards(config.reward, config.reward_seconds, config.reward_workers)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the next batch needs a new rollout, and so the parameters of the last update."""
+        return self._update == self._config.rollout_updates
+
     def get_samples(self) -> Row:
         """Return the batch of the next update, arrays [A, B, T]; sample a rollout if need be.
 
@@ -113,7 +118,7 @@ class Rollouts:
           NonFiniteError: if the model's logits are not finite.
           InterruptedWorkError: if a signal has arrived.
         """
-        if self._update == self._config.rollout_updates:
+        if self.is_used:
             self._sample()
         batch = {key: array[self._update] for key, array in self._arrays.items()}
         self._update += 1
@@ -123,8 +128,7 @@ class Rollouts:
         """Return the position after the last batch, and the rollout if it has further updates."""
         own = {"rollout": self._rollout, "update": self._update, "drawn": self._drawn}
         own |= {"prompts": self._digest, "metrics": self.metrics, "equal": self._equal.tolist()}
-        is_used = self._update == self._config.rollout_updates
-        return own | {"arrays": None if is_used else self._encoded}
+        return own | {"arrays": None if self.is_used else self._encoded}
 
     def restore(self, state: dict[str, Any] | None, batches: int = 0) -> None:
         """Continue from a result of `state`; None: from the rollout after `batches` updates.

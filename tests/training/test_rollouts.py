@@ -165,6 +165,8 @@ def test_reward_rises_also_with_an_objective_of_the_users(values: dict[str, Any]
         assert np.mean(rewards[:3]) < 0.2  # 1 letter of 16, before an answer ends
         assert np.mean(rewards[-3:]) > 0.4
     assert "train/mean_advantage" in rows[0]
+    assert "seconds/data" not in rows[-1]
+    assert min(rows[-1]["seconds/rollouts"], rows[-1]["seconds/steps"]) > 0
 
 
 def test_answers_without_reward_are_left_out(
