@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import mesh_transformer
-from mesh_transformer.checkpoint import conversion
 from mesh_transformer.data.tokenizer import load_tokenizer
 from tests.support.pages import reader, runnable
-from tests.support.smollm2 import model_path
+from tests.support.smollm2 import write_tiny_copy
 
 CONFIGS = ("tiny.json", "tiny_finetune.json", "tiny_lora.json")
 TINY = {"layers": 2, "d_model": 32, "pe_rotary_dims": 4, "val_batches": 2}
@@ -66,14 +65,7 @@ def test_the_guide_runs(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_guide_for_chat_models_runs(tmp_path, monkeypatch, capsys):
     """With a tiny random model that has SmolLM2's tokenizer and chat template."""
-    pytest.importorskip("torch")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3}
-    sizes |= {"num_hidden_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}
-    LlamaForCausalLM(LlamaConfig(vocab_size=49152, **sizes)).save_pretrained(tmp_path / "tiny")
-    load_tokenizer(model_path()).save_pretrained(tmp_path / "tiny")
-    conversion.convert(tmp_path / "tiny", "hf", tmp_path / "smollm2.gguf", "gguf")
+    write_tiny_copy(tmp_path / "smollm2.gguf")
     (tmp_path / "reader").mkdir()
     with reader(tmp_path / "reader", monkeypatch) as person:
         Path("smollm2.gguf").symlink_to(tmp_path / "smollm2.gguf")
