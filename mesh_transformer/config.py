@@ -77,8 +77,8 @@ class Config(Model):
     undesirable_weight: float = 1.0  # the same, of undesirable ones
     # The model that training compares with: "base", the initial weights, or a checkpoint's path.
     reference: str = "base"
-    # A checkpoint of any architecture with the same vocabulary, whose probabilities training learns
-    # (docs/finetune.md).  None: none
+    # A checkpoint of any architecture with the same vocabulary, whose probabilities training
+    # learns, or "records", if they have a teacher's probabilities (docs/finetune.md).  None: none
     teacher: str | None = None
     distill_weight: float = 0.5  # of the KL divergence; the cross entropy has 1 minus it
     # Of grpo, which trains on answers of the model itself (docs/reinforcement.md):
@@ -234,6 +234,11 @@ class Config(Model):
     def has_rollouts(self) -> bool:
         """Whether training samples the texts that it trains on."""
         return self.objective_kind is not None and self.objective_kind.records == "prompts"
+
+    @property
+    def has_stored_teacher(self) -> bool:
+        """Whether the probabilities of a teacher are in the records, not computed by a model."""
+        return self.teacher == "records"
 
     @property
     def watched_set(self) -> str | None:

@@ -388,6 +388,11 @@ def _check_objective(c: Any) -> None:
         raise InputError(
             f"objective is {c.objective}, but teacher is {c.teacher!r}; set one of them to null"
         )
+    if c.has_stored_teacher and (c.distill_kl, c.distill_temperature) != ("forward", 1):
+        raise InputError(
+            f"teacher is records, but distill_kl is {c.distill_kl} and distill_temperature "
+            f"{c.distill_temperature}; only forward and 1 are possible"
+        )
     if c.has_rollouts and c.reward is None:
         raise InputError("objective is grpo, but reward is null; set it to FILE.py:FUNCTION")
 

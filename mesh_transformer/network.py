@@ -16,7 +16,13 @@ from numpy.typing import ArrayLike
 
 from mesh_transformer.calls import MICROBATCH_ROWS, ROWS, Call, Result, StateCall
 from mesh_transformer.config import Config
-from mesh_transformer.data.batches import VALUE_KEYS, check_batch, check_groups, check_tokens
+from mesh_transformer.data.batches import (
+    TEACHER_KEYS,
+    VALUE_KEYS,
+    check_batch,
+    check_groups,
+    check_tokens,
+)
 from mesh_transformer.generation.batch import BadWeights, Batch, Embed, Score, filled
 from mesh_transformer.generation.decode import Chosen
 from mesh_transformer.generation.pool import Pool
@@ -244,7 +250,7 @@ class Network:
           position), both [B].
         """
         batch = check_batch(self.config, "eval", sample, 2, ignored="ctx_length")
-        for key in ("loss_mask", *VALUE_KEYS):
+        for key in ("loss_mask", *VALUE_KEYS, *TEACHER_KEYS):
             batch.pop(key, None)
         return self.run(Eval(batch, base))
 
@@ -518,7 +524,9 @@ class TrainableNetwork(Network):
             `reference` [A, B, T], f32: in each row, the sums of log p of its texts under the
             reference, in the order of their segment numbers from 1, then zeros.  The objective grpo
             requires `loss_mask` and `advantage`, f32, and takes `sampled`, `old` and `reference`,
-            the log p of each target (see `training.objectives.Tokens`).
+            the log p of each target (see `training.objectives.Tokens`).  The teacher "records"
+            requires `teacher_ids` and `teacher_logprobs` [A, B, T x K] (see
+            `data.teacher.Alternatives`).
 
         Returns:
           Scalars: `loss` (z-loss included), `last_loss` (the loss at the last position of each
@@ -533,6 +541,11 @@ class TrainableNetwork(Network):
         batch = check_batch(self.config, "train", sample, 3, multiple=multiple)
         if self.objective is not None or self.config.objective is not None:
             check_groups(batch, by_token=self.config.has_rollouts)
+        if self.config.has_stored_teacher and TEACHER_KEYS[0] not in batch:
+            raise InputError(
+                f"train: the batch has no {TEACHER_KEYS[0]!r}, but teacher is records; give "
+                "records of `completion-records --teacher-tokens`, or set teacher to null"
+            )
         return self.run(Train(batch))
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ def load_teacher(layout: StateLayout) -> LoadedTeacher:
       NonFiniteError: if some of its parameters are NaN or infinite.
     """
     config = layout.config
-    if config.teacher is None:
+    if config.teacher is None or config.has_stored_teacher:
         return LoadedTeacher(None, ())
     source = Source(config.teacher)
     own = teacher_layout(layout, source.config, config.teacher)

@@ -55,12 +55,19 @@ def main() -> None:
     )
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message")
     parser.add_argument("--logprobs", action="store_true", help="store log-probabilities of tokens")
+    parser.add_argument(
+        "--top-logprobs",
+        type=natural,
+        default=0,
+        metavar="K",
+        help="store those of the K most likely tokens at each position, too (default 0)",
+    )
     args = parser.parse_args()
 
     from mesh_transformer.evaluation import answers
     from mesh_transformer.evaluation.openai_client import Client
 
-    names = ("samples", "seed", "chat", "logprobs", "in_flight")
+    names = ("samples", "seed", "chat", "logprobs", "top_logprobs", "in_flight")
     choices = {name: getattr(args, name) for name in names}
     client = Client(args.url, args.name)
     answers.write(args.prompts, args.answers, client, options_of(args), **choices)

@@ -19,6 +19,9 @@ With `--pack`, a record holds as many texts as fit, which wastes less computatio
 additional feature, `segment_ids`, numbers the texts in a record.  Texts do not attend to each
 other, so each trains as it would in its own record.
 
+With `--teacher-tokens`, records also have the tokens that a teacher finds most likely at each
+position (see `data/teacher.py`).
+
 With `--preferences`, a record holds the texts of a prompt with its answers (see
 `data/preferences.py`), which are strings, or lists of messages for the chat template.
 
@@ -34,7 +37,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from mesh_transformer.cli.arguments import Parser, add_record_arguments, input_help
+from mesh_transformer.cli.arguments import Parser, add_record_arguments, input_help, positive
 from mesh_transformer.data.chat import BESIDE, Conversation, read_template
 from mesh_transformer.data.completions import Encoder, Pair, pack_texts
 from mesh_transformer.data.file_types import TABLE_TYPES
@@ -47,6 +50,7 @@ from mesh_transformer.data.inputs import (
 from mesh_transformer.data.preferences import Answers, encode, pack_groups
 from mesh_transformer.data.same_tokenizer import encoding
 from mesh_transformer.data.tables import Columns, rows_of
+from mesh_transformer.data.teacher import Teacher
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.storage import files
@@ -103,6 +107,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="Jinja template of conversations, or plain (default: the tokenizer's, or else plain)",
     )
     parser.add_argument(
+        "--teacher-tokens",
+        type=positive,
+        metavar="K",
+        help="store the K tokens that a teacher finds most likely, from the column logprobs of "
+        "`answers --top-logprobs`; for the config key teacher",
+    )
+    parser.add_argument(
         "--pack",
         action="store_true",
         help="put as many texts into a record as fit; they do not attend to each other",
@@ -154,14 +165,15 @@ def read_preferences(
 def _text(value: Any, where: str, names: Names) -> Pair | Conversation:
     """Return the pair or conversation in a row; see `Pair.of` for the errors."""
     keys = value.keys() if isinstance(value, dict) else ()
+    logprobs = value["logprobs"] if "logprobs" in keys else None
     if names.messages in keys:
-        return Conversation.of(value[names.messages], where, value)
+        return Conversation.of(value[names.messages], where, value)._replace(logprobs=logprobs)
     if not {names.prompt, names.completion} <= set(keys):
         if SHAREGPT in keys:
             return Conversation.of(value[SHAREGPT], where, value)
         if set(ALPACA) <= set(keys):
             return Conversation.of_instruction(value, where)
-    return Pair.of(value, where, names.prompt, names.completion)
+    return Pair.of(value, where, names.prompt, names.completion)._replace(logprobs=logprobs)
 
 
 def read_pairs(
@@ -185,7 +197,12 @@ def main(arguments: list[str] | None = None) -> None:
     inputs = find_files(options.input_path, TABLE_TYPES, options.split, options.subset)
     names = Names(*(getattr(options, f"{name}_column") for name in Names._fields))
     kind, end = options.preferences, tokenizer.eos_token_id
-    encoder = Encoder(tokenizer, options.seq, bad, template)
+    teacher = None
+    if options.teacher_tokens is not None:
+        if kind is not None:
+            raise InputError("--teacher-tokens excludes --preferences; leave one of them out")
+        teacher = Teacher(tokenizer, options.teacher_tokens)
+    encoder = Encoder(tokenizer, options.seq, bad, template, teacher)
     total = sum(map(files.size, inputs))
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing") as bar:
         if kind is None:
@@ -213,5 +230,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
     if bad.count:
         notes.append(f"skipped: {format_counts(bad.counts)}")
+    if teacher is not None:
+        share = f"{teacher.known:,} of {teacher.counted:,}"
+        notes.append(f"the teacher's probabilities are known for {share} tokens of answers")
     contents = f"{count} records of {options.seq} tokens; listed in {index}"
     print("; ".join([f"{written}: {contents}", *notes]))

@@ -1,16 +1,18 @@
 """Checks of the batches that callers pass to a network."""
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.teacher import TEACHER_KEYS
 from mesh_transformer.util import InputError
 
 VALUE_KEYS = ("reference", "advantage", "sampled", "old")  # f32; see `TrainableNetwork.train`
 # The first two are required.
-BATCH_KEYS = ("obs", "target", "loss_mask", "segment_ids", *VALUE_KEYS)
+BATCH_KEYS = ("obs", "target", "loss_mask", "segment_ids", *VALUE_KEYS, *TEACHER_KEYS)
 # Texts per group in the records of preferences: the chosen one, the rejected one, and one with the
 # answer to another prompt.
 GROUP = 3
@@ -59,12 +61,40 @@ def check_batch(
                 f"obs has shape {batch['obs'].shape}, but {key} has shape {array.shape}; "
                 "expected equal shapes"
             )
+    if taught := sample.keys() & {*TEACHER_KEYS}:
+        batch |= _alternatives(config, method, sample, batch["obs"].shape, taught)
     if (length := batch["obs"].shape[-1]) % multiple:
         raise InputError(
             f"{method}: the sequences have {length} positions, expected a multiple of {multiple}, "
             "the mp of the mesh, because shard_activations is true"
         )
     return batch
+
+
+def _alternatives(
+    config: Config,
+    method: str,
+    sample: dict[str, np.ndarray],
+    shape: tuple[int, ...],
+    keys: Collection[str],
+) -> dict[str, np.ndarray]:
+    """Return the checked `TEACHER_KEYS` of a batch, whose tokens have a shape [..., T]."""
+    if missing := {*TEACHER_KEYS} - {*keys}:
+        raise InputError(f"{method}: the batch has no {min(missing)!r}; give both or neither")
+    ids, logprobs = (np.asarray(sample[key]) for key in TEACHER_KEYS)
+    length = shape[-1]
+    if ids.shape != logprobs.shape or ids.shape[:-1] != shape[:-1] or ids.shape[-1] % length:
+        raise InputError(
+            f"{method}: teacher_ids has shape {ids.shape}, and teacher_logprobs {logprobs.shape}; "
+            f"expected both to be {[*shape[:-1]]} with a multiple of {length}, the positions, as "
+            "the last number"
+        )
+    if ids.min() < 0 or ids.max() >= config.n_vocab:
+        raise InputError(
+            f"{method}: teacher_ids holds token id {min(ids.min(), 0) or ids.max()}, outside the "
+            f"vocabulary; expected at least 0 and below n_vocab ({config.n_vocab})"
+        )
+    return {"teacher_ids": ids.astype(np.uint32), "teacher_logprobs": logprobs.astype(np.float32)}
 
 
 def check_groups(batch: dict[str, np.ndarray], *, by_token: bool = False) -> None:

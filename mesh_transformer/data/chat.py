@@ -68,10 +68,12 @@ class Conversation(NamedTuple):
 
     Attributes:
       where: the file and line or row of the conversation, for error messages.
+      logprobs: what a server sent with the last answer; see `teacher`.
     """
 
     where: str
     messages: list[Message]
+    logprobs: Any = None
 
     @classmethod
     def of(cls, value: Any, where: str, row: dict[str, Any] | None = None) -> "Conversation":

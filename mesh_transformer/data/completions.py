@@ -12,6 +12,7 @@ from mesh_transformer.data.documents import unknown_error
 from mesh_transformer.data.inputs import BadInputError, BadInputHandler
 from mesh_transformer.data.special_tokens import beginning, with_beginning
 from mesh_transformer.data.tables import replace_surrogates
+from mesh_transformer.data.teacher import TEACHER_KEYS, Alternatives, Teacher
 from mesh_transformer.data.tokenizer import Encoded, alphabet, encode_spans
 from mesh_transformer.util import join_keys
 
@@ -23,11 +24,13 @@ class Pair(NamedTuple):
 
     Attributes:
       where: the file and the line or row of the pair, for error messages.
+      logprobs: what a server sent with the completion; see `teacher`.
     """
 
     where: str
     prompt: str
     completion: str
+    logprobs: Any = None
 
     @classmethod
     def of(cls, value: Any, where: str, prompt: str, completion: str) -> "Pair":
@@ -68,11 +71,13 @@ class Text:
       tokens: the tokens, the last of which ends the last answer.
       has_loss: for each token, whether it counts in the loss.
       place: its place in a group of preferences; see `preferences`.
+      teacher: what a teacher says of each token; None if there is no teacher.
     """
 
     tokens: list[int]
     has_loss: list[bool]
     place: int = 0
+    teacher: Alternatives | None = None
 
     def __len__(self) -> int:
         """Return the number of positions that the text takes in a record.
@@ -89,6 +94,7 @@ class Encoder:
       seq: the maximum number of tokens of a text.
       bad: called for each text that cannot be tokenised, or is longer than `seq` and cannot be cut.
       template: the chat template; None for the default of `ChatTemplate`.
+      teacher: adds a teacher's probabilities to the texts.
 
     Attributes:
       template: the chat template; None as long as it is not needed.
@@ -98,9 +104,15 @@ class Encoder:
     """
 
     def __init__(
-        self, tokenizer: Any, seq: int, bad: BadInputHandler, template: ChatTemplate | None = None
+        self,
+        tokenizer: Any,
+        seq: int,
+        bad: BadInputHandler,
+        template: ChatTemplate | None = None,
+        teacher: Teacher | None = None,
     ):
         self.tokenizer, self.seq, self.bad, self.template = tokenizer, seq, bad, template
+        self.teacher = teacher
         self.first = beginning(tokenizer)
         self.cut = self.parts = self.several = 0
 
@@ -156,7 +168,20 @@ class Encoder:
         strings = ["".join(segment.text for segment in piece) for piece in pieces]
         encoded = iter(encode_spans(self.tokenizer, strings))
         for item, texts in items:
-            yield item, [self._joined(item, self._pieces(item, text), encoded) for text in texts]
+            joined = [self._joined(item, self._pieces(item, text), encoded) for text in texts]
+            if self.teacher is not None:
+                try:
+                    joined = [self._taught(item, text) for text in joined]
+                except BadInputError as error:
+                    self.bad(error)
+                    continue
+            yield item, joined
+
+    def _taught(self, item: Item, text: Text) -> Text:
+        """Return the text with a teacher's probabilities; see `Teacher.alternatives`."""
+        assert self.teacher is not None
+        parts = text.tokens, text.has_loss, item.logprobs, item.where
+        return dataclasses.replace(text, teacher=self.teacher.alternatives(*parts))
 
     def _pieces(self, item: Item, text: list[Segment]) -> Segments:
         """Return the parts of a text that are tokenised separately."""
@@ -264,7 +289,7 @@ def record(
     """Return a record as a dict from each feature's name to an array of shape [seq].
 
     Each array holds the values of the first text, then those of the second, and so on, followed by
-    padding.
+    padding.  With a teacher, `TEACHER_KEYS` have the alternatives of each label, [seq x K].
 
     Args:
       texts: the texts in the record; one if `numbers` is None.
@@ -282,7 +307,15 @@ def record(
             [number] * len(text) for number, text in zip(numbers, texts, strict=True)
         ]
     padding = dict.fromkeys(columns, 0) | {"input_ids": end, "labels": end}
-    return {
-        name: np.array([*chain(*parts), *[padding[name]] * (seq - sum(map(len, texts)))], int)
+    missing = seq - sum(map(len, texts))
+    arrays = {
+        name: np.array([*chain(*parts), *[padding[name]] * missing], int)
         for name, parts in columns.items()
     }
+    if teachers := [text.teacher for text in texts if text.teacher is not None]:
+        for name, parts, fill in zip(
+            TEACHER_KEYS, zip(*teachers, strict=True), (0, -np.inf), strict=True
+        ):
+            whole = np.concatenate([part[1:] for part in parts])
+            arrays[name] = np.pad(whole, ((0, missing), (0, 0)), constant_values=fill).ravel()
+    return arrays

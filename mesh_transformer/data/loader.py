@@ -63,6 +63,8 @@ class TFRecordNewInputs:
         batch (default: always that of `batch_size`).
       reference: whether batches have `reference`, f32: in each row, the log-probabilities of the
         record's texts from the file NAME.reference.json beside the records, then zeros.
+      teacher: whether batches have `teacher_ids` and `teacher_logprobs`, [*batch_size, T x K], with
+        the K tokens that a teacher finds most likely at each position.
 
     Raises:
       InputError: if a file is missing or damaged, or if its records do not fit `sample_size` or
@@ -84,6 +86,7 @@ class TFRecordNewInputs:
         restore_state: dict | None = None,
         first_size: Callable[[int], int] | None = None,
         reference: bool = False,
+        teacher: bool = False,
     ):
         self._shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         mixture = index_path if isinstance(index_path, Mapping) else {index_path: 1.0}
@@ -93,10 +96,22 @@ class TFRecordNewInputs:
         self._validation_arguments = (index_path, batch_size, sample_size, n_vocab)
         sets = [
             RecordSet(
-                path, sample_size, n_vocab, shuffle=shuffle_buffer, seed=seed, reference=reference
+                path,
+                sample_size,
+                n_vocab,
+                shuffle=shuffle_buffer,
+                seed=seed,
+                reference=reference,
+                teacher=teacher,
             )
             for path in weights
         ]
+        if len({records.alternatives for records in sets}) > 1:
+            counts = ", ".join(f"{one.alternatives} in {one.source}" for one in sets)
+            raise InputError(
+                f"train_set: records have different numbers of a teacher's tokens ({counts}); "
+                "create them with the same --teacher-tokens"
+            )
         if len(sets) == 1 and not partial:
             sets[0].require(everything.size)
         self._mixture = Mixture(sets, list(weights.values()), seed)
@@ -215,6 +230,7 @@ def open_train_set(
         seed=config.seed,
         first_size=config.microbatches,
         reference=reference,
+        teacher=config.has_stored_teacher,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from mesh_transformer.config import Config
 from mesh_transformer.data import references
 from mesh_transformer.data.same_tokenizer import check_encoding
+from mesh_transformer.data.teacher import TEACHER_KEYS
 from mesh_transformer.data.tfrecords import (
     RecordFiles,
     features,
@@ -30,7 +31,8 @@ DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
 STREAMS = ("files", "records", "sets", "prompts", "answers")
 # One sequence.  obs and target: uint32 [T].  Optional: loss_mask, uint8 [T], 1 where a token bears
 # loss; segment_ids, int32 [T], the number of the record's text that each token belongs to;
-# reference, f32 [T], see `TFRecordNewInputs`.
+# reference, f32 [T], see `TFRecordNewInputs`; teacher_ids, uint32 [T x K], and teacher_logprobs,
+# f32 [T x K], see `teacher.Alternatives`.
 Row = dict[str, np.ndarray]
 
 
@@ -163,12 +165,13 @@ class Record(NamedTuple):
 class RecordSet:
     """The records of all files listed by one index, or in one folder without an index.
 
-    There are two kinds of records; all features are int64:
+    There are two kinds of records; features are int64 unless stated otherwise:
 
     * Plain text has one feature, `text`, [T + 1]: the tokens; all of them count in the loss.
     * Other records have the features `input_ids`, `labels` (the next tokens) and `input_mask` (1
       where the label counts in the loss), [T] each.  Records that pack several texts also have
-      `segment_ids`, [T]: the number of the text that each token belongs to.
+      `segment_ids`, [T]: the number of the text that each token belongs to.  Those with the
+      probabilities of a teacher have `teacher_ids` and `teacher_logprobs` (float), [T x K].
 
     Args:
       index_path: the path of the index or folder.
@@ -179,11 +182,13 @@ class RecordSet:
         memory, and a resumed run reads its current block again.
       seed: the random seed for shuffling.
       reference: whether rows have `reference`; see `TFRecordNewInputs`.
+      teacher: whether rows have `teacher_ids` and `teacher_logprobs`.
 
     Attributes:
       source: the index or folder, for error messages.
       extras: the keys that parsed records have besides `obs` and `target`, inferred from the first
         record.
+      alternatives: K of the teacher's tokens; 0 without `teacher`.
     """
 
     def __init__(
@@ -195,6 +200,7 @@ class RecordSet:
         shuffle: int = 0,
         seed: int = 0,
         reference: bool = False,
+        teacher: bool = False,
     ):
         self.source, entries, self.paths = RecordFiles.of(index_path)
         # Hash the entries as written, not as resolved, so that a data folder can be moved.
@@ -202,13 +208,21 @@ class RecordSet:
         with ThreadPoolExecutor(16) as pool:  # an index may list thousands of remote files
             self.sizes = list(pool.map(functools.partial(size, self.source), self.paths))
         self.seq, self.n_vocab = seq, n_vocab
-        self.shuffle, self.seed, self.reference = shuffle, seed, reference
+        self.shuffle, self.seed = shuffle, seed
+        self.reference, self.teacher = reference, teacher
         self._index_path = index_path
         first, _ = next(frames(self.paths[0], 0))
         arrays = features(first, _where(self.paths[0], 0))
         self.extras: frozenset[str] = frozenset()
         if "input_ids" in arrays and "text" not in arrays:
             self.extras = frozenset({"loss_mask"} | (arrays.keys() & {"segment_ids"}))
+        ids = arrays.get(TEACHER_KEYS[0])
+        self.alternatives = 0 if ids is None or not teacher else len(ids) // seq
+        if teacher and not self.alternatives:
+            raise InputError(
+                f"{self.source}: the records have no probabilities of a teacher, but teacher is "
+                "records; give records of `completion-records --teacher-tokens`"
+            )
 
     def require(self, count: int) -> None:
         """Raise InputError if the set has fewer than `count` records."""
@@ -372,6 +386,15 @@ class RecordSet:
                 )
             segments = self._numbers("segment_ids", arrays, where, self.seq)
             row["segment_ids"] = segments.astype(DTYPES["segment_ids"])
+        if self.teacher:
+            ids, logprobs = TEACHER_KEYS
+            row[ids] = self._tokens(ids, arrays, where, self.seq * self.alternatives)
+            numbers = arrays.get(logprobs)
+            if numbers is None or numbers.shape != row[ids].shape:
+                raise InputError(
+                    f"{where}: feature {logprobs} has not the length of {ids}; recreate the records"
+                )
+            row[logprobs] = numbers
         return row
 
     def _tokens(
@@ -393,7 +416,7 @@ class RecordSet:
     ) -> np.ndarray:
         """Return the feature `name`, int64 [count]."""
         numbers = arrays.get(name)
-        if numbers is None:
+        if numbers is None or numbers.dtype != np.int64:
             raise InputError(
                 f"{where} has no int64 feature {name}, found {sorted(arrays)}; recreate the records"
             )

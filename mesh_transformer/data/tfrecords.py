@@ -353,7 +353,7 @@ def _masked_checksum(data: bytes) -> int:
 def features(payload: bytes, where: str) -> dict[str, np.ndarray | None]:
     """Parse a serialised tf.train.Example and return its features by name.
 
-    Each value is an int64 array [n], or None if the feature has another type.
+    Each value is an int64 or float32 array [n], or None if the feature has another type.
 
     Raises:
       InputError: if the payload is not an Example; the message starts with the location `where`.
@@ -364,12 +364,15 @@ def features(payload: bytes, where: str) -> dict[str, np.ndarray | None]:
         parsed = _example().FromString(payload).features.feature
     except DecodeError as error:
         raise InputError(f"{where} is not a tf.train.Example; recreate the records") from error
-    return {
-        name: np.array(feature.int64_list.value, np.int64)
-        if feature.WhichOneof("kind") == "int64_list"
-        else None
-        for name, feature in parsed.items()
-    }
+    result: dict[str, np.ndarray | None] = {}
+    for name, feature in parsed.items():
+        kind = feature.WhichOneof("kind")
+        dtype = _DTYPES.get(kind)
+        result[name] = None if dtype is None else np.array(getattr(feature, kind).value, dtype)
+    return result
+
+
+_DTYPES = {"int64_list": np.int64, "float_list": np.float32}
 
 
 # TensorFlow's `tf.train.Example`, as a description of a file of protobuf's.
@@ -410,7 +413,7 @@ def _example() -> Any:
 
 
 def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> int:
-    """Write integer features to a TFRecord file, which appears at `path` only when it is complete.
+    """Write features to a TFRecord file, which appears at `path` only when it is complete.
 
     Args:
       path: a local path.
@@ -479,9 +482,10 @@ def _payload(record: np.ndarray | Mapping[str, np.ndarray]) -> bytes:
     """Serialise a record (see `write_records`) as a tf.train.Example."""
     example = _example()()
     for name, values in (record if isinstance(record, Mapping) else {"text": record}).items():
-        integers = example.features.feature[name].int64_list
-        integers.SetInParent()
-        integers.value.extend(np.asarray(values).tolist())
+        feature, array = example.features.feature[name], np.asarray(values)
+        numbers = feature.float_list if array.dtype.kind == "f" else feature.int64_list
+        numbers.SetInParent()
+        numbers.value.extend(array.tolist())
     return example.SerializeToString(deterministic=True)
 
 

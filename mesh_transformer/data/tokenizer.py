@@ -507,8 +507,8 @@ def byte_decoder() -> dict[str, int]:
     }
 
 
-def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
-    """Return the number of UTF-8 bytes in each token's text, [n_vocab]; 0 for special tokens."""
+def token_bytes(tokenizer: Any) -> dict[int, bytes]:
+    """Return each token's text in UTF-8, by its id; that of a special token is its name."""
     letters, special = byte_decoder(), set(tokenizer.all_special_ids)
     backend = _backend(tokenizer)
     # Byte-level tokenizers, like GPT-2's, write a token's bytes as characters.
@@ -518,14 +518,23 @@ def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
     # Some decoders leave out the space of a text's first token, so each is decoded after another.
     before = tokenizer("a", add_special_tokens=False)["input_ids"]
     begin = len(tokenizer.decode(before).encode())
-    counts = np.zeros(n_vocab, np.int64)
+    result: dict[int, bytes] = {}
     for name, number in tokenizer.get_vocab().items():
-        if number in special or number >= n_vocab:
-            continue
-        if byte_level and all(letter in letters for letter in name):
-            counts[number] = len(name)
+        if number in special:
+            result[number] = name.encode()
+        elif byte_level and all(letter in letters for letter in name):
+            result[number] = bytes(letters[letter] for letter in name)
         elif not byte_level and BYTE_TOKEN.fullmatch(name):
-            counts[number] = 1
+            result[number] = bytes([int(name[1:-1], 16)])
         else:
-            counts[number] = len(tokenizer.decode([*before, number]).encode()) - begin
+            result[number] = tokenizer.decode([*before, number]).encode()[begin:]
+    return result
+
+
+def bytes_of_tokens(tokenizer: Any, n_vocab: int) -> np.ndarray:
+    """Return the number of UTF-8 bytes in each token's text, [n_vocab]; 0 for special tokens."""
+    counts, special = np.zeros(n_vocab, np.int64), set(tokenizer.all_special_ids)
+    for number, text in token_bytes(tokenizer).items():
+        if number not in special and number < n_vocab:
+            counts[number] = len(text)
     return counts

@@ -59,6 +59,7 @@ def write(
     seed: int = 0,
     chat: bool = False,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     in_flight: int = 8,
 ) -> None:
     """Ask a server for answers, and write them in the order of the prompts; see `write_in_order`.
@@ -69,7 +70,10 @@ def write(
       samples: number of answers per prompt, whose seeds are `seed`, `seed` + 1 and so on.
       chat: whether a `prompt` is a conversation of one message.
       logprobs: whether to ask for log-probabilities, too, those of the last answer.
+      top_logprobs: if not 0, the number of most likely tokens per position whose log-probabilities
+        to ask for, too.
     """
+    logprobs = logprobs or bool(top_logprobs)
 
     def ask(item: tuple[int, int, str, dict[str, Any]]) -> dict[str, Any]:
         number, sample, where, row = item
@@ -84,11 +88,12 @@ def write(
                 messages.append(message)
                 if message["role"] == "user" and not has_answer:
                     more = {"logprobs": True} if logprobs else {}
+                    more |= {"top_logprobs": top_logprobs} if top_logprobs else {}
                     text, choice = client.answer(where, own | more, messages=messages)
                     messages.append({"role": ANSWERS, "content": text})
             row = row | {"messages": messages}
         else:
-            more = {"logprobs": 1} if logprobs else {}  # number of alternatives
+            more = {"logprobs": max(top_logprobs, 1)} if logprobs else {}
             text, choice = client.answer(where, own | more, prompt=asked)
         if text is None:
             raise InputError(f"{where}: messages has no user message without an answer")
@@ -104,7 +109,7 @@ def write(
                 f"{where}: the answer would replace the column {min(taken)!r}; rename the column"
             )
     items = [(n, i, where, row) for n, (where, row) in enumerate(rows) for i in range(samples)]
-    settings = [client.model, options, seed, chat, logprobs]
+    settings = [client.model, options, seed, chat, logprobs, top_logprobs]
     write_in_order(path, items, ask, client, settings=settings, in_flight=in_flight)
 
 

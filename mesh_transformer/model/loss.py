@@ -2,9 +2,9 @@
 
 These are the cross entropy, and the KL divergence between a model and its teacher.
 
-Array names end in their shape: B batch, T position, C positions of one chunk, V vocabulary, D
-model, E the teacher's model.  V is the vocabulary's size per mp shard (`Manual`) or in all
-(`Auto`), see `Parallel`.
+Array names end in their shape: B batch, T position, C positions of one chunk, V vocabulary, K
+listed tokens, L the same and the target, D model, E the teacher's model.  V is the vocabulary's
+size per mp shard (`Manual`) or in all (`Auto`), see `Parallel`.
 
 Which targets count is decided long before: `data.completions` and `data.chat` write each token's
 loss mask into the records, `data.record_set` and `data.in_memory` read it, `data.batches` checks it
@@ -127,7 +127,7 @@ def chunked_cross_entropy(
 def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
     """Return `function(*arrays)`, computed for `chunk` positions at a time.
 
-    The function maps arrays [B, T, ...] to a tree of arrays [B, T], without collectives.  The
+    The function maps arrays [B, T, ...] to a tree of arrays [B, T, ...], without collectives.  The
     backward pass computes it again, unless there is only one chunk.
     """
     length = arrays[0].shape[1]
@@ -142,8 +142,8 @@ def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
         return jnp.moveaxis(jnp.pad(x, widths).reshape(shape), 1, 0)
 
     def whole(chunked: Array) -> Array:
-        padded_BT = jnp.moveaxis(chunked, 0, 1).reshape(chunked.shape[1], -1)
-        return padded_BT[:, :length]
+        shape = (chunked.shape[1], chunks * chunk, *chunked.shape[3:])
+        return jnp.moveaxis(chunked, 0, 1).reshape(shape)[:, :length]
 
     of_chunk = jax.checkpoint(lambda inputs: function(*inputs))
     return jax.tree.map(whole, jax.lax.map(of_chunk, tuple(map(cut, arrays))))
@@ -266,6 +266,78 @@ def distillation_losses(
 
     parts, divergence = _by_chunks(part, config.loss_chunk, x_BTD, x_BTE, targets_BT)
     return _joined(parts, targets_BT, par), _joined_divergence(divergence, par)
+
+
+def _own_listed(logits_BTV: Array, ids_BTK: Array, par: Parallel) -> Array:
+    """Return the logit of each token, or 0 if it is in another shard of the vocabulary.
+
+    The tokens are taken one after the other, by a comparison with all ids: unlike a gather, it
+    needs no collectives where XLA inserts them.
+    """
+    first = par.rank() * logits_BTV.shape[-1]
+
+    def listed(logits_BTV: Array, ids_BTK: Array) -> Array:
+        ids_V = first + jnp.arange(logits_BTV.shape[-1])
+
+        @jax.checkpoint
+        def one(ids_BT: Array) -> Array:
+            return jnp.where(ids_V == ids_BT[..., None], logits_BTV, 0.0).sum(axis=-1)
+
+        return jnp.moveaxis(jax.lax.map(one, jnp.moveaxis(ids_BTK.astype(jnp.int32), -1, 0)), 0, -1)
+
+    return par.by_rows(listed)(logits_BTV, ids_BTK)
+
+
+SMALLEST_REST = 1e-6  # lower bound of a probability that is computed as 1 minus a sum
+
+
+def stored_losses(
+    params: Params,
+    tokens_BT: Array,
+    targets_BT: Array,
+    ids_BTK: Array,
+    logprobs_BTK: Array,
+    config: Model,
+    par: Parallel,
+    segments_BT: Array | None = None,
+    key_B: Array | None = None,
+) -> tuple[Losses, Array]:
+    """Compute the model's losses, and the KL divergence from a teacher of which K tokens are known.
+
+    The divergence, in nats, is the sum of p log(p / q) over the K tokens, and over all others
+    together, where p is the teacher's probability.  It is at most that over all tokens.  K numbers
+    per position cross the mesh, besides those of the losses.
+
+    Args:
+      ids_BTK, logprobs_BTK: see `data.teacher.Alternatives`.  The divergence is 0 where nothing is
+        known.
+      segments_BT, key_B: see `losses`.
+    """
+    head, x_BTD = _head_and_input(params, tokens_BT, config, par, segments_BT, key_B)
+    # The target comes last.
+    ids_BTL = jnp.concatenate((ids_BTK, targets_BT[..., None].astype(ids_BTK.dtype)), axis=-1)
+
+    def part(x_BCD: Array, targets_BC: Array, ids_BCL: Array) -> tuple[_Part, Array]:
+        logits_BCV = head(x_BCD)
+        return _own_part(logits_BCV, targets_BC, par), _own_listed(logits_BCV, ids_BCL, par)
+
+    parts, own_BTL = _by_chunks(part, config.loss_chunk, x_BTD, targets_BT, ids_BTL)
+    result, logits_BTL = _joined(parts, targets_BT, par), par.sum(own_BTL)
+
+    def divergence(logits_BTL: Array, loss_BT: Array, logp_BTK: Array) -> Array:
+        logq_BTK = logits_BTL[..., :-1] - logits_BTL[..., -1:] - loss_BT[..., None]
+        p_BTK = jnp.exp(logp_BTK)
+        is_known_BTK = p_BTK > 0
+        rest_p_BT = jnp.maximum(1 - p_BTK.sum(axis=-1), 0)
+        q_BTK = jnp.where(is_known_BTK, jnp.exp(logq_BTK), 0)
+        rest_q_BT = jnp.maximum(1 - q_BTK.sum(axis=-1), SMALLEST_REST)
+        finite_BTK = jnp.where(is_known_BTK, logp_BTK, 0)
+        listed_BT = jnp.where(is_known_BTK, p_BTK * (finite_BTK - logq_BTK), 0).sum(axis=-1)
+        log_rest_BT = jnp.log(jnp.maximum(rest_p_BT, SMALLEST_REST))
+        rest_BT = rest_p_BT * (log_rest_BT - jnp.log(rest_q_BT))
+        return jnp.where(is_known_BTK.any(axis=-1), listed_BT + rest_BT, 0)
+
+    return result, par.by_rows(divergence)(logits_BTL, result.loss_BT, logprobs_BTK)
 
 
 class LossWeights(NamedTuple):

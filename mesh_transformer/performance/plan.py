@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.batches import TEACHER_KEYS
 from mesh_transformer.generation import decode, programs
 from mesh_transformer.generation.pool import Pool, check_kernel, server_pool, storage
 from mesh_transformer.generation.speculation import check_guesses, draft_config, within_window
@@ -348,6 +349,9 @@ def _platform(args: Any) -> str:
     return next(iter(next(leaves).sharding.device_set)).platform
 
 
+PLANNED_ALTERNATIVES = 20  # tokens of a stored teacher per position: the most that servers send
+
+
 def abstract_batch(layout: Layout, head: Head | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the arrays of a batch for one training step, with their shardings.
 
@@ -369,7 +373,12 @@ def abstract_batch(layout: Layout, head: Head | None = None) -> dict[str, jax.Sh
             dtypes |= {"segment_ids": jnp.int32}
         dtypes |= dict.fromkeys(values, jnp.float32)
     split = NamedSharding(mesh, P(None, "dp"))
-    return {key: jax.ShapeDtypeStruct(shape, x, sharding=split) for key, x in dtypes.items()}
+    arrays = {key: jax.ShapeDtypeStruct(shape, x, sharding=split) for key, x in dtypes.items()}
+    if config.has_stored_teacher:
+        shape = (*shape[:-1], config.seq * PLANNED_ALTERNATIVES)
+        for key, dtype in zip(TEACHER_KEYS, (jnp.uint32, jnp.float32), strict=True):
+            arrays[key] = jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+    return arrays
 
 
 def _bytes_with_hosts(state: step.State) -> tuple[int, int]:

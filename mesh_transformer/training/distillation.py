@@ -1,7 +1,8 @@
 """Distillation: a student learns the probabilities that a teacher gives to every token.
 
 The teacher is another model on the same mesh.  Its parameters are an argument of the training step,
-so they belong to no state, and are neither trained nor saved.
+so they belong to no state, and are neither trained nor saved.  Or its probabilities of the most
+likely tokens are in the records (see `data.teacher`).
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import transformer
-from mesh_transformer.model.loss import LossWeights, Teacher, distillation_losses
+from mesh_transformer.model.loss import LossWeights, Teacher, distillation_losses, stored_losses
 from mesh_transformer.model.transformer import Params
 from mesh_transformer.training.objectives import PREFIX
 from mesh_transformer.util import InputError
@@ -74,10 +75,11 @@ def loss(
     weights: LossWeights | None,
     segments_BT: Array | None,
     key_B: Array | None,
+    alternatives: tuple[Array, Array] | None = None,
     *,
     config: Config,
     par: Parallel,
-    teacher: Teacher,
+    teacher: Teacher | None,
 ) -> tuple[Array, Array]:
     """Return the mean loss of a microbatch, and its metrics: means of `NAMES`, then shares of 1.
 
@@ -88,10 +90,16 @@ def loss(
 
     Args:
       weights, key_B: see `loss.loss_weights` and `loss.losses`.
+      alternatives: the batch's `TEACHER_KEYS`, [B, T x K]; used if there is no `teacher`.
     """
-    result, kl_BT = distillation_losses(
-        params, teacher, tokens_BT, targets_BT, config, par, segments_BT, key_B
-    )
+    sample = tokens_BT, targets_BT
+    rest = config, par, segments_BT, key_B
+    if teacher is not None:
+        result, kl_BT = distillation_losses(params, teacher, *sample, *rest)
+    else:
+        assert alternatives is not None
+        ids_BTK, logprobs_BTK = (x.reshape(*tokens_BT.shape, -1) for x in alternatives)
+        result, kl_BT = stored_losses(params, *sample, ids_BTK, logprobs_BTK, *rest)
     every_BT = jnp.ones(kl_BT.shape) if weights is None else weights.every_BT
 
     def mean(x_BT: Array) -> Array:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
-from mesh_transformer.data.batches import VALUE_KEYS
+from mesh_transformer.data.batches import TEACHER_KEYS, VALUE_KEYS
 from mesh_transformer.mesh.declaration import (
     Declaration,
     combine,
@@ -283,7 +283,7 @@ def gradients(
     names, own_loss = (), None
     if head is not None:
         names, own_loss = head.names, functools.partial(objective_loss, head=head)
-    elif teacher is not None:
+    elif config.teacher is not None:
         names, own_loss = distillation.NAMES, functools.partial(distillation.loss, teacher=teacher)
 
     def loss_of(params: Any, *sample: Any) -> tuple[Array, Array]:
@@ -306,6 +306,8 @@ def gradients(
     samples = (batch["obs"], batch["target"], weights, segments, batch.get("key"))
     if head is not None:
         samples += (mask, {key: batch.get(key) for key in VALUE_KEYS})
+    elif config.has_stored_teacher:
+        samples += (tuple(batch[key] for key in TEACHER_KEYS),)
     accumulation = len(batch["obs"]) if microbatches is None else microbatches
     sums = par.accumulator(params, declared)
     if microbatches is not None:
@@ -415,7 +417,7 @@ def compile_train(
       teacher: the layout of the teacher; see `distillation.teacher_layout`.
     """
     config, specs = layout.config, layout.specs
-    if (config.teacher is None) != (teacher is None):
+    if (config.teacher is None or config.has_stored_teacher) != (teacher is None):
         raise InputError(
             f"config: teacher is {config.teacher!r}, but this command loads no teacher; set it to "
             "null"
@@ -423,9 +425,9 @@ def compile_train(
     batch = P(None, "dp")  # for all arrays of the batch
     microbatches = (P(),) if config.batch_ramp_steps else ()
     measured = MEASURED if head is None else (*MEASURED, *head.names)
-    teachers = ()
-    if teacher is not None:
-        teachers, measured = (teacher.specs["params"],), (*MEASURED, *distillation.NAMES)
+    if config.teacher is not None:
+        measured = (*MEASURED, *distillation.NAMES)
+    teachers = () if teacher is None else (teacher.specs["params"],)
 
     def gradients_of(params: Any, frozen: Any, teachers: tuple[Any, ...], *rest: Any, **own: Any):
         one = None

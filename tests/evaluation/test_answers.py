@@ -1,7 +1,9 @@
 """Answers of a server to files of prompts: order, resumption, turns, pass@k and win rates."""
 
+import contextlib
 import itertools
 import json
+import string
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -9,15 +11,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+import mesh_transformer
 from mesh_transformer.__main__ import main
+from mesh_transformer.cli import completion_records
 from mesh_transformer.cli.completion_records import Names, read_texts
+from mesh_transformer.config import Config
 from mesh_transformer.data.inputs import BadInputHandler
+from mesh_transformer.data.loader import open_train_set
+from mesh_transformer.data.tokenizer import character_tokenizer, load_tokenizer
 from mesh_transformer.evaluation import answers, openai_client
 from mesh_transformer.evaluation.openai_client import Client
+from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
+from tests.support.live_server import Live
 
 pytest_plugins = ["tests.support.live_fixtures"]
 
@@ -309,3 +319,60 @@ def test_our_own_server_answers(serve: Any, tmp_path: Path) -> None:
     assert one["completion"] == live.ask(prompt="Hello", max_tokens=5, seed=0)["choices"][0]["text"]
     assert len(one["logprobs"]["token_logprobs"]) == 5
     assert [x["role"] for x in two["messages"]] == ["user", "assistant"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chat", "most"), [(False, 5), (True, 20)])  # the most of a server
+def test_a_servers_probabilities_are_those_of_training(
+    tmp_path: Path, chat: bool, most: int
+) -> None:
+    """Of the same weights, the divergence is 0; it is not if positions are mixed up."""
+    tokenizer = character_tokenizer([string.ascii_letters + ": \n"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    sizes = {"layers": 2, "d_model": 32, "n_heads": 2, "seq": 64, "pe_rotary_dims": 4}
+    run = {"total_steps": 1, "warmup_steps": 0, "lr": 1e-3, "per_replica_batch": 1}
+    config = Config(
+        **sizes,
+        **run,
+        n_vocab=len(tokenizer),
+        dtype="float32",
+        tokenizer=str(tmp_path / "tokenizer"),
+    )
+    network = CausalTransformer(config)
+    assert network.state is not None
+    network.state["params"] = jax.tree.map(lambda x: 3 * x, network.state["params"])  # less even
+    network.save(str(tmp_path / "model"))
+    network.wait()
+    prompts = write_lines(
+        tmp_path / "prompts.jsonl", [{"prompt": word} for word in ["One", "two", "Red"]]
+    )
+    live = Live(
+        network, load_tokenizer(tmp_path / "tokenizer"), None, rows=8, template=str(template)
+    )
+    with contextlib.closing(live):
+        path, options = str(tmp_path / "answers.jsonl"), {"max_tokens": 12, "temperature": 1}
+        client = Client(live.url)
+        answers.write(prompts, path, client, options, samples=3, chat=chat, top_logprobs=most)
+    flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--chat-template", str(template)]
+    words = [path, "answers", "--output-dir", str(tmp_path), "--seq", "64", *flags]
+    completion_records.main([*words, "--teacher-tokens", str(most)])
+    network.close()
+
+    taught = config.replace(teacher="records", train_set=str(tmp_path / "answers.index"))
+    batch = open_train_set(taught, 8).get_samples()
+    logprobs = batch["teacher_logprobs"].reshape(8, 64, most)
+    answered = batch["loss_mask"].sum() - 8  # the tokens that end the answers
+    assert np.isfinite(logprobs[..., 0]).sum() >= 0.9 * answered
+
+    def divergence(batch: dict[str, np.ndarray]) -> float:
+        student = mesh_transformer.load(str(tmp_path / "model"), changes={"teacher": "records"})
+        return float(student.train(batch)["objective/kl"])
+
+    assert abs(divergence(batch)) < 1e-5  # f32 rounds log-probabilities of up to 10 to 1e-6
+    assert divergence(batch | {"teacher_ids": np.roll(batch["teacher_ids"], most, axis=-1)}) > 0.1

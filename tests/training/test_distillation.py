@@ -163,6 +163,109 @@ def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient(kind: s
     assert float(metrics["grad_norm"]) < 1e-6
 
 
+STORED: dict[str, Any] = {"teacher": "records", "distill_temperature": 1.0}
+
+
+def stored_batch(config: Config, most: int, known: float = 0.8) -> dict[str, np.ndarray]:
+    """Return a batch with the `most` likely tokens of a random teacher, at some positions."""
+    batch, rng = batch_of(config), np.random.default_rng(2)
+    shape = batch["obs"].shape
+    logits = jnp.asarray(rng.normal(size=(*shape, VOCAB)), jnp.float32)
+    logprobs = np.asarray(jax.nn.log_softmax(logits))
+    ids = np.argsort(-logprobs, axis=-1)[..., :most]
+    logprobs = np.take_along_axis(logprobs, ids, axis=-1)
+    logprobs[rng.random(shape) >= known] = -np.inf
+    logprobs[0, 0, :, -1] = -np.inf  # one less is known
+    flat = (*shape[:-1], -1)
+    own = {"teacher_ids": ids.reshape(flat), "teacher_logprobs": logprobs.reshape(flat)}
+    return batch | own
+
+
+def run_stored(config: Config, dp: int = 1, mp: int = 1, most: int = 5) -> tuple[Any, Any]:
+    """Return the metrics and the gradient of a step on stored probabilities."""
+    layout = step.StateLayout(config, mesh_of(dp, mp))
+    base = config.replace(zero=0, partitioning="jit", cores_per_replica=1, virtual_mesh=None)
+    state = jax.tree.map(jax.device_put, layout.padded(fresh_state(base)), layout.shardings)
+    args = step.whole_batch(config, stored_batch(config, most))
+    state, metrics = step.compile_train(layout)(state, *args)
+    moments = layout.unpadded({"opt_state": state["opt_state"]})["opt_state"]["mu"]
+    gradient = jax.tree.map(lambda mu: np.asarray(mu) / (1 - config.adam_b1), moments)
+    return {name: float(value) for name, value in metrics.items()}, gradient
+
+
+@pytest.mark.parametrize("most", [5, VOCAB])
+def test_losses_of_stored_probabilities_are_torchs(most: int) -> None:
+    """Also if all tokens are known, when it is the divergence over the whole vocabulary."""
+    torch = pytest.importorskip("torch")
+    config = config_of(**STORED, partitioning="jit")
+    metrics, gradient = run_stored(config, most=most)
+    params, batch = (
+        jax.tree.map(jnp.asarray, fresh_state(config)["params"]),
+        stored_batch(config, most),
+    )
+    mask = torch.tensor(batch["loss_mask"].astype(np.float64))
+    rows = {key: batch[key].reshape(-1, config.seq) for key in ("obs", "target")}
+    with jax.default_matmul_precision("highest"):
+        own, pull = jax.vjp(
+            lambda params: transformer.logits(params, rows["obs"], config, Auto()), params
+        )
+    student = torch.tensor(np.asarray(own, np.float64), requires_grad=True)
+    shape = (*rows["obs"].shape, most)
+    ids = torch.tensor(batch["teacher_ids"].reshape(shape))
+    logp = torch.tensor(batch["teacher_logprobs"].reshape(shape).astype(np.float64))
+    logq = torch.log_softmax(student, dim=-1).gather(-1, ids)
+    known = torch.isfinite(logp)
+    p, q = logp.exp(), torch.where(known, logq.exp(), 0)
+    listed = torch.where(known, p * (torch.where(known, logp, 0) - logq), 0).sum(-1)
+    rest_p, rest_q = 1 - p.sum(-1), 1 - q.sum(-1)
+    has_rest = (rest_p > 1e-5) & known.any(-1)
+    rest = torch.where(
+        has_rest, rest_p * (rest_p.clamp(min=1e-9) / rest_q.clamp(min=1e-9)).log(), 0
+    )
+    targets = torch.tensor(rows["target"].astype(np.int64))
+    ce = torch.nn.functional.cross_entropy(student.mT, targets, reduction="none")
+    z = torch.square(torch.logsumexp(student, -1) - student.max(dim=-1).values.detach())
+    kl = listed + rest
+    mean_kl, mean_ce, mean_z = ((x * mask.view(x.shape)).sum() / mask.sum() for x in (kl, ce, z))
+    loss = 0.7 * mean_ce + 0.3 * mean_kl + config.z_loss * mean_z
+    loss.backward()
+    expected = {"loss": loss, "objective/kl": mean_kl, "objective/cross_entropy": mean_ce}
+    for name, value in expected.items():  # f32 against f64
+        np.testing.assert_allclose(metrics[name], value.item(), rtol=2e-5, err_msg=name)
+    (others,) = pull(jnp.asarray(student.grad.numpy(), jnp.float32))
+    assert_same(({}, gradient), ({}, others), 2e-5)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("changes", "dp", "mp"), [mesh[1:] for mesh in MESHES])
+def test_stored_probabilities_give_the_same_on_every_mesh(changes: Any, dp: int, mp: int) -> None:
+    config = config_of(**STORED, cores_per_replica=mp, tpu_size=dp * mp, **changes)
+    assert_same(run_stored(config, dp, mp), run_stored(config_of(**STORED, partitioning="jit")))
+
+
+@pytest.mark.slow
+def test_stored_probabilities_have_equal_bits_on_a_virtual_mesh() -> None:
+    config = config_of(**STORED, virtual_mesh=[2, 2])
+    four = run_stored(config.replace(cores_per_replica=2, tpu_size=4), 2, 2)
+    jax.tree.map(np.testing.assert_array_equal, run_stored(config), four)
+
+
+def test_no_vocabulary_of_stored_probabilities_crosses_the_mesh() -> None:
+    """They add K numbers per position, and that of the target."""
+    config = config_of(**STORED, cores_per_replica=4, tpu_size=8, loss_chunk=8)
+    layout, most = step.StateLayout(config, mesh_of(2, 4)), 5
+
+    def sent(layout: step.StateLayout, batch: dict[str, np.ndarray]) -> int:
+        train: Any = step.compile_train(layout)
+        return traffic_of(train.lower(layout.abstract, batch).compile().as_text(), layout).sent
+
+    stored = {key: x[:1] for key, x in stored_batch(config, most).items()}
+    plain = {key: x for key, x in stored.items() if "teacher" not in key}
+    more = sent(layout, stored) - sent(layout.of(config.replace(teacher=None)), plain)
+    # As below; over dp, the means of the metrics.
+    assert more == 1.5 * 4 * 4 * config.seq * (most + 1) + 4 * 4
+
+
 def test_no_vocabulary_crosses_the_mesh() -> None:
     """A teacher adds the collectives of its layers, and five numbers per position."""
     config = config_of(cores_per_replica=4, tpu_size=8, loss_chunk=8)
@@ -253,11 +356,32 @@ def test_unusable_teachers_are_refused(large: str, records: str, tmp_path: Path)
     assert "created with the tokenizer gpt2" in message(tokenizer="bytes")
     assert "nowhere" in message(teacher=str(tmp_path / "nowhere"))
     assert "objective is dpo, but teacher is" in message(objective="dpo")
+    assert "the records have no probabilities of a teacher" in message(**STORED)
+    network = CausalTransformer(config_of(**STORED))
+    with pytest.raises(InputError, match="the batch has no 'teacher_ids'"):
+        network.train(batch_of(network.config))
+    both = stored_batch(network.config, 2)
+    for wrong, text in (
+        ({"teacher_ids": both["teacher_ids"][..., 1:]}, "expected both to be"),
+        ({"teacher_ids": both["teacher_ids"] + VOCAB}, "outside the vocabulary"),
+    ):
+        with pytest.raises(InputError, match=text):
+            network.train(both | wrong)
+    both.pop("teacher_logprobs")
+    with pytest.raises(InputError, match="no 'teacher_logprobs'; give both or neither"):
+        network.train(both)
     network = CausalTransformer(config_of(), init=False)
     with pytest.raises(InputError, match="the config has a teacher"):
         network.set_objective(lambda texts: texts.sum_BNK)
     with pytest.raises(InputError, match="but this command loads no teacher"):
         step.compile_train(step.StateLayout(config_of(), mesh_of(1, 1)))
+
+
+def test_plans_count_stored_probabilities() -> None:
+    config, devices = config_of(**STORED).replace(cores_per_replica=2), slice_named("cpu-2")
+    taught, plain = (plan.plan(x, devices) for x in (config, config.replace(teacher=None)))
+    assert taught.state_bytes == plain.state_bytes
+    assert taught.peak_bytes > plain.peak_bytes
 
 
 def test_plans_count_the_teacher() -> None:
