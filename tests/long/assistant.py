@@ -3,8 +3,7 @@
     python -m tests.long.assistant [SEED ...]
 
 Prints the accuracy after each stage, with its 95 % interval.  After the last stage, the interval
-must lie above that after SFT.  A seed takes about 15 minutes on 2 cores, 5 of them for the
-accuracies.
+must lie above that after SFT.  A seed takes about 8 minutes on 2 cores.
 """
 
 import dataclasses
