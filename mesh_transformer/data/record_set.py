@@ -32,7 +32,7 @@ STREAMS = ("files", "records", "sets", "prompts", "answers")
 # One sequence.  obs and target: uint32 [T].  Optional: loss_mask, uint8 [T], 1 where a token bears
 # loss; segment_ids, int32 [T], the number of the record's text that each token belongs to;
 # reference, f32 [T], see `TFRecordNewInputs`; teacher_ids, uint32 [T x K], and teacher_logprobs,
-# f32 [T x K], see `teacher.Alternatives`.
+# f32 [T x K], the K tokens that a teacher finds most likely at each position.
 Row = dict[str, np.ndarray]
 
 
