@@ -271,19 +271,20 @@ def distillation_losses(
 def _own_listed(logits_BTV: Array, ids_BTK: Array, par: Parallel) -> Array:
     """Return the logit of each token, or 0 if it is in another shard of the vocabulary.
 
-    The tokens are taken one after the other, by a comparison with all ids: unlike a gather, it
-    needs no collectives where XLA inserts them.
+    Each token is compared with all ids: unlike a gather, this needs no collectives where XLA
+    inserts them.
     """
     first = par.rank() * logits_BTV.shape[-1]
 
     def listed(logits_BTV: Array, ids_BTK: Array) -> Array:
         ids_V = first + jnp.arange(logits_BTV.shape[-1])
 
-        @jax.checkpoint
         def one(ids_BT: Array) -> Array:
             return jnp.where(ids_V == ids_BT[..., None], logits_BTV, 0.0).sum(axis=-1)
 
-        return jnp.moveaxis(jax.lax.map(one, jnp.moveaxis(ids_BTK.astype(jnp.int32), -1, 0)), 0, -1)
+        # Unrolled, not a loop: on a virtual mesh, JAX 0.11 does not evaluate one inside another.
+        ids_BTK = ids_BTK.astype(jnp.int32)
+        return jnp.stack([one(ids_BTK[..., k]) for k in range(ids_BTK.shape[-1])], axis=-1)
 
     return par.by_rows(listed)(logits_BTV, ids_BTK)
 
