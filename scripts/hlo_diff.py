@@ -20,6 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+import mesh_transformer
 from mesh_transformer.config import Config
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError, run_script
@@ -111,6 +112,8 @@ def write(path: Path, only: str | None) -> None:
             ),
         }
     files.write_text(str(path), json.dumps(result, indent=1) + "\n")
+    # Of another checkout than that of the script, if the environment has that one installed.
+    print(f"{path}: programs of {Path(mesh_transformer.__file__).parent}, JAX {jax.__version__}")
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
