@@ -241,6 +241,11 @@ class Config(Model):
         return self.teacher == "records"
 
     @property
+    def teacher_path(self) -> str | None:
+        """The path of the teacher to load; None without one, and for stored probabilities."""
+        return None if self.has_stored_teacher else self.teacher
+
+    @property
     def watched_set(self) -> str | None:
         """The validation set of `keep_best` and `early_stop`; None if neither is set."""
         if self.keep_best is not None or self.early_stop is None:

@@ -124,10 +124,10 @@ def load_teacher(layout: StateLayout) -> LoadedTeacher:
       NonFiniteError: if some of its parameters are NaN or infinite.
     """
     config = layout.config
-    if config.teacher is None or config.has_stored_teacher:
+    if config.teacher_path is None:
         return LoadedTeacher(None, ())
-    source = Source(config.teacher)
-    own = teacher_layout(layout, source.config, config.teacher)
+    source = Source(config.teacher_path)
+    own = teacher_layout(layout, source.config, config.teacher_path)
     check_encoding(source.tokenizer, None, config.tokenizer, f"teacher {config.teacher}")
     params = own.padded({"params": load(source, own, optimizer=False).state["params"]})["params"]
     if bad := describe_bad_weights(params, layout.mesh):

@@ -50,7 +50,7 @@ from mesh_transformer.data.inputs import (
 from mesh_transformer.data.preferences import Answers, encode, pack_groups
 from mesh_transformer.data.same_tokenizer import encoding
 from mesh_transformer.data.tables import Columns, rows_of
-from mesh_transformer.data.teacher import Teacher
+from mesh_transformer.data.teacher import TeacherTokens
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.storage import files
@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.teacher_tokens is not None:
         if kind is not None:
             raise InputError("--teacher-tokens excludes --preferences; leave one of them out")
-        teacher = Teacher(tokenizer, options.teacher_tokens)
+        teacher = TeacherTokens(tokenizer, options.teacher_tokens)
     encoder = Encoder(tokenizer, options.seq, bad, template, teacher)
     total = sum(map(files.size, inputs))
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing") as bar:

@@ -144,9 +144,7 @@ def main() -> None:
     if args.search:
         result = search(config, slice_, fixed=changes, limit=args.limit, in_full=not args.fast)
     else:
-        teacher = None
-        if config.teacher is not None and not config.has_stored_teacher:
-            teacher = Source(config.teacher).config
+        teacher = None if config.teacher_path is None else Source(config.teacher_path).config
         make_plan = functools.partial(priced_plan, teacher=teacher)
         if args.decode:
             make_plan = functools.partial(

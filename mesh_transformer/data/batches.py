@@ -82,6 +82,7 @@ def _alternatives(
     if missing := {*TEACHER_KEYS} - {*keys}:
         raise InputError(f"{method}: the batch has no {min(missing)!r}; give both or neither")
     ids, logprobs = (np.asarray(sample[key]) for key in TEACHER_KEYS)
+    ids = check_tokens(config, "teacher_ids", ids, len(shape), longest=ids.size)
     length = shape[-1]
     if ids.shape != logprobs.shape or ids.shape[:-1] != shape[:-1] or ids.shape[-1] % length:
         raise InputError(
@@ -89,12 +90,7 @@ def _alternatives(
             f"expected both to be {[*shape[:-1]]} with a multiple of {length}, the positions, as "
             "the last number"
         )
-    if ids.min() < 0 or ids.max() >= config.n_vocab:
-        raise InputError(
-            f"{method}: teacher_ids holds token id {min(ids.min(), 0) or ids.max()}, outside the "
-            f"vocabulary; expected at least 0 and below n_vocab ({config.n_vocab})"
-        )
-    return {"teacher_ids": ids.astype(np.uint32), "teacher_logprobs": logprobs.astype(np.float32)}
+    return {"teacher_ids": ids, "teacher_logprobs": logprobs.astype(np.float32)}
 
 
 def check_groups(batch: dict[str, np.ndarray], *, by_token: bool = False) -> None:

@@ -12,7 +12,7 @@ from mesh_transformer.data.documents import unknown_error
 from mesh_transformer.data.inputs import BadInputError, BadInputHandler
 from mesh_transformer.data.special_tokens import beginning, with_beginning
 from mesh_transformer.data.tables import replace_surrogates
-from mesh_transformer.data.teacher import TEACHER_KEYS, Alternatives, Teacher
+from mesh_transformer.data.teacher import TEACHER_KEYS, Alternatives, TeacherTokens
 from mesh_transformer.data.tokenizer import Encoded, alphabet, encode_spans
 from mesh_transformer.util import join_keys
 
@@ -109,7 +109,7 @@ class Encoder:
         seq: int,
         bad: BadInputHandler,
         template: ChatTemplate | None = None,
-        teacher: Teacher | None = None,
+        teacher: TeacherTokens | None = None,
     ):
         self.tokenizer, self.seq, self.bad, self.template = tokenizer, seq, bad, template
         self.teacher = teacher
@@ -178,7 +178,7 @@ class Encoder:
             yield item, joined
 
     def _taught(self, item: Item, text: Text) -> Text:
-        """Return the text with a teacher's probabilities; see `Teacher.alternatives`."""
+        """Return the text with a teacher's probabilities; see `TeacherTokens.alternatives`."""
         assert self.teacher is not None
         parts = text.tokens, text.has_loss, item.logprobs, item.where
         return dataclasses.replace(text, teacher=self.teacher.alternatives(*parts))

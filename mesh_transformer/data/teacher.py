@@ -11,8 +11,6 @@ from mesh_transformer.data.inputs import BadInputError
 from mesh_transformer.data.tokenizer import token_bytes
 
 TEACHER_KEYS = ("teacher_ids", "teacher_logprobs")  # of records and batches; see `Alternatives`
-
-
 Tokens = list[tuple[bytes, dict[bytes, float]]]  # see `_sent`
 
 
@@ -29,7 +27,7 @@ class Alternatives(NamedTuple):
     logprobs: np.ndarray
 
 
-class Teacher:
+class TeacherTokens:
     """Finds the teacher's tokens in texts that are tokenised for a student.
 
     Args:
@@ -111,7 +109,7 @@ def _offset(sent: Tokens, own: list[tuple[int, bytes]]) -> int | None:
 
 
 def _places(texts: list[bytes]) -> list[tuple[int, bytes]]:
-    """Return (place in the joined text, text) of each of them."""
+    """Return (place in the joined text, text) for each text."""
     places, place = [], 0
     for text in texts:
         places.append((place, text))

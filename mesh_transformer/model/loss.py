@@ -303,11 +303,11 @@ def stored_losses(
     segments_BT: Array | None = None,
     key_B: Array | None = None,
 ) -> tuple[Losses, Array]:
-    """Compute the model's losses, and the KL divergence from a teacher of which K tokens are known.
+    """Compute the model's losses, and its KL divergence from a teacher with K known tokens.
 
     The divergence, in nats, is the sum of p log(p / q) over the K tokens, and over all others
-    together, where p is the teacher's probability.  It is at most that over all tokens.  K numbers
-    per position cross the mesh, besides those of the losses.
+    together, where p is the teacher's probability.  It is at most that over all tokens.  K + 1
+    numbers per position cross the mesh, besides those of the losses.
 
     Args:
       ids_BTK, logprobs_BTK: see `data.teacher.Alternatives`.  The divergence is 0 where nothing is

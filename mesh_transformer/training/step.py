@@ -417,7 +417,7 @@ def compile_train(
       teacher: the layout of the teacher; see `distillation.teacher_layout`.
     """
     config, specs = layout.config, layout.specs
-    if (config.teacher is None or config.has_stored_teacher) != (teacher is None):
+    if (config.teacher_path is None) != (teacher is None):
         raise InputError(
             f"config: teacher is {config.teacher!r}, but this command loads no teacher; set it to "
             "null"

@@ -11,7 +11,7 @@ from mesh_transformer.cli import completion_records
 from mesh_transformer.config import Config
 from mesh_transformer.data.inputs import BadInputError
 from mesh_transformer.data.loader import TFRecordNewInputs
-from mesh_transformer.data.teacher import Teacher
+from mesh_transformer.data.teacher import TeacherTokens
 from mesh_transformer.data.tokenizer import load_tokenizer, token_bytes
 from mesh_transformer.util import InputError
 
@@ -63,7 +63,7 @@ def test_tokens_at_the_same_place_are_known(
     end = tokenizer.eos_token_id
     tokens = [*prompt, *text, end]
     has_loss = [False] * len(prompt) + [True] * (len(text) + 1)
-    teacher = Teacher(tokenizer, 2)
+    teacher = TeacherTokens(tokenizer, 2)
     ids, logprobs = teacher.alternatives(
         tokens, has_loss, sent(tokenizer, answer, chat=chat), "row 1"
     )
@@ -84,7 +84,7 @@ def test_tokens_at_the_same_place_are_known(
 def test_the_end_is_known_if_the_server_sends_it(tokenizer: Any) -> None:
     answer = [*tokenizer("Well")["input_ids"], tokenizer.eos_token_id]
     for numbers, expected in ((answer, 2), ([*answer[:-1], answer[0]], 1)):
-        teacher = Teacher(tokenizer, 1)
+        teacher = TeacherTokens(tokenizer, 1)
         teacher.alternatives(
             [0, *answer], [False, True, True], sent(tokenizer, numbers, chat=True), ""
         )
@@ -94,7 +94,7 @@ def test_the_end_is_known_if_the_server_sends_it(tokenizer: Any) -> None:
 def test_another_answer_is_not_known(tokenizer: Any) -> None:
     tokens = tokenizer("Well, yes.")["input_ids"]
     others = sent(tokenizer, tokenizer("Well, not so.")["input_ids"], chat=True)
-    teacher = Teacher(tokenizer, 1)
+    teacher = TeacherTokens(tokenizer, 1)
     teacher.alternatives(tokens, [True] * len(tokens), others, "row 1")
     assert teacher.known == 0
     for wrong in (None, {}, {"tokens": ["a"]}, {"content": [{}]}, {"content": None}):

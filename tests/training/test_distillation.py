@@ -53,14 +53,16 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
 
 def run(config: Config, dp: int = 1, mp: int = 1, batch: Any = None) -> tuple[Any, Any]:
     """Return the metrics and the gradient of a step."""
-    layout, own = layouts(config, dp, mp)
+    layout, teachers, params = step.StateLayout(config, mesh_of(dp, mp)), [], []
+    if config.teacher_path is not None:
+        layout, own = layouts(config, dp, mp)
+        whole = own.padded({"params": jax.tree.map(jnp.asarray, weights(LARGE))})["params"]
+        teachers, params = [own], [jax.device_put(whole, own.shardings["params"])]
     base = config.replace(zero=0, partitioning="jit", cores_per_replica=1, virtual_mesh=None)
     state = jax.tree.map(jax.device_put, layout.padded(fresh_state(base)), layout.shardings)
-    params = own.padded({"params": jax.tree.map(jnp.asarray, weights(LARGE))})["params"]
-    params = jax.device_put(params, own.shardings["params"])
-    train = step.compile_train(layout, None, own)
+    train = step.compile_train(layout, None, *teachers)
     batch = batch_of(config) if batch is None else batch
-    state, metrics = train(state, *step.whole_batch(config, batch), params)
+    state, metrics = train(state, *step.whole_batch(config, batch), *params)
     moments = layout.unpadded({"opt_state": state["opt_state"]})["opt_state"]["mu"]
     gradient = jax.tree.map(lambda mu: np.asarray(mu) / (1 - config.adam_b1), moments)
     return {name: float(value) for name, value in metrics.items()}, gradient
@@ -183,14 +185,7 @@ def stored_batch(config: Config, most: int, known: float = 0.8) -> dict[str, np.
 
 def run_stored(config: Config, dp: int = 1, mp: int = 1, most: int = 5) -> tuple[Any, Any]:
     """Return the metrics and the gradient of a step on stored probabilities."""
-    layout = step.StateLayout(config, mesh_of(dp, mp))
-    base = config.replace(zero=0, partitioning="jit", cores_per_replica=1, virtual_mesh=None)
-    state = jax.tree.map(jax.device_put, layout.padded(fresh_state(base)), layout.shardings)
-    args = step.whole_batch(config, stored_batch(config, most))
-    state, metrics = step.compile_train(layout)(state, *args)
-    moments = layout.unpadded({"opt_state": state["opt_state"]})["opt_state"]["mu"]
-    gradient = jax.tree.map(lambda mu: np.asarray(mu) / (1 - config.adam_b1), moments)
-    return {name: float(value) for name, value in metrics.items()}, gradient
+    return run(config, dp, mp, stored_batch(config, most))
 
 
 @pytest.mark.parametrize("most", [5, VOCAB])
