@@ -162,6 +162,8 @@ def differences(count: int, longest: int, answer: int, seed: int, **changes: Any
                     results.append(difference(logprobs, scored(other, text, rng)))
                 results.append(difference(logprobs, evaluated(network, text)))
                 bar.update()
+            # The programs of a thousand texts would have more memory maps than Linux allows.
+            jax.clear_caches()
     return results
 
 
