@@ -3,8 +3,7 @@
 For attention over whole sequences, `attention_backend` selects one of these backends:
 
 * `xla`: plain softmax attention.
-* `blocks`: softmax attention over one block of queries at a time, which never materialises the
-  full T x S score matrix.
+* `blocks`: softmax attention in blocks, whose memory is linear in the length (`block_attention`).
 * `splash`: splash attention (TPU).
 * `cudnn`: cuDNN's fused attention (GPU).
 
@@ -29,28 +28,14 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_transformer.config_model import Model
 from mesh_transformer.mesh.accelerators import Device
 from mesh_transformer.mesh.parallel import Axes, Parallel
+from mesh_transformer.model.block_attention import ATTENDED, MASKED, attend_in_blocks
 from mesh_transformer.model.cache import LayerCache
-from mesh_transformer.model.dropout import DropProbs, drop_at
 from mesh_transformer.model.layer_values import frequencies
 from mesh_transformer.util import InputError
 
-# (q_BTHK, k_BHSK, v_BHSK, a function for dropout or None) -> attended_BTHK.
-Attend = Callable[[Array, Array, Array, DropProbs | None], Array]
-MASKED = -1e10  # not -inf: a fully masked row must stay finite
+# (q_BTHK, k_BHSK, v_BHSK, the keys of `drop_probs` or None) -> attended_BTHK.
+Attend = Callable[[Array, Array, Array, Array | None], Array]
 LANES = 128  # TPU vector lanes; splash attention requires sequences in multiples of this
-# The number of query blocks of the backend `blocks`.  With 8 blocks, one pass does (1 + 1/8) / 2 of
-# the work of `xla`, and its scores take an eighth of the memory.  Twice as many blocks would save
-# little more, and would double the compile time.
-BLOCKS = 8
-
-
-def block_length(length: int) -> int:
-    """Return the number of queries per block for the attention backend `blocks`.
-
-    A sequence is split into 8 (`BLOCKS`) blocks, or into fewer if a block would otherwise have less
-    than 128 (`LANES`) queries.
-    """
-    return max(-(-length // BLOCKS), LANES)
 
 
 def rotate(
@@ -236,7 +221,6 @@ def attend_after(
 
 
 SPLASH_BLOCKS = (512, 256, LANES)  # block sizes for queries and keys, in order of preference
-ATTENDED = "attended"  # checkpoint_name of the arrays that a kernel saves for its backward pass
 LONG = 2048  # tokens; beyond this, attention scores take more memory than the rest of a layer
 # (q_BHTK already scaled, k_BHSK, v_BHSK, text_BT or None) -> attended_BHTK; positions with equal
 # numbers in text_BT belong to the same text.
@@ -372,7 +356,11 @@ def attend_function(
     """
     name, cap = par.attention, config.score_cap
     window = config.window if window is None else window
-    blocks = functools.partial(_blocks, window, cap, text_BT)
+
+    def blocks(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, key_BH: Array | None) -> Array:
+        run = attend_in_blocks(window, cap, config.dropout_attention, par)
+        return run(q_BTHK, k_BHSK, v_BHSK, text_BT, key_BH)
+
     if name == "blocks":
         return blocks
     if name.startswith("splash") and length % LANES == 0:
@@ -388,7 +376,7 @@ def attend_function(
         return blocks if name != "xla" and length > LONG else None
     run = _differentiable(kernel, par)
 
-    def attend_all(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, _: DropProbs | None) -> Array:
+    def attend_all(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, _: Array | None) -> Array:
         # This scaling is exact if the head size is a power of 4, such as GPT-J's 256.  Otherwise it
         # rounds q once more.
         q_BHTK = jnp.moveaxis(q_BTHK * config.d_head**-0.5, 2, 1)
@@ -463,43 +451,6 @@ def _splash(
     )
     texts = None if text_BT is None else splash.SegmentIds(text_BT, text_BT)
     return jax.vmap(run)(q_BHTK, k_BHSK, v_BHSK, texts)
-
-
-def _blocks(
-    window: int,
-    cap: float | None,
-    text_BT: Array | None,
-    q_BTHK: Array,
-    k_BHSK: Array,
-    v_BHSK: Array,
-    drop: DropProbs | None,
-) -> Array:
-    """Compute causal attention for one block of queries at a time, to save memory.
-
-    Each block of queries uses only the keys that at least one of these queries may attend to.
-    """
-    length, dtype = q_BTHK.shape[1], q_BTHK.dtype
-    block = block_length(length)
-    position_1T = jnp.arange(length)[None]
-    # Keys and values are converted to f32 here, so that their gradients are summed over the blocks
-    # in f32.
-    k_BHSK, v_BHSK = k_BHSK.astype(jnp.float32), v_BHSK.astype(jnp.float32)
-
-    # The backward pass recomputes each block's scores.
-    @functools.partial(jax.checkpoint, static_argnums=0)
-    def attend_block(begin: int, q_BTHK: Array, k_BHSK: Array, v_BHSK: Array) -> Array:
-        queries = slice(begin, begin + block)
-        keys = slice(max(0, begin - window + 1), begin + block)
-        bias_BHTS = causal_bias(position_1T[:, queries], position_1T[:, keys], window)
-        if text_BT is not None:
-            other_text_BTS = text_BT[:, queries, None] != text_BT[:, None, keys]
-            bias_BHTS = jnp.where(other_text_BTS[:, None], MASKED, bias_BHTS)
-        k_BHSK, v_BHSK = (x[:, :, keys].astype(dtype) for x in (k_BHSK, v_BHSK))
-        own = None if drop is None else drop_at(drop, queries.start, keys.start)
-        return attend(q_BTHK[:, queries], LayerCache(k_BHSK, v_BHSK), bias_BHTS, own, cap)
-
-    outputs = [attend_block(begin, q_BTHK, k_BHSK, v_BHSK) for begin in range(0, length, block)]
-    return jnp.concatenate(outputs, axis=1)
 
 
 def _cudnn(window: int, q_BHTK: Array, k_BHSK: Array, v_BHSK: Array, _: Array | None) -> Array:

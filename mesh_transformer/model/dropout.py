@@ -4,10 +4,9 @@ A mask depends only on the config's seed, the step, the layer, the sequence's in
 and the positions within the sequence, the heads and the width.  It does not depend on the devices.
 
 Array names end in their shape: A microbatches, B batch, T query, S key, D model, H heads (of one
-device, with `Manual`).
+device, with `Manual`), G groups of keys.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,15 +15,9 @@ from jax import Array
 
 from mesh_transformer.mesh.parallel import Parallel
 
-# Drops attention probabilities: (probs_BHTS, first query position, first key position) -> probs.
-DropProbs = Callable[[Array, int, int], Array]
+KEYS = 128  # keys whose masks are drawn at once, so that a block of keys has the masks of the whole
 DROPOUT = 0xD809  # folded into the seed, so that the numbers are not those of the initial weights
 PROBS, ATTENTION, FEED_FORWARD = range(3)  # the places in a layer, each with masks of its own
-
-
-def drop_at(drop: DropProbs, query: int, key: int) -> Callable[[Array], Array]:
-    """Return `drop` for the probabilities of a block that begins at these positions."""
-    return lambda probs_BHTS: drop(probs_BHTS, query, key)
 
 
 def sequence_keys(seed: int, step: Array, shape: tuple[int, int]) -> Array:
@@ -84,24 +77,33 @@ class Dropout(NamedTuple):
 
         return jax.vmap(one)(_fold(self.key_B, place))
 
-    def drop_probs(self, rate: float, length: int, par: Parallel) -> DropProbs:
-        """Return a function that drops attention probabilities.
+    def head_keys(self, heads: int, par: Parallel) -> Array:
+        """Return a PRNG key per sequence and attention head, [B, H], for `drop_probs`.
 
         Args:
-          rate: the probability that a probability becomes 0.
-          length: number of positions per sequence.
+          heads: H.
         """
         key_B = _fold(self.key_B, PROBS)
+        return _fold(key_B[:, None], par.rank() * heads + jnp.arange(heads))
 
-        def drop(probs_BHTS: Array, query: int, key: int) -> Array:
-            heads, queries, keys = probs_BHTS.shape[1:]
-            key_BH = _fold(key_B[:, None], par.rank() * heads + jnp.arange(heads))
-            key_BHT = _fold(key_BH[..., None], query + jnp.arange(queries))
 
-            def one(row: Array) -> Array:  # all keys of one query, of which a block uses some
-                return jax.random.bernoulli(row, 1 - rate, (length,))[key : key + keys]
+def drop_probs(
+    probs_BHTS: Array, key_BH: Array, rate: float, query: Array | int = 0, key: Array | int = 0
+) -> Array:
+    """Drop attention probabilities.
 
-            kept_BHTS = jax.vmap(one)(key_BHT.ravel()).reshape(probs_BHTS.shape)
-            return drop_entries(probs_BHTS, kept_BHTS, rate)
+    Args:
+      key_BH: those of `Dropout.head_keys`.
+      rate: the probability that a probability becomes 0.
+      query: the position of the first query.
+      key: the position of the first key, a multiple of 128 (`KEYS`).
+    """
+    queries, keys = probs_BHTS.shape[2:]
+    key_BHT = _fold(key_BH[..., None], query + jnp.arange(queries))
+    key_BHTG = _fold(key_BHT[..., None], key // KEYS + jnp.arange(-(-keys // KEYS)))
 
-        return drop
+    def one(group: Array) -> Array:
+        return jax.random.bernoulli(group, 1 - rate, (KEYS,))
+
+    kept_BHTS = jax.vmap(one)(key_BHTG.ravel()).reshape(*key_BHT.shape, -1)[..., :keys]
+    return drop_entries(probs_BHTS, kept_BHTS, rate)

@@ -12,7 +12,7 @@ import jax
 from mesh_transformer.config_model import Model
 from mesh_transformer.mesh.declaration import Declaration, is_declaration, padded_size
 from mesh_transformer.model import transformer
-from mesh_transformer.model.attention import block_length
+from mesh_transformer.model.block_attention import block_length, block_pairs
 from mesh_transformer.model.heads import key_heads, query_heads
 
 
@@ -139,12 +139,10 @@ def _attention_flops_per_token(config: Model, attention: str) -> int:
     """Return the FLOPs per token of the attention matmuls.
 
     There are 2 matmuls in the forward pass and 4 in the backward pass.  Unless `remat` is none, the
-    2 forward matmuls are recomputed.  If the backend does not save the attention scores, one more
-    matmul recomputes them in the backward pass.  The kernels (splash and cudnn) never save the
-    scores, and `blocks` saves them only if `remat` is none.
+    2 forward matmuls are recomputed.  Only `xla` saves the attention scores; otherwise, one more
+    matmul recomputes them in the backward pass.
     """
-    scores_saved = attention == "xla" or (attention == "blocks" and config.remat == "none")
-    products = 6 + 2 * (config.remat != "none") + (not scores_saved)
+    products = 6 + 2 * (config.remat != "none") + (attention != "xla")
     width = config.shards * query_heads(config, config.shards) * config.d_head
     return products * 2 * width * attended_pairs(config, attention) // config.seq
 
@@ -153,24 +151,17 @@ def attended_pairs(config: Model, attention: str) -> int:
     """Return the number of query-key pairs per sequence in one attention matmul of one head.
 
     This is the sum over all layers.  The number depends on the attention backend.  `xla` computes
-    all pairs.  `blocks` splits the queries into blocks, and pairs all queries of a block with all
-    keys that any of these queries may attend to.  For the kernels (splash and cudnn), only unmasked
-    pairs are counted, although the kernels also compute the masked pairs of tiles that are only
-    partly masked.
+    all pairs.  `blocks` computes all pairs of two blocks of which it needs one.  For the kernels
+    (splash and cudnn), only unmasked pairs are counted, although the kernels also compute the
+    masked pairs of tiles that are only partly masked.
     """
     length = config.seq
     if attention == "xla":
         return config.layers * length**2
     if attention != "blocks":
         return sum(window * length - window * (window - 1) // 2 for window in windows(config))
-    block = block_length(length)
-    ends = [min(begin + block, length) for begin in range(0, length, block)]
-    begins = [0, *ends[:-1]]
-    return sum(
-        (end - begin) * (end - max(0, begin - window + 1))
-        for window in windows(config)
-        for begin, end in zip(begins, ends, strict=True)
-    )
+    pairs = sum(len(block_pairs(length, window)) for window in windows(config))
+    return pairs * block_length(length) ** 2
 
 
 def decode_flops_per_token(config: Model) -> int:

@@ -25,7 +25,13 @@ from mesh_transformer.mesh.jax_versions import erfc
 from mesh_transformer.mesh.parallel import Parallel, param
 from mesh_transformer.model import attention, lora, paged, ring
 from mesh_transformer.model.cache import LayerCache, rows_of, write, write_chunk
-from mesh_transformer.model.dropout import ATTENTION, FEED_FORWARD, Dropout, drop_at, drop_entries
+from mesh_transformer.model.dropout import (
+    ATTENTION,
+    FEED_FORWARD,
+    Dropout,
+    drop_entries,
+    drop_probs,
+)
 from mesh_transformer.model.exact import attend_exactly
 from mesh_transformer.model.heads import Heads
 from mesh_transformer.model.layer_values import LayerValues, layer_values
@@ -422,17 +428,17 @@ class TransformerLayer(hk.Module):
             if values.is_sliding:
                 context = context._replace(bias_BHTS=context.sliding_bias_BHTS)
             return self._cached_attention(q_BTHK, new, context, cache)
-        drop = None
+        key_BH, drop = None, None
         if context.dropout is not None and c.dropout_attention:
-            drop = context.dropout.drop_probs(c.dropout_attention, q_BTHK.shape[1], par)
+            key_BH = context.dropout.head_keys(q_BTHK.shape[2], par)
+            drop = functools.partial(drop_probs, key_BH=key_BH, rate=c.dropout_attention)
         each = cached(*map(split.of_queries, (k_BTHK, v_BTHK)))
 
         def attended(attend: attention.Attend | None, bias_BHTS: Array | None) -> Array:
             if attend is not None:
-                return attend(q_BTHK, each.k_BHSK, each.v_BHSK, drop)
+                return attend(q_BTHK, each.k_BHSK, each.v_BHSK, key_BH)
             assert bias_BHTS is not None
-            own = None if drop is None else drop_at(drop, 0, 0)
-            return attention.attend(q_BTHK, each, bias_BHTS, own, c.score_cap)
+            return attention.attend(q_BTHK, each, bias_BHTS, drop, c.score_cap)
 
         usual = functools.partial(attended, context.attend, context.bias_BHTS)
         sliding = functools.partial(attended, context.sliding_attend, context.sliding_bias_BHTS)

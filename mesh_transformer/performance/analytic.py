@@ -239,14 +239,14 @@ def _transient_bytes(config: Config, attention: str) -> int:
     """Estimate the bytes that the backward pass has in memory only for a short time.
 
     This is a rule of thumb.  While a layer's gradients are computed, these are per token three
-    vectors of length d_model and five of length d_ff, the latter split over mp, and unless
-    attention uses a kernel, the f32 attention scores.  ZeRO 3 adds the layer's weights
+    vectors of length d_model and five of length d_ff, the latter split over mp, and with the
+    attention backend `xla` the f32 attention scores.  ZeRO 3 adds the layer's weights
     and their gradients in the compute dtype.  Afterwards, ZeRO 3 has two f32 gradients and one copy
     of the embedding in memory before they are split over dp.
     """
     mp, width = config.cores_per_replica, _width(config)
     vectors = width * (3 * config.d_model + 5 * config.d_ff // mp)
-    scores = _scores(config, attention) // mp
+    scores = _scores(config, attention) // mp if attention == "xla" else 0
     layer = config.per_replica_batch * config.seq * (vectors + scores)
     if config.zero != 3:
         return layer
@@ -261,8 +261,8 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
 
     * "full": the layer's input, and in a sequential block also the input of the feed-forward.
     * "dots": as "full", and q, k, v and the hidden activations of the feed-forward block.
-    * "none" without an attention kernel: all of "dots", the attention scores and the outputs of the
-      heads.
+    * "none" without an attention kernel: all of "dots", the outputs of the heads, and the attention
+      scores or, with `blocks`, one f32 sum per head.
     * "none" with an attention kernel: all of "dots", with k and v repeated for each head, the
       kernel's output twice and one f32 sum per head.  In a fused block also q, k and v a second
       time, and with `qk_norm` q and k before it.
@@ -282,8 +282,10 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
         return kept + columns * width // mp
     if config.shard_activations:
         kept += inputs * config.d_model * width
-    if attention in ("xla", "blocks"):
+    if attention == "xla":
         return kept + ((columns + heads) * width + _scores(config, attention)) // mp
+    if attention == "blocks":
+        return kept + ((columns + heads) * width + F32 * config.n_heads) // mp
     # The output of a fused matmul is saved as a whole, in addition to q, k and v.
     own = columns + (2 + 3 * block.fused) * heads
     keys = config.shards * key_heads(config, config.shards) * config.d_head

@@ -22,7 +22,6 @@ from mesh_transformer.util import InputError
 from tests.conftest import random_batch
 from tests.training.test_step import BATCH, largest_differences, mesh_of, on_mesh, run, small_config
 
-# Attention has nine blocks: three are above the diagonal, and one is outside the window.
 CONFIG = small_config(layers=1, seq=384, d_model=32, n_heads=2, n_vocab=16, attention_window=130)
 GROUPED = {"block": "llama", "layers": 2, "n_heads": 4, "key_heads": 2}
 GPTJ = Config(layers=1, d_model=4096, n_heads=16, n_vocab=16)

@@ -9,7 +9,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.families import BLOCKS
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
-from mesh_transformer.model.dropout import Dropout, drop_entries, sequence_keys
+from mesh_transformer.model.dropout import Dropout, drop_entries, drop_probs, sequence_keys
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.conftest import SMALL, random_batch
@@ -32,7 +32,7 @@ def losses_of(config: Config, devices: int, steps: int = 3):
 
 
 ODD = {"n_heads": 5, "d_model": 40, "head_size": 7, "shard_activations": True}
-LONG = {"attention": "blocks", "seq": 136, "loss_chunk": 64}
+LONG = {"attention": "blocks", "seq": 264, "loss_chunk": 64}  # two blocks of attention
 
 
 @pytest.mark.slow
@@ -95,15 +95,18 @@ def test_the_factor_of_what_is_kept_is_exact_on_average(rate):
 @pytest.mark.slow
 def test_heads_and_queries_have_masks_of_their_own():
     own = Dropout(sequence_keys(config_of().seed, jnp.int32(5), (1, 2))[0])
-    drop = own.drop_probs(0.25, 64, Auto())
-    whole = np.asarray(drop(jnp.ones((2, 4, 64, 64)), 0, 0))
+    key_BH = own.head_keys(4, Auto())
+    whole = np.asarray(drop_probs(jnp.ones((2, 4, 64, 300)), key_BH, 0.25))
     assert set(np.unique(whole)) == {0, np.float32(1 / 0.75)}
-    rows = whole.reshape(-1, 64)
-    assert len(np.unique(rows, axis=0)) == len(rows)
-    # 32,768 draws: 6 standard deviations.
+    for groups in (whole[..., :128], whole[..., 128:256]):
+        rows = groups.reshape(-1, 128)
+        assert len(np.unique(rows, axis=0)) == len(rows)
+    assert len(np.unique(whole[..., :256].reshape(-1, 128), axis=0)) == 2 * 4 * 64 * 2
+    # 153,600 draws: 6 standard deviations.
     assert abs(whole.mean() - 1) < 6 * np.sqrt(0.25 / 0.75 / whole.size)
-    part = drop(jnp.ones((2, 4, 16, 24)), 32, 8)  # one block of queries, with some of the keys
-    np.testing.assert_array_equal(part, whole[:, :, 32:48, 8:32])
+    # One block of queries, with some of the keys.
+    part = drop_probs(jnp.ones((2, 4, 16, 150)), key_BH, 0.25, query=32, key=128)
+    np.testing.assert_array_equal(part, whole[:, :, 32:48, 128:278])
 
 
 @pytest.mark.slow

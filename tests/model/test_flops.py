@@ -131,23 +131,28 @@ def test_every_flop_count_of_gptj_6b():
     assert kernel == pytest.approx(least - attention + 7 * attention / 6 * seen, rel=1e-9)
 
 
-@pytest.mark.parametrize("window", [1, 130, 384])
-def test_kernels_skip_masked_query_key_pairs(window):
-    """In `blocks`, the 128 queries of a block share the keys that any one of them attends to."""
-    config = small(seq=384, attention_window=window)
-    distance = np.subtract.outer(np.arange(384), np.arange(384))
-    seen = int(np.sum((distance >= 0) & (distance < window)))
-    layers = config.layers
-    assert flops.attended_pairs(config, "splash") == layers * seen
-    keys = {1: (128, 128, 128), 130: (128, 256, 257), 384: (128, 256, 384)}[window]
-    assert flops.attended_pairs(config, "blocks") == layers * 128 * sum(keys)
-    assert flops.attended_pairs(config, "xla") == layers * 384**2
+@pytest.mark.parametrize("length", [200, 1536, 1600])
+@pytest.mark.parametrize("window", [1, 257, 258, 1600])
+def test_kernels_skip_masked_query_key_pairs(window, length):
+    """`blocks` leaves out pairs of blocks of 256 positions, of which the last one is padded."""
+    window = min(window, length)
+    config = small(seq=length, attention_window=window)
+    distance = np.subtract.outer(np.arange(length), np.arange(length))
+    seen = (distance >= 0) & (distance < window)
+    layers, size = config.layers, min(length, 256)
+    assert flops.attended_pairs(config, "splash") == layers * seen.sum()
+    padding = -length % size
+    in_blocks = np.pad(seen, (0, padding)).reshape(-(-length // size), size, -1, size)
+    expected = layers * in_blocks.any(axis=(1, 3)).sum() * size**2
+    assert flops.attended_pairs(config, "blocks") == expected
+    assert flops.attended_pairs(config, "xla") == layers * length**2
 
 
 @pytest.mark.parametrize("attention", ["xla", "blocks", "splash"])
 def test_sliding_layers_count_their_own_window(attention):
     """Two sliding layers and a full one have 2/3 and 1/3 of what three such layers have."""
-    full = small(seq=384, attention=attention if attention == "blocks" else "auto")
+    backend = attention if attention == "blocks" else "auto"
+    full = small(seq=768, loss_chunk=384, attention=backend)
     sliding = full.replace(sliding_window=50)
     mixed = sliding.replace(sliding_layers=[0, 2])
 
@@ -163,10 +168,10 @@ def test_sliding_layers_count_their_own_window(attention):
     ):
         assert count(mixed) == mean(count)
         assert count(sliding) < count(full) or attention == "xla"
-    attended = 12 * 24 * (50 + 384 + 50)
+    attended = 12 * 24 * (50 + 768 + 50)
     assert flops.palm_flops_per_token(mixed) == flops.flops_per_token(mixed) + attended
     if attention != "splash":
-        expected = 768 * flops.hardware_flops_per_token(sliding, attention)
+        expected = 2 * 768 * flops.hardware_flops_per_token(sliding, attention)
         assert traced_flops(sliding, attention) == expected
 
 
