@@ -251,6 +251,11 @@ def _check_rotary_scaling(c: Any) -> None:
             f"rotary_scaling: high_freq_factor is {values['high_freq_factor']}, expected above "
             f"low_freq_factor ({values['low_freq_factor']})"
         )
+    if kind == "dynamic" and c.d_rotary <= 2:
+        raise InputError(
+            f"rotary_scaling is of type dynamic, but {c.d_rotary} entries of a head are rotated, "
+            "expected more than 2; use another type"
+        )
     if kind == "yarn" and c.rotary_base <= 1:
         raise InputError(
             f"rotary_base is {c.rotary_base}, expected above 1 with rotary_scaling of type yarn"

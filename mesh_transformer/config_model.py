@@ -42,7 +42,7 @@ class Architecture:
     rotary_pairs: Literal["neighbours", "halves", "backward_halves"] | None = None
     rotary_base: float | None = None  # of the wavelengths of rotary positions.  None: 10000
     # The change of the wavelengths for longer texts: Hugging Face's `rope_scaling` of type linear,
-    # llama3, yarn or longrope, such as {"rope_type": "linear", "factor": 8.0}.
+    # dynamic, llama3, yarn or longrope, such as {"rope_type": "linear", "factor": 8.0}.
     rotary_scaling: dict[str, object] | None = field(default=None, hash=False)
     unrotated_layers: list[int] | None = field(default=None, hash=False)  # numbers, from 0
     head_size: int | None = None  # entries of a head.  None: d_model / n_heads

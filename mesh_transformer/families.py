@@ -175,6 +175,7 @@ DEFAULTS: dict[str, Any] = {
 # The keys of `rotary_scaling` by its type, and those that it may have besides.
 ROTARY_SCALINGS: dict[Any, tuple[str, ...]] = {
     "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
     "llama3": (
         "factor",
         "low_freq_factor",

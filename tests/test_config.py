@@ -110,7 +110,7 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"lr": -1.0}, ["lr is -1.0", "expected at least 0"]),
         ({"adam_b1": 1}, ["adam_b1 is 1.0", "below 1"]),
         ({"clip_norm": 0}, ["clip_norm is 0.0", "expected above 0"]),
-        ({"rotary_scaling": {"rope_type": "dynamic"}}, ["rope_type 'dynamic'", "linear, llama3"]),
+        ({"rotary_scaling": {"rope_type": "xpos"}}, ["rope_type 'xpos'", "linear, dynamic"]),
         ({"rotary_scaling": {"rope_type": "linear"}}, ["type linear lacks 'factor'"]),
         ({"rotary_scaling": LINEAR | {"mscale": 1.0}}, ["type linear has 'mscale'", "remove it"]),
         ({"rotary_scaling": LINEAR | {"factor": "8"}}, ["factor is '8'", "a number above 0"]),

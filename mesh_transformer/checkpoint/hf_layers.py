@@ -243,6 +243,8 @@ def keys(config: Config, family: Family) -> dict[str, Any]:
     result: dict[str, Any] = dict(base)
     if config.rotary_scaling is not None:
         result["rope_scaling"] = scaling | share
+    if scaling["rope_type"] == "dynamic":  # whose frequencies begin to change there
+        result["max_position_embeddings"] = scaling[ORIGINAL]
     if scaling["rope_type"] == "longrope":  # for which Phi-3 has a default outside the mapping
         result[ORIGINAL] = scaling[ORIGINAL]
     if family.rope_by_kind:

@@ -86,8 +86,8 @@ def frequencies(
       base: of the wavelengths; None for that of GPT-J.
       scaling: the config's `rotary_scaling`; the formulas are those of transformers'
         `modeling_rope_utils`.
-      seq: the longest sequence.  With longrope, it decides for all positions of all texts which
-        factors divide the frequencies; transformers decides anew for the length of each text.
+      seq: the longest sequence.  With longrope and dynamic, the frequencies of all positions of all
+        texts depend on it; in transformers, they depend on the length of each text.
     """
     base = 10000.0 if base is None else base
     frequency_R = base ** (-np.arange(0, dims, 2) / dims)
@@ -95,6 +95,10 @@ def frequencies(
         return frequency_R, 1.0
     scale = 1.0
     factor, kind = scaling["factor"], scaling["rope_type"]
+    if kind == "dynamic":  # Neural tangent kernel: the longest wavelength grows with the length.
+        longer = max(seq / scaling["original_max_position_embeddings"], 1)
+        grown = base * (factor * longer - (factor - 1)) ** (dims / (dims - 2))
+        return frequencies(dims, grown)
     if kind == "longrope":
         length = scaling["original_max_position_embeddings"]
         usual = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0

@@ -197,8 +197,8 @@ def test_old_and_new_keys_of_rotary_embeddings_mean_the_same(tmp_path):
     assert edited(tmp_path, rope_parameters="absent", **old).model == new.model
     assert new.rotary_base == 500
     assert new.rotary_scaling is not None
-    scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-    with pytest.raises(InputError, match="its rotary embedding has type 'dynamic'; only 'default'"):
+    scaling = {"rope_scaling": {"rope_type": "xpos", "factor": 2.0}}
+    with pytest.raises(InputError, match="its rotary embedding has type 'xpos'; only 'default'"):
         edited(tmp_path, **scaling)
 
 
@@ -221,6 +221,23 @@ def test_longrope_has_the_factors_of_the_longest_sequence(tmp_path, length, seq)
     check_export(tmp_path / "ours", state, config, network, tokens, single)
     with pytest.raises(InputError, match=r"short_factor is \[1.0\], expected 2 numbers above 0"):
         config.replace(rotary_scaling=config.rotary_scaling | {"short_factor": [1.0]})
+
+
+@pytest.mark.parametrize("length", [16, 40])
+def test_dynamic_scaling_has_the_wavelengths_of_the_longest_sequence(tmp_path, length):
+    """Transformers has those of each text: longer ones beyond `ORIGINAL` tokens."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}
+    changes = {"rope_parameters": rope, "max_position_embeddings": ORIGINAL}
+    network, tokens = torch_model("llama", **changes), TOKENS[:, :length]
+    network.save_pretrained(tmp_path / "theirs")
+    single, double = torch_logits(network, tokens)
+    config, state = hf.read(str(tmp_path / "theirs"))
+    assert config.rotary_scaling is not None
+    assert config.rotary_scaling["original_max_position_embeddings"] == config.seq == ORIGINAL
+    own = config.replace(dtype="float32", seq=max(length, ORIGINAL))
+    run = jax.jit(lambda params: transformer.logits(params, tokens, own, Auto()))
+    check_close(np.asarray(run(state["params"])), single, double)
+    check_export(tmp_path / "ours", state, own, network, tokens, single)
 
 
 def test_gemma_3s_old_keys_mean_the_same(tmp_path):
