@@ -40,8 +40,10 @@ class Config(Model):
     # Who inserts the collectives: the library, or XLA.  None: shard_map in version 1, else jit
     partitioning: Literal["shard_map", "jit"] | None = None
     # Devices of a run: as many virtual CPU devices are created, and `load` uses no more devices.
-    tpu_size: int | None = None  # None: cores_per_replica
+    tpu_size: int | None = None  # None: cores_per_replica times context_parallel
     cores_per_replica: int = 1  # mp: devices that one copy of the model is split over
+    # cp: devices that the positions of each sequence are split over (docs/long-context.md)
+    context_parallel: int = 1
     # ZeRO stage.  None: 0 in version 1; in version 2, 1 if early_collect is true, otherwise 3.
     zero: Literal[0, 1, 3] | None = None
     # [dp, mp]: results have the bits of this mesh, whatever mesh runs it (docs/same-bits.md).
@@ -202,7 +204,7 @@ class Config(Model):
             "weight_bits": 8 if self.int8_weights else None,
             "beta": kind.beta if (kind := self.objective_kind) else None,
             "momentum": {"muon": 0.95, "sgd": 0.9}.get(self.optimizer, 0.0),
-            "tpu_size": self.cores_per_replica,
+            "tpu_size": self.replica_devices,
             "lora_alpha": float(self.lora_rank),
             "lora_targets": list(block.lora_targets[: block.lora_default]),
         }
@@ -211,6 +213,11 @@ class Config(Model):
     def shards(self) -> int:
         """Number of shards of the model: that of `virtual_mesh`, by default `cores_per_replica`."""
         return self.cores_per_replica if self.virtual_mesh is None else self.virtual_mesh[1]
+
+    @property
+    def replica_devices(self) -> int:
+        """Number of devices of a replica, mp times cp."""
+        return self.cores_per_replica * self.context_parallel
 
     def replicas(self, dp: int) -> int:
         """Return the number of replicas on a mesh with `dp`: that of `virtual_mesh`, or `dp`."""

@@ -28,7 +28,8 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "at least 1",
         lambda x: x >= 1,
         "layers d_model n_heads key_heads ff_size n_vocab seq head_size attention_window tpu_size "
-        "cores_per_replica per_replica_batch gradient_accumulation_steps anneal_steps "
+        "cores_per_replica context_parallel per_replica_batch gradient_accumulation_steps "
+        "anneal_steps "
         "original_bias_copies loss_chunk val_every ckpt_every keep_n keep_every max_skipped "
         "reward_workers answer_tokens rollout_updates total_steps early_stop anneal_tokens "
         "eval_harness_limit rollout_rows",
@@ -299,6 +300,7 @@ def _check_divisions(c: Any) -> None:
     check_divisible(
         "tpu_size", c.tpu_size, shards, f"set tpu_size to a multiple of {shards}, or lower {shards}"
     )
+    _check_context(c)
     if c.pe == "rotary" and c.d_rotary > c.d_head:
         raise InputError(
             f"pe_rotary_dims is {c.d_rotary}, above the head size {c.d_head} "
@@ -306,6 +308,32 @@ def _check_divisions(c: Any) -> None:
         )
     if c.pe == "rotary" and (c.d_rotary % 2 or not c.d_rotary):
         raise InputError(f"pe_rotary_dims is {c.d_rotary}, expected a positive even number")
+
+
+def _check_context(c: Any) -> None:
+    if c.context_parallel == 1:
+        return
+    sizes = f"context_parallel is {c.context_parallel}"
+    if c.tpu_size % c.replica_devices:
+        raise InputError(
+            f"{sizes}, and tpu_size {c.tpu_size} is not divisible by its product with "
+            f"cores_per_replica ({c.cores_per_replica}); change one of them"
+        )
+    if c.seq % (2 * c.context_parallel):  # each device has two chunks of a sequence
+        raise InputError(
+            f"{sizes}, and seq {c.seq} is not divisible by twice as many; change one of them"
+        )
+    excluded = {
+        "attention": None if c.attention in ("auto", "blocks") else c.attention,
+        "pe": "t5" if c.pe == "t5" else None,
+        "dropout": c.drops,
+        "virtual_mesh": c.virtual_mesh,
+        "exact": c.exact,
+        "shard_activations": c.shard_activations,
+    }
+    for key, value in excluded.items():
+        if value:
+            raise InputError(f"{sizes}, which excludes {key}, but it is {value}; unset one")
 
 
 def _check_offload(c: Any) -> None:

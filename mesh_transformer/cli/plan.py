@@ -128,6 +128,11 @@ def main() -> None:
             f"config: teacher is {config.teacher!r}, which --search and --scaling do not estimate; "
             "plan one mesh, or set teacher to null"
         )
+    if config.context_parallel > 1:
+        raise InputError(
+            f"config: context_parallel is {config.context_parallel}, which plans do not support; "
+            "set it to 1"
+        )
     changes = key_arguments(args, "shard_activations", "loss_chunk")
     if not args.search or (args.dp, args.mp) != (None, None):  # else, the search chooses mp
         mp = replica_size(args.dp, args.mp, config.cores_per_replica, slice_.devices)

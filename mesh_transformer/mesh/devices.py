@@ -1,4 +1,4 @@
-"""The device mesh with axes dp (data parallel) and mp (model parallel), and shardings on it."""
+"""The device mesh, with the axes dp (data), cp (context) and mp (model), and shardings on it."""
 
 import contextlib
 import math
@@ -62,42 +62,48 @@ def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
         return saved  # its parameters depend on mp
     on_cpu = jax.default_backend() == "cpu"
     shards = 1 if on_cpu else math.gcd(saved.cores_per_replica, jax.device_count())
-    return saved.replace(cores_per_replica=shards, tpu_size=shards, zero=0)
+    return saved.replace(cores_per_replica=shards, context_parallel=1, tpu_size=shards, zero=0)
 
 
 def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return the (dp, mp) mesh over `devices`, in the order in which they are given.
+    """Return the (dp, cp, mp) mesh over `devices`, in the order in which they are given.
 
     By default, these are all JAX devices, in an order in which TPUs that are linked to each other
-    follow each other (see `device_order.arranged`).  mp is `config.cores_per_replica`, and dp is
-    the number of devices divided by mp.
+    follow each other (see `device_order.arranged`).  mp is `config.cores_per_replica`, cp is
+    `config.context_parallel`, and dp is the number of devices divided by both.  If cp is 1, the
+    mesh has no such axis.
 
     Raises:
-      InputError: if the number of devices is not a multiple of `config.cores_per_replica`.
+      InputError: if the number of devices is not a multiple of mp times cp.
     """
     is_plain = devices is not None
     devices = jax.devices() if devices is None else devices
-    mp = config.cores_per_replica
+    mp, cp = config.cores_per_replica, config.context_parallel
     if not len(devices):
         raise InputError("make_mesh: there are no devices in `devices`; give at least one")
-    if len(devices) % mp:
+    if len(devices) % config.replica_devices:
         platform = devices[0].platform
         remedy = f"set cores_per_replica to a divisor of {len(devices)}"
-        if platform == "cpu" and len(devices) < mp:  # JAX started before virtual devices were set
+        if cp > 1:
+            remedy = f"set it and context_parallel ({cp}) to numbers whose product is one"
+        # JAX may have started before the virtual devices were set.
+        if platform == "cpu" and len(devices) < config.replica_devices:
             flag = f"--xla_force_host_platform_device_count={config.tpu_size}"
             remedy += f", create the model before other uses of JAX, or start with XLA_FLAGS={flag}"
         raise InputError(
             f"config: cores_per_replica is {mp}, but there are {len(devices)} {platform} devices; "
             f"{remedy}"
         )
-    dp = len(devices) // mp
+    dp = len(devices) // config.replica_devices
     if config.replicas(dp) % dp:
         raise InputError(
             f"config: virtual_mesh is {config.virtual_mesh}, whose dp is not divisible by the {dp} "
             f"replicas of {len(devices)} devices; change it, or use fewer devices"
         )
-    array = np.array(devices, object).reshape(dp, mp) if is_plain else arranged(devices, mp)
-    return Mesh(array, ("dp", "mp"))
+    array = np.array(devices, object) if is_plain else arranged(devices, config.replica_devices)
+    if cp == 1:
+        return Mesh(array.reshape(dp, mp), ("dp", "mp"))
+    return Mesh(array.reshape(dp, cp, mp), ("dp", "cp", "mp"))
 
 
 def abstract(shapes: Any, layout: Any) -> Any:

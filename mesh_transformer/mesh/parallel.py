@@ -1,9 +1,10 @@
 """Collectives and array layouts for model code, with two ways to partition over the mesh.
 
-The mesh has two axes: dp (data parallel) and mp (model parallel).  Model code runs inside
-`shard_map`, or on a single device without it, and accesses the mesh only through a `Parallel`.
-Collectives over dp are always explicit: f32 reductions, and ZeRO's gathers and scatters.  The two
-subclasses of `Parallel` differ in how they partition over mp:
+The mesh has two axes, dp (data parallel) and mp (model parallel), and a third one if the positions
+of sequences are split: cp (context parallel).  Model code runs inside `shard_map`, or on a single
+device without it, and accesses the mesh only through a `Parallel`.  Collectives over dp and cp are
+always explicit: f32 reductions, and ZeRO's gathers and scatters.  The two subclasses of `Parallel`
+differ in how they partition over mp:
 
 * `Manual` also makes Megatron's collectives over mp explicit.  Model code sees this device's shard
   of each array.
@@ -89,6 +90,7 @@ class Parallel(abc.ABC):
       mp: size of the mesh axis mp; 1 if the compiler partitions over mp.
       shards: size of the mesh axis mp, also if the compiler partitions over mp.
       dp: number of data-parallel replicas.
+      cp: number of devices that the positions of each sequence are split over.
       replicas: number of separate gradients per microbatch: `dp`, or 1 with ZeRO 3, whose backward
         pass already sums over dp.
       attention: the backend for attention over a whole sequence (`attention_backend`).
@@ -110,7 +112,9 @@ class Parallel(abc.ABC):
     ):
         self.split_stream = split_stream
         self.exact = exact
-        self.axes = () if mesh is None else self._explicit
+        names = () if mesh is None else mesh.axis_names
+        self.axes = tuple(axis for axis in self._explicit if axis in names)
+        self.cp = 1 if mesh is None else mesh.shape.get("cp", 1)
         self.dp = 1 if mesh is None else mesh.shape["dp"]
         self.shards = 1 if mesh is None else mesh.shape["mp"]
         self.mp = self.shards if "mp" in self.axes else 1
@@ -154,6 +158,47 @@ class Parallel(abc.ABC):
         x must contain all positions.  Without `split_stream`, the residual stream also contains all
         positions, so x is returned unchanged.
         """
+
+    def cp_rank(self) -> Array | int:
+        """Return this device's index along cp."""
+        return lax.axis_index("cp") if self.cp > 1 else 0
+
+    def cut(self, x: Array, axis: int = 1) -> Array:
+        """Return this device's positions of an array with those of whole sequences.
+
+        A sequence is cut into 2 cp chunks.  Device r has the chunks r and 2 cp - 1 - r, so that
+        causal attention is equal work for all devices.
+
+        Args:
+          axis: the array axis of the positions.
+        """
+        if self.cp == 1:
+            return x
+        size, rank = x.shape[axis] // (2 * self.cp), self.cp_rank()
+        chunks = [
+            lax.dynamic_slice_in_dim(x, chunk * size, size, axis)
+            for chunk in (rank, 2 * self.cp - 1 - rank)
+        ]
+        return jnp.concatenate(chunks, axis)
+
+    def whole(self, x: Array, axis: int = 1) -> Array:
+        """Undo `cut`, by an all-gather over cp."""
+        if self.cp == 1:
+            return x
+        x = jnp.moveaxis(x, axis, 0)
+        x = x.reshape(2, -1, *x.shape[1:])
+        chunks = lax.all_gather(
+            x, "cp", axis=1, to="invarying"
+        )  # [2, cp, positions of a chunk, ...]
+        chunks = jnp.concatenate((chunks[0], chunks[1, ::-1]))
+        return jnp.moveaxis(chunks.reshape(-1, *x.shape[2:]), 0, axis)
+
+    def shift(self, x: Any, distance: int) -> Any:
+        """Return the tree of arrays of the device that is `distance` devices before along cp."""
+        if not distance % self.cp:
+            return x
+        pairs = [(rank, (rank + distance) % self.cp) for rank in range(self.cp)]
+        return jax.tree.map(lambda x: lax.ppermute(x, "cp", pairs), x)
 
     @abc.abstractmethod
     def sum(self, x: Array) -> Array:
@@ -273,11 +318,14 @@ class Parallel(abc.ABC):
 
         With ZeRO 1, the parameters that ZeRO splits over dp are also all-gathered.  With ZeRO 3,
         they stay split until `collect` gathers them.  Until then the trained ones also stay in f32,
-        so that their gradients are in f32.
+        so that their gradients are in f32.  Frozen ones, unlike trained ones (see `mark_varying`),
+        are typed as varying over cp here.
         """
 
         def copy(d: Declaration, x: Array) -> Array:
             axis, own = self._zero_axis(d), x.dtype if d.quantized else dtype
+            if d.frozen:
+                x = self._as_varying(x, "cp")
             if axis is None:
                 return self._as_varying(x.astype(own), "dp")
             if self.zero_stage == 3:
@@ -287,21 +335,23 @@ class Parallel(abc.ABC):
         return map_declared(copy, declared, params)
 
     def mark_varying(self, params: Any, declared: Any) -> Any:
-        """Type replicated parameters as varying over mp, to sum all their gradients at once.
+        """Type replicated parameters as varying, to sum all their gradients at once.
 
-        JAX all-reduces the gradient of a replicated parameter over mp at the point where the
+        JAX all-reduces the gradient of a replicated parameter over mp or cp at the point where the
         parameter's type changes to varying.  By default, that point is inside every layer.  If this
         method is called once per microbatch, there is only one all-reduce per microbatch, in f32.
 
-        Among the parameters that mp does not split, the method affects LoRA adapters, parameters
-        that are declared with `fanned_out` and, with `split_stream`, all.
+        For cp, the method affects all parameters.  For mp, it affects those that mp does not split
+        and that are LoRA adapters or declared with `fanned_out` or, with `split_stream`, all.
         """
 
         def one(d: Declaration, x: Array) -> Array:
             affected = d.adapter or d.fanned_out or self.split_stream
-            if "mp" in tuple(d.spec) or not affected:
+            over_mp = affected and "mp" not in tuple(d.spec)
+            axes = (*(("cp",) if self.cp > 1 else ()), *(("mp",) if over_mp else ()))
+            if not axes:
                 return x
-            return self._as_varying(x.astype(jnp.float32), "mp").astype(x.dtype)
+            return self._as_varying(x.astype(jnp.float32), *axes).astype(x.dtype)
 
         return map_declared(one, declared, params)
 
@@ -399,12 +449,12 @@ class Parallel(abc.ABC):
 
 
 class Auto(Parallel):
-    """A `Parallel` that partitions over dp explicitly and leaves mp to the compiler.
+    """A `Parallel` that partitions over dp and cp explicitly and leaves mp to the compiler.
 
     Without a mesh, the program runs on one device and has no collectives.
     """
 
-    _explicit = ("dp",)
+    _explicit = ("dp", "cp")
 
     def fan_out(self, x: Array) -> Array:
         if not self.split_stream:
@@ -444,9 +494,9 @@ class Auto(Parallel):
 
 
 class Manual(Parallel):
-    """A `Parallel` that partitions over dp and mp explicitly; each array is this device's shard."""
+    """A `Parallel` that partitions over all axes explicitly; each array is this device's shard."""
 
-    _explicit = ("dp", "mp")
+    _explicit = ("dp", "cp", "mp")
 
     def fan_out(self, x: Array) -> Array:
         if self.split_stream:

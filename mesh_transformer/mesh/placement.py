@@ -35,7 +35,7 @@ def limit_in_flight(result: Array) -> None:
 
 
 class Rows:
-    """Transfers this process's batch rows to and from a (dp, mp) mesh that may span processes.
+    """Transfers this process's batch rows to and from a mesh that may span processes.
 
     Args:
       unit: the number of rows of each replica must be a multiple of this.
@@ -53,7 +53,7 @@ class Rows:
         self.replicas = [
             replica
             for replica, devices in enumerate(mesh.devices)
-            if any(device.process_index == process for device in devices)
+            if any(device.process_index == process for device in devices.flat)
         ]
         self.alone = all(device.process_index == process for device in mesh.devices.flat)
 

@@ -361,7 +361,7 @@ def attend_function(
         run = attend_in_blocks(window, cap, config.dropout_attention, par)
         return run(q_BTHK, k_BHSK, v_BHSK, text_BT, key_BH)
 
-    if name == "blocks":
+    if name == "blocks" or par.cp > 1:
         return blocks
     if name.startswith("splash") and length % LANES == 0:
         kernel = functools.partial(_splash, window, cap, name == "splash_interpreted")

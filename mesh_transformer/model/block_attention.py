@@ -6,12 +6,16 @@ keys (online softmax, Milakov 2018; Rabe 2021).  It saves one number per query, 
 softmax's denominator, from which the backward pass recomputes each block's probabilities
 (FlashAttention-2, Dao 2023).  Everything is plain JAX, for devices without a kernel.
 
-Array names end in their shape: B batch, L positions, H heads, N blocks, T queries of a block, S
-keys of a block, K head size.
+If positions are split over cp, keys and values go round its devices (ring attention, Liu 2023), and
+so do their gradients in the backward pass.
+
+Array names end in their shape: B batch, L positions of this device, H heads, N blocks, T queries of
+a block, S keys of a block, K head size.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,26 +31,67 @@ MASKED = -1e10  # not -inf: a fully masked row must stay finite
 BLOCK, LONG_BLOCK = 256, 512  # positions; the first is faster on CPUs, the second on accelerators
 
 
-def block_length(length: int) -> int:
-    """Return the number of positions of a block, for sequences of a length."""
-    return min(length, BLOCK if length < 8192 else LONG_BLOCK)
-
-
-def block_pairs(length: int, window: int) -> np.ndarray:
-    """Return the blocks of queries and keys of which some pair is not masked, int32 [pairs, 2].
+def block_length(length: int, cp: int = 1) -> int:
+    """Return the number of positions of a block, for sequences of a length.
 
     Args:
-      window: the number of positions that a query may attend to, including its own.
+      cp: the number of devices that split the positions, in two chunks each (`Parallel.cut`).
+        Blocks then divide the chunks.
     """
-    size = block_length(length)
-    return np.array(
-        [
-            (query, key)
-            for query in range(-(-length // size))
+    most = BLOCK if length < 8192 else LONG_BLOCK
+    if cp == 1:
+        return min(length, most)
+    chunk = length // (2 * cp)
+    return next(size for size in range(min(chunk, most), 0, -1) if chunk % size == 0)
+
+
+class Pair(NamedTuple):
+    """A block of queries and one of keys.
+
+    Attributes:
+      query, key: their indices on the devices that have them.
+      query_number, key_number: their numbers in the whole sequence.
+    """
+
+    query: Any
+    key: Any
+    query_number: Any
+    key_number: Any
+
+
+def block_pairs(length: int, window: int, cp: int = 1) -> dict[int, Pair]:
+    """Return the pairs of blocks of which some query attends to some key.
+
+    Args:
+      length: of the whole sequence.
+      window: the number of positions that a query may attend to, including its own.
+      cp: as in `block_length`.
+
+    Returns:
+      A dict from a distance along cp to the pairs whose keys are on the device that is so far
+      before, int32 [cp, pairs].  All devices have as many, some of which may be masked.
+    """
+    size = block_length(length, cp)
+    chunks = np.array_split(np.arange(-(-length // size)), 2 * cp)
+    numbers = [np.concatenate((chunks[rank], chunks[-1 - rank])) for rank in range(cp)]
+    masked = 0, 0, 0, 1  # keys after the queries
+
+    def pairs(queries: np.ndarray, keys: np.ndarray) -> list[tuple[int, ...]]:
+        index = {int(number): at for at, number in enumerate(keys)}
+        return [
+            (at, index[key], query, key)
+            for at, query in enumerate(map(int, queries))
             for key in range(max(0, query * size - window + 1) // size, query + 1)
-        ],
-        np.int32,
-    )
+            if key in index
+        ]
+
+    result = {}
+    for distance in range(cp):
+        own = [pairs(numbers[rank], numbers[rank - distance]) for rank in range(cp)]
+        if most := max(map(len, own)):
+            padded = [row + [masked] * (most - len(row)) for row in own]
+            result[distance] = Pair(*np.moveaxis(np.array(padded, np.int32), -1, 0))
+    return result
 
 
 def attend_in_blocks(
@@ -54,8 +99,9 @@ def attend_in_blocks(
 ) -> Callable[..., Array]:
     """Return a differentiable function of q, k, v, texts and PRNG keys that computes attention.
 
-    Its arguments are q_BLHK, k_BHLK, v_BHLK; text_BL or None, as in `attention.attend_function`;
-    and key_BH or None, as in `dropout.drop_probs`.  It returns [B, L, H, K].
+    Its arguments are q_BLHK, k_BHLK, v_BHLK; None or, as in `attention.attend_function`, the texts
+    of all positions of the whole sequences; and key_BH or None, as in `dropout.drop_probs`.  It
+    returns [B, L, H, K].
 
     Args:
       window: as in `block_pairs`.
@@ -67,57 +113,56 @@ def attend_in_blocks(
     def run(q: Array, k: Array, v: Array, text: Array | None, keys: Array | None) -> Array:
         return forward(q, k, v, text, keys)[0]
 
-    def forward(
-        q_BLHK: Array, k_BHLK: Array, v_BHLK: Array, text_BL: Array | None, key_BH: Array | None
-    ) -> tuple[Array, Any]:
-        blocks = _Blocks(q_BLHK, k_BHLK, v_BHLK, text_BL, key_BH, window, cap, rate)
+    def blocks_of(q_BLHK: Array, text: Array | None, key_BH: Array | None) -> _Blocks:
+        return _Blocks(q_BLHK, text, key_BH, window, cap, rate, par)
 
-        def body(carry: Any, pair: Any) -> tuple[Any, None]:
-            query, key = pair
-            most_BHT, sum_BHT, attended_BHTK = (_block(x, query) for x in carry)
-            scores_BHTS = blocks.scores(query, key)
+    def forward(
+        q_BLHK: Array, k_BHLK: Array, v_BHLK: Array, text: Array | None, key_BH: Array | None
+    ) -> tuple[Array, Any]:
+        blocks = blocks_of(q_BLHK, text, key_BH)
+
+        def body(k: Array, v: Array, carry: Any, pair: Pair) -> tuple[Any, None]:
+            most_BHT, sum_BHT, attended_BHTK = (_block(x, pair.query) for x in carry)
+            scores_BHTS = blocks.scores(_block(blocks.q, pair.query), _block(k, pair.key), pair)
             new_BHT = jnp.maximum(most_BHT, scores_BHTS.max(axis=-1))
             probs_BHTS = jnp.exp(scores_BHTS - new_BHT[..., None])
             factor_BHT = jnp.exp(most_BHT - new_BHT)
             sum_BHT = sum_BHT * factor_BHT + probs_BHTS.sum(axis=-1)
-            added_BHTK = _product(
-                "BHTS,BHSK->BHTK", blocks.dropped(probs_BHTS, query, key), _block(blocks.v, key)
-            )
+            kept_BHTS = blocks.dropped(probs_BHTS, pair)
+            added_BHTK = _product("BHTS,BHSK->BHTK", kept_BHTS, _block(v, pair.key))
             attended_BHTK = attended_BHTK * factor_BHT[..., None] + added_BHTK
             new = new_BHT, sum_BHT, attended_BHTK
-            return tuple(_put(x, y, query) for x, y in zip(carry, new, strict=True)), None
+            return tuple(_put(x, y, pair.query) for x, y in zip(carry, new, strict=True)), None
 
-        shape = blocks.q.shape
-        start = (
-            par.zeros(shape[:-1], jnp.float32, "dp", "mp") + MASKED,
-            par.zeros(shape[:-1], jnp.float32, "dp", "mp"),
-            par.zeros(shape, jnp.float32, "dp", "mp"),
-        )
-        most, total, attended = lax.scan(body, start, blocks.pairs)[0]
+        zeros = blocks.zeros()
+        carry: Any = zeros[..., 0] + MASKED, zeros[..., 0], zeros
+        moving, before = (blocks.split(k_BHLK), blocks.split(v_BHLK)), 0
+        for distance, pairs in blocks.pairs.items():
+            moving, before = par.shift(moving, distance - before), distance
+            carry, _ = lax.scan(functools.partial(body, *moving), carry, pairs)
+        most, total, attended = carry
         attended = (attended / total[..., None]).astype(q_BLHK.dtype)
         attended_BLHK = checkpoint_name(jnp.moveaxis(blocks.joined(attended), 1, 2), ATTENDED)
         log_sum_BHL = checkpoint_name(blocks.joined(most + jnp.log(total)), ATTENDED)
-        saved = (q_BLHK, k_BHLK, v_BHLK, text_BL, key_BH, attended_BLHK, log_sum_BHL)
-        return attended_BLHK, saved
+        return attended_BLHK, (q_BLHK, k_BHLK, v_BHLK, text, key_BH, attended_BLHK, log_sum_BHL)
 
     def backward(saved: Any, g_BLHK: Array) -> tuple[Array | None, ...]:
-        q_BLHK, k_BHLK, v_BHLK, text_BL, key_BH, attended_BLHK, log_sum_BHL = saved
-        blocks = _Blocks(q_BLHK, k_BHLK, v_BHLK, text_BL, key_BH, window, cap, rate)
+        q_BLHK, k_BHLK, v_BHLK, text, key_BH, attended_BLHK, log_sum_BHL = saved
+        blocks = blocks_of(q_BLHK, text, key_BH)
         # The sum over keys of probabilities times their gradients.
         mean_BLH = (g_BLHK.astype(jnp.float32) * attended_BLHK.astype(jnp.float32)).sum(axis=-1)
         g_BHLK, mean_BHL = (jnp.moveaxis(x, 2, 1) for x in (g_BLHK, mean_BLH))
         g, log_sum, mean = map(blocks.split, (g_BHLK, log_sum_BHL, mean_BHL))
 
-        def body(carry: Any, pair: Any) -> tuple[Any, None]:
-            query, key = pair
-            q_BHTK, g_BHTK = _block(blocks.q, query), _block(g, query)
-            k_BHSK, v_BHSK = _block(blocks.k, key), _block(blocks.v, key)
-            scores_BHTS = blocks.scores(query, key)
-            probs_BHTS = jnp.exp(scores_BHTS - _block(log_sum, query)[..., None])
-            d_v_BHSK = _product("BHTS,BHTK->BHSK", blocks.dropped(probs_BHTS, query, key), g_BHTK)
+        def body(k: Array, v: Array, carry: Any, pair: Pair) -> tuple[Any, None]:
+            q_BHTK, g_BHTK = _block(blocks.q, pair.query), _block(g, pair.query)
+            k_BHSK, v_BHSK = _block(k, pair.key), _block(v, pair.key)
+            scores_BHTS = blocks.scores(q_BHTK, k_BHSK, pair)
+            probs_BHTS = jnp.exp(scores_BHTS - _block(log_sum, pair.query)[..., None])
+            d_v_BHSK = _product("BHTS,BHTK->BHSK", blocks.dropped(probs_BHTS, pair), g_BHTK)
             d_probs_BHTS = _product("BHTK,BHSK->BHTS", g_BHTK, v_BHSK)
-            d_probs_BHTS = blocks.dropped(d_probs_BHTS, query, key).astype(jnp.float32)
-            d_scores_BHTS = probs_BHTS * (d_probs_BHTS - _block(mean, query)[..., None])
+            d_probs_BHTS = blocks.dropped(d_probs_BHTS, pair).astype(jnp.float32)
+            d_scores_BHTS = probs_BHTS * (d_probs_BHTS - _block(mean, pair.query)[..., None])
             if cap is not None:
                 d_scores_BHTS *= 1 - jnp.square(scores_BHTS / cap)
             d_scores_BHTS = (d_scores_BHTS * blocks.scale).astype(q_BHTK.dtype)
@@ -125,13 +170,18 @@ def attend_in_blocks(
             d_k_BHSK = _product("BHTS,BHTK->BHSK", d_scores_BHTS, q_BHTK)
             d_q, d_k, d_v = carry
             return (
-                _put(d_q, _block(d_q, query) + d_q_BHTK, query),
-                _put(d_k, _block(d_k, key) + d_k_BHSK, key),
-                _put(d_v, _block(d_v, key) + d_v_BHSK, key),
+                _put(d_q, _block(d_q, pair.query) + d_q_BHTK, pair.query),
+                _put(d_k, _block(d_k, pair.key) + d_k_BHSK, pair.key),
+                _put(d_v, _block(d_v, pair.key) + d_v_BHSK, pair.key),
             ), None
 
-        zeros = [par.zeros(blocks.q.shape, jnp.float32, "dp", "mp") for _ in range(3)]
-        d_q, d_k, d_v = lax.scan(body, tuple(zeros), blocks.pairs)[0]
+        d_q, d_k, d_v = (blocks.zeros() for _ in range(3))
+        (k, v), before = map(blocks.split, (k_BHLK, v_BHLK)), 0
+        for distance, pairs in blocks.pairs.items():
+            k, v, d_k, d_v = par.shift((k, v, d_k, d_v), distance - before)
+            (d_q, d_k, d_v), _ = lax.scan(functools.partial(body, k, v), (d_q, d_k, d_v), pairs)
+            before = distance
+        d_k, d_v = par.shift((d_k, d_v), -before)
         return (
             jnp.moveaxis(blocks.joined(d_q), 1, 2).astype(q_BLHK.dtype),
             blocks.joined(d_k).astype(k_BHLK.dtype),
@@ -145,69 +195,78 @@ def attend_in_blocks(
 
 
 class _Blocks:
-    """Queries, keys and values in blocks of positions, [B, H, N, T, K] each, and their scores.
+    """Arrays of a device's positions in blocks, [B, H, N, T, ...] each, and the blocks' scores.
 
     Attributes:
-      pairs: the numbers of the blocks of queries and of keys, [pairs] each.
+      q: the queries.
+      pairs: the result of `block_pairs` for this device.
       scale: the factor of the scores.
     """
 
     def __init__(
         self,
         q_BLHK: Array,
-        k_BHLK: Array,
-        v_BHLK: Array,
-        text_BL: Array | None,
+        text: Array | None,
         key_BH: Array | None,
         window: int,
         cap: float | None,
         rate: float,
+        par: Parallel,
     ):
         self.length = q_BLHK.shape[1]
-        self.size = block_length(self.length)
-        self.q, self.k, self.v = map(self.split, (jnp.moveaxis(q_BLHK, 2, 1), k_BHLK, v_BHLK))
-        self.texts = None if text_BL is None else self.split(text_BL[:, None])
+        self.size = block_length(self.length * par.cp, par.cp)
+        self.q = self.split(jnp.moveaxis(q_BLHK, 2, 1))
+        self.texts = None if text is None else self.split(text[:, None])
         self.key_BH = key_BH
-        self.window, self.cap, self.rate = window, cap, rate
+        self.window, self.cap, self.rate, self.par = window, cap, rate, par
         self.scale = q_BLHK.shape[-1] ** -0.5
-        self.pairs = tuple(block_pairs(self.length, window).T)
+        pairs, rank = block_pairs(self.length * par.cp, window, par.cp), par.cp_rank()
+        self.pairs = {
+            distance: jax.tree.map(lambda x: jnp.asarray(x)[rank], own)
+            for distance, own in pairs.items()
+        }
 
     def split(self, x_BHL: Array) -> Array:
         """Return an array [B, H, L, ...] as [B, H, N, T, ...], with zeros in the last block."""
-        number = -(-self.length // self.size)
-        padding = number * self.size - self.length
+        padding = -x_BHL.shape[2] % self.size
         rest = [(0, 0)] * (x_BHL.ndim - 3)
         x_BHL = jnp.pad(x_BHL, ((0, 0), (0, 0), (0, padding), *rest))
-        return x_BHL.reshape(*x_BHL.shape[:2], number, self.size, *x_BHL.shape[3:])
+        return x_BHL.reshape(*x_BHL.shape[:2], -1, self.size, *x_BHL.shape[3:])
 
     def joined(self, x_BHNT: Array) -> Array:
         """Undo `split`."""
         shape = x_BHNT.shape
         return x_BHNT.reshape(*shape[:2], -1, *shape[4:])[:, :, : self.length]
 
-    def scores(self, query: Array, key: Array) -> Array:
+    def zeros(self) -> Array:
+        """Return f32 zeros like the queries."""
+        return self.par.zeros(self.q.shape, jnp.float32, "dp", "mp", "cp")
+
+    def scores(self, q_BHTK: Array, k_BHSK: Array, pair: Pair) -> Array:
         """Return the scores of a block of queries for a block of keys, f32 [B, H, T, S].
 
         The padding comes after all queries, which therefore do not attend to it.
         """
-        scores_BHTS = _product("BHTK,BHSK->BHTS", _block(self.q, query), _block(self.k, key))
-        scores_BHTS *= self.scale
+        scores_BHTS = _product("BHTK,BHSK->BHTS", q_BHTK, k_BHSK) * self.scale
         if self.cap is not None:
             scores_BHTS = self.cap * jnp.tanh(scores_BHTS / self.cap)
         index = jnp.arange(self.size)
-        distance_TS = (query - key) * self.size + index[:, None] - index
+        blocks = pair.query_number - pair.key_number
+        distance_TS = blocks * self.size + index[:, None] - index
         seen_BHTS = ((distance_TS >= 0) & (distance_TS < self.window))[None, None]
         if self.texts is not None:
-            query_BHT, key_BHS = _block(self.texts, query), _block(self.texts, key)
+            query_BHT = _block(self.texts, pair.query_number)
+            key_BHS = _block(self.texts, pair.key_number)
             seen_BHTS &= query_BHT[..., :, None] == key_BHS[..., None, :]
         return jnp.where(seen_BHTS, scores_BHTS, MASKED)
 
-    def dropped(self, x_BHTS: Array, query: Array, key: Array) -> Array:
+    def dropped(self, x_BHTS: Array, pair: Pair) -> Array:
         """Apply the dropout of probabilities, in the compute dtype."""
-        x_BHTS = x_BHTS.astype(self.v.dtype)
+        x_BHTS = x_BHTS.astype(self.q.dtype)
         if self.key_BH is None:
             return x_BHTS
-        return drop_probs(x_BHTS, self.key_BH, self.rate, query * self.size, key * self.size)
+        first = pair.query_number * self.size, pair.key_number * self.size
+        return drop_probs(x_BHTS, self.key_BH, self.rate, *first)
 
 
 def _block(x: Array, number: Array) -> Array:

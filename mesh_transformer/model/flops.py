@@ -160,7 +160,7 @@ def attended_pairs(config: Model, attention: str) -> int:
         return config.layers * length**2
     if attention != "blocks":
         return sum(window * length - window * (window - 1) // 2 for window in windows(config))
-    pairs = sum(len(block_pairs(length, window)) for window in windows(config))
+    pairs = sum(block_pairs(length, window)[0].query.size for window in windows(config))
     return pairs * block_length(length) ** 2
 
 

@@ -197,7 +197,8 @@ def losses(
       key_B: the PRNG keys of the sequences, for dropout; None for no dropout.
     """
     head, x_BTD = _head_and_input(params, tokens_BT, config, par, segments_BT, key_B)
-    return chunked_cross_entropy(head, x_BTD, targets_BT, par, config.loss_chunk)
+    own = chunked_cross_entropy(head, x_BTD, par.cut(targets_BT), par, config.loss_chunk)
+    return jax.tree.map(par.whole, own)
 
 
 def _head_and_input(
@@ -264,8 +265,10 @@ def distillation_losses(
         p_BTV, q_BTV = pair if config.distill_kl == "forward" else pair[::-1]
         return _own_part(logits_BTV, targets_BT, par), _divergence_part(p_BTV, q_BTV)
 
+    targets_BT = par.cut(targets_BT)
     parts, divergence = _by_chunks(part, config.loss_chunk, x_BTD, x_BTE, targets_BT)
-    return _joined(parts, targets_BT, par), _joined_divergence(divergence, par)
+    own = _joined(parts, targets_BT, par), _joined_divergence(divergence, par)
+    return jax.tree.map(par.whole, own)
 
 
 def _own_listed(logits_BTV: Array, ids_BTK: Array, par: Parallel) -> Array:
@@ -315,6 +318,7 @@ def stored_losses(
       segments_BT, key_B: see `losses`.
     """
     head, x_BTD = _head_and_input(params, tokens_BT, config, par, segments_BT, key_B)
+    targets_BT, ids_BTK, logprobs_BTK = map(par.cut, (targets_BT, ids_BTK, logprobs_BTK))
     # The target comes last.
     ids_BTL = jnp.concatenate((ids_BTK, targets_BT[..., None].astype(ids_BTK.dtype)), axis=-1)
 
@@ -338,7 +342,8 @@ def stored_losses(
         rest_BT = rest_p_BT * (log_rest_BT - jnp.log(rest_q_BT))
         return jnp.where(is_known_BTK.any(axis=-1), listed_BT + rest_BT, 0)
 
-    return result, par.by_rows(divergence)(logits_BTL, result.loss_BT, logprobs_BTK)
+    own = result, par.by_rows(divergence)(logits_BTL, result.loss_BT, logprobs_BTK)
+    return jax.tree.map(par.whole, own)
 
 
 class LossWeights(NamedTuple):

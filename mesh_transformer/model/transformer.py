@@ -294,9 +294,10 @@ def residual_stream(
     segments_BT: Array | None,
     dropout: Dropout | None = None,
 ) -> Array:
-    """Return the residual stream x_BTD before the last norm.
+    """Return the residual stream x_BTD before the last norm, at this device's positions.
 
     Args:
+      tokens_BT: the tokens of whole sequences (see `Parallel.cut`).
       segments_BT: see `logits`.
       dropout: the microbatch's random numbers; None for no dropout.
     """
@@ -304,13 +305,15 @@ def residual_stream(
     positions_BT, run_BT = jnp.arange(tokens_BT.shape[-1])[None], None
     if segments_BT is not None:
         run_BT, positions_BT = segment_runs(segments_BT)
+    length = tokens_BT.shape[-1]
+    tokens_BT, own_positions_BT = par.cut(tokens_BT), par.cut(positions_BT)
 
     def apply(part: str, *args: Any) -> Any:
         whole = par.collect(params[part], declared[part], config.dtype)
         return parts[part].apply(whole, *args)
 
     def seen(window: int) -> tuple[Attend | None, Array | None]:
-        attend = attend_function(config, par, tokens_BT.shape[-1], run_BT, window)
+        attend = attend_function(config, par, length, run_BT, window)
         if attend is not None:
             return attend, None
         bias_BHTS = causal_bias(positions_BT, positions_BT, window)
@@ -322,7 +325,7 @@ def residual_stream(
         return None, bias_BHTS
 
     attend, bias_BHTS = seen(config.window)
-    context = Context(positions_BT, bias_BHTS, attend=attend)
+    context = Context(own_positions_BT, bias_BHTS, attend=attend)
     if config.sliding_window is not None:
         attend, bias_BHTS = seen(min(config.sliding_window, config.window))
         context = context._replace(sliding_attend=attend, sliding_bias_BHTS=bias_BHTS)
@@ -343,7 +346,7 @@ def residual_stream(
         numbers, outside = None, None
     else:
         numbers, outside = jnp.arange(config.layers), dropout.of_layer(config.layers)
-    x_BTD = apply("embed", tokens_BT, positions_BT, outside)
+    x_BTD = apply("embed", tokens_BT, own_positions_BT, outside)
     return jax.lax.scan(body, x_BTD, (params["layers"], numbers, stacked(config)))[0]
 
 
@@ -363,4 +366,4 @@ def logits(
     """
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
     whole = collect_projection(params, config, par)
-    return transforms(config, par)["proj"].apply(whole, x_BTD)
+    return par.whole(transforms(config, par)["proj"].apply(whole, x_BTD))

@@ -296,5 +296,5 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
 def sequences_per_step(config: Config) -> int:
     """Return a config's number of sequences per step, on all replicas together."""
     assert config.tpu_size is not None
-    replicas = config.tpu_size // config.cores_per_replica
+    replicas = config.tpu_size // config.replica_devices
     return config.per_replica_batch * replicas * config.gradient_accumulation_steps

@@ -24,11 +24,11 @@ def largest_fit(config: Config, sizes: Iterable[int]) -> Config:
     sizes = sorted(sizes, reverse=True)
     mp = config.cores_per_replica
     assert config.tpu_size is not None
-    replicas = config.replicas(config.tpu_size // mp)
+    replicas = config.replicas(config.tpu_size // config.replica_devices)
     fixed = config.norm == "layernorm-desync" and config.virtual_mesh is None
     for shards in [mp] if fixed else [n for n in range(mp, 0, -1) if mp % n == 0]:
         for size in sizes:
-            dp, rest = divmod(size, shards)
+            dp, rest = divmod(size, shards * config.context_parallel)
             if dp and not rest and replicas % dp == 0:
                 return _smaller(config, shards, dp)
     most = "1 device is" if sizes[0] == 1 else f"{sizes[0]} devices are"
@@ -39,16 +39,18 @@ def largest_fit(config: Config, sizes: Iterable[int]) -> Config:
 
 
 def mesh_name(config: Config) -> str:
-    """Return "mesh DPxMP" for the mesh of a config."""
+    """Return "mesh DPxMP" for the mesh of a config, or "mesh DPxCPxMP"."""
     assert config.tpu_size is not None
-    return f"mesh {config.tpu_size // config.cores_per_replica}x{config.cores_per_replica}"
+    cp = f"x{config.context_parallel}" if config.context_parallel > 1 else ""
+    return f"mesh {config.tpu_size // config.replica_devices}{cp}x{config.cores_per_replica}"
 
 
 def _smaller(config: Config, mp: int, dp: int) -> Config:
     """Return a config for a smaller mesh with the same batches."""
     assert config.tpu_size is not None
-    changes: dict[str, Any] = {"tpu_size": dp * mp, "cores_per_replica": mp}
-    old_dp = config.tpu_size // config.cores_per_replica
+    size = dp * config.context_parallel * mp
+    changes: dict[str, Any] = {"tpu_size": size, "cores_per_replica": mp}
+    old_dp = config.tpu_size // config.replica_devices
     if config.virtual_mesh is None and dp != old_dp:
         more = old_dp // dp
         changes["per_replica_batch"] = rows = config.per_replica_batch * more

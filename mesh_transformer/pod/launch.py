@@ -347,7 +347,7 @@ def _is_gone(tpu: TpuVm) -> bool:
 def _object_store(config: Config) -> int:
     """Return a size in bytes for Ray's object store that suffices for all batches in flight."""
     assert config.tpu_size is not None
-    replicas = config.replicas(config.tpu_size // config.cores_per_replica)
+    replicas = config.replicas(config.tpu_size // config.replica_devices)
     sequences = config.per_replica_batch * replicas
     tokens = sequences * config.gradient_accumulation_steps * config.seq
     return max(OBJECT_STORE, BATCHES_IN_STORE * tokens * 2 * 4)

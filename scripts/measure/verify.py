@@ -38,7 +38,7 @@ from mesh_transformer.mesh.parallel import Auto, Parallel
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import attention, matrices, transformer
 from mesh_transformer.model.cache import LayerCache
-from mesh_transformer.model.dropout import PROBS, Dropout, sequence_keys
+from mesh_transformer.model.dropout import PROBS, Dropout, drop_probs, sequence_keys
 from mesh_transformer.training import step as steps
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, run_script
@@ -193,8 +193,8 @@ def dropped(c: Config) -> Any:
             keys = sequence_keys(c.seed, jnp.int32(0), (1, shape[0]))[0]
             own, share = Dropout(keys).of_layer(layer), rate(place, layer)
             if len(shape) == 4:  # attention probabilities
-                drop = own.drop_probs(share, shape[-1], Auto())
-                return np.asarray(drop(jnp.ones(shape), 0, 0) > 0)
+                key_BH = own.head_keys(shape[1], Auto())
+                return np.asarray(drop_probs(jnp.ones(shape), key_BH, share) > 0)
             return np.asarray(own.kept(place, share, *shape[1:]))
 
     return lambda place, layer, x: x * kept(place, layer, x.shape) / (1 - rate(place, layer))

@@ -1,0 +1,115 @@
+"""Positions split over devices: training, evaluation, logits and answers, against cp 1."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mesh_transformer.config import Config
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError
+from tests.conftest import SMALL, random_batch
+
+ROWS = 4
+MESHES = [(1, 2, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)]  # dp, cp and mp
+GROUPED = {"block": "llama", "key_heads": 2, "sliding_window": 9, "sliding_layers": [0]}
+RAMP = {"batch_ramp_steps": 2, "gradient_accumulation_steps": 2}
+GROUPED |= {"qk_norm": "head", "score_cap": 5.0}
+
+
+def config_of(**changes: Any) -> Config:
+    return Config(**(SMALL | {"seq": 64, "clip_norm": 0.5} | changes))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Save a model for adapters, and return its folder."""
+    folder = str(tmp_path_factory.mktemp("base"))
+    network = CausalTransformer(config_of(tpu_size=1), devices=jax.devices()[:1])
+    network.save(folder)
+    network.close()
+    return folder
+
+
+def results(config: Config, packed: bool, base: str) -> dict[str, Any]:
+    """Train three steps, and return losses, parameters, losses per token, logits and answers."""
+    assert config.tpu_size is not None
+    devices = jax.devices()[: config.tpu_size]
+    network = CausalTransformer(config, devices=devices, init=not config.lora_rank)
+    if config.lora_rank:
+        network.load(base)
+    losses = []
+    for seed in range(3):
+        batch = random_batch(config, 2, ROWS, seed=seed)
+        if packed:
+            rng = np.random.default_rng(seed)
+            texts = rng.integers(1, 5, batch["obs"].shape)
+            batch["segment_ids"] = np.sort(texts, axis=-1).astype(np.int32)
+            batch["loss_mask"] = rng.integers(0, 2, texts.shape).astype(np.uint8)
+        metrics = network.train(batch)
+        losses += [metrics[name] for name in ("loss", "last_loss", "grad_norm", "grad_norm_micro")]
+    sample = {key: x[0] for key, x in batch.items() if key != "loss_mask"}
+    evaluated = network.eval(sample)
+    return {
+        "losses": np.array(losses, np.float64),
+        "params": jax.tree.map(np.asarray, network.saved_state()["params"]),
+        "evaluated": np.asarray(evaluated["all_loss"]),
+        "correct": np.asarray(evaluated["correct"]),
+        "logits": np.asarray(network.logits(sample["obs"])),
+        "answers": network.generate(sample["obs"][:, :9], [9] * ROWS, 5, {"temp": 0.0}),
+    }
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    ("mesh", "changes", "packed"),
+    [
+        ((2, 2, 2), {"partitioning": "jit", "zero": 3}, True),
+        ((1, 2, 4), GROUPED, True),
+        ((2, 4, 1), {"block": "neox", "attention_window": 21}, False),
+        ((2, 2, 2), {"zero": 1}, True),
+        ((1, 8, 1), GROUPED | {"partitioning": "jit"}, False),
+        ((2, 2, 2), {"block": "gpt2", "zero": 3}, False),
+        ((1, 4, 2), {"block": "geglu", "partitioning": "jit", "remat": "none"}, True),
+        ((1, 4, 1), {"lora_rank": 2, "loss_chunk": 5}, True),
+        ((1, 2, 1), {"remat": "dots", **RAMP}, False),
+    ],
+    ids=str,
+)
+def test_results_are_those_of_whole_sequences(
+    mesh: Any, changes: dict[str, Any], packed: bool, base: str
+) -> None:
+    dp, cp, mp = mesh
+    alone = {key: x for key, x in changes.items() if key not in ("partitioning", "remat")}
+    alone |= {"per_replica_batch": ROWS // dp}
+    expected = results(config_of(tpu_size=dp, **alone), packed, base)
+    sizes = {"context_parallel": cp, "cores_per_replica": mp, "tpu_size": dp * cp * mp}
+    actual = results(config_of(**alone | changes | sizes), packed, base)
+    # f32 sums in another order, over three Adam steps.
+    np.testing.assert_allclose(actual["losses"], expected["losses"], rtol=2e-5)
+    for key, bound in (("params", 1e-4), ("evaluated", 1e-3), ("logits", 1e-3)):
+        jax.tree.map(
+            lambda x, y, bound=bound: np.testing.assert_allclose(x, y, rtol=0, atol=bound),
+            actual[key],
+            expected[key],
+        )
+    np.testing.assert_array_equal(actual["correct"], expected["correct"])
+    np.testing.assert_array_equal(actual["answers"], expected["answers"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seq": 18, "context_parallel": 4}, "context_parallel is 4, and seq 18 is not divisible"),
+        ({"context_parallel": 2, "tpu_size": 3}, "tpu_size 3 is not divisible by its product"),
+        ({"context_parallel": 2, "attention": "splash"}, "which excludes attention, but it is spl"),
+        ({"context_parallel": 2, "pe": "t5"}, "which excludes pe, but it is t5"),
+        ({"context_parallel": 2, "dropout_residual": 0.1}, "which excludes dropout"),
+        ({"context_parallel": 2, "virtual_mesh": [2, 1]}, "which excludes virtual_mesh"),
+        ({"context_parallel": 2, "exact": True}, "which excludes exact"),
+    ],
+)
+def test_what_is_not_supported_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        config_of(**changes)
