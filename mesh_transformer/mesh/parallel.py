@@ -34,6 +34,7 @@ from mesh_transformer.mesh.declaration import (
     map_declared,
     padded_size,
 )
+from mesh_transformer.util import InputError
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -171,10 +172,18 @@ class Parallel(abc.ABC):
 
         Args:
           axis: the array axis of the positions.
+
+        Raises:
+          InputError: if their number is not a multiple of 2 cp.
         """
         if self.cp == 1:
             return x
-        size, rank = x.shape[axis] // (2 * self.cp), self.cp_rank()
+        (size, rest), rank = divmod(x.shape[axis], 2 * self.cp), self.cp_rank()
+        if rest:
+            raise InputError(
+                f"sequences have {x.shape[axis]} tokens, not a multiple of twice context_parallel "
+                f"({self.cp}); pad them"
+            )
         chunks = [
             lax.dynamic_slice_in_dim(x, chunk * size, size, axis)
             for chunk in (rank, 2 * self.cp - 1 - rank)
@@ -186,12 +195,11 @@ class Parallel(abc.ABC):
         if self.cp == 1:
             return x
         x = jnp.moveaxis(x, axis, 0)
-        x = x.reshape(2, -1, *x.shape[1:])
-        chunks = lax.all_gather(
-            x, "cp", axis=1, to="invarying"
-        )  # [2, cp, positions of a chunk, ...]
-        chunks = jnp.concatenate((chunks[0], chunks[1, ::-1]))
-        return jnp.moveaxis(chunks.reshape(-1, *x.shape[2:]), 0, axis)
+        # The first and the second chunks of all devices, [cp, positions of a chunk, ...] each.
+        halves = x.reshape(2, -1, *x.shape[1:])
+        first, second = lax.all_gather(halves, "cp", axis=1, to="invarying")
+        whole = jnp.concatenate((first, second[::-1])).reshape(-1, *x.shape[1:])
+        return jnp.moveaxis(whole, 0, axis)
 
     def shift(self, x: Any, distance: int) -> Any:
         """Return the tree of arrays of the device that is `distance` devices before along cp."""
@@ -348,9 +356,9 @@ class Parallel(abc.ABC):
         def one(d: Declaration, x: Array) -> Array:
             affected = d.adapter or d.fanned_out or self.split_stream
             over_mp = affected and "mp" not in tuple(d.spec)
-            axes = (*(("cp",) if self.cp > 1 else ()), *(("mp",) if over_mp else ()))
-            if not axes:
+            if self.cp == 1 and not over_mp:
                 return x
+            axes = ("cp", "mp") if over_mp else ("cp",)
             return self._as_varying(x.astype(jnp.float32), *axes).astype(x.dtype)
 
         return map_declared(one, declared, params)

@@ -98,6 +98,12 @@ def test_results_are_those_of_whole_sequences(
     np.testing.assert_array_equal(actual["answers"], expected["answers"])
 
 
+def test_other_lengths_are_refused() -> None:
+    network = CausalTransformer(config_of(context_parallel=2), devices=jax.devices()[:2])
+    with pytest.raises(InputError, match="sequences have 30 tokens, not a multiple of twice"):
+        network.logits(np.zeros((1, 30), np.uint32))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
