@@ -219,6 +219,13 @@ class Config(Model):
         """Number of devices of a replica, mp times cp."""
         return self.cores_per_replica * self.context_parallel
 
+    @property
+    def position_multiple(self) -> int:
+        """The number of positions of training batches must be a multiple of this."""
+        if self.context_parallel > 1:
+            return 2 * self.context_parallel
+        return self.shards if self.shard_activations else 1
+
     def replicas(self, dp: int) -> int:
         """Return the number of replicas on a mesh with `dp`: that of `virtual_mesh`, or `dp`."""
         return dp if self.virtual_mesh is None else self.virtual_mesh[0]

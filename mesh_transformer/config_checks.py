@@ -319,14 +319,18 @@ def _check_context(c: Any) -> None:
             f"{sizes}, and tpu_size {c.tpu_size} is not divisible by its product with "
             f"cores_per_replica ({c.cores_per_replica}); change one of them"
         )
+    if c.context_parallel & (c.context_parallel - 1):
+        raise InputError(f"{sizes}, expected a power of two")
     if c.seq % (2 * c.context_parallel):  # each device has two chunks of a sequence
         raise InputError(
-            f"{sizes}, and seq {c.seq} is not divisible by twice as many; change one of them"
+            f"{sizes}, and seq {c.seq} is not a multiple of {2 * c.context_parallel}, twice as "
+            "many; change one of them"
         )
+    dropout = ("dropout_embedding", "dropout_attention", "dropout_residual")
     excluded = {
         "attention": None if c.attention in ("auto", "blocks") else c.attention,
         "pe": "t5" if c.pe == "t5" else None,
-        "dropout": c.drops,
+        **{key: getattr(c, key) for key in dropout},
         "virtual_mesh": c.virtual_mesh,
         "exact": c.exact,
         "shard_activations": c.shard_activations,

@@ -514,7 +514,7 @@ class TrainableNetwork(Network):
 
         Args:
           sample: token ids `obs` and `target` [A, B, T]: A microbatches of B sequences, where B is
-            a multiple of the number of replicas, and with `shard_activations` T one of mp.  With
+            a multiple of the number of replicas, and T one of `config.position_multiple`.  With
             `batch_ramp_steps`, A is at most `gradient_accumulation_steps`, and may differ from call
             to call.  Optionally `loss_mask` [A, B, T], 1 where a target counts in the loss and 0
             elsewhere; losses are then means over all targets of the update that count, and if none
@@ -537,7 +537,7 @@ class TrainableNetwork(Network):
           skipped, else 0).  With an objective, `loss` and `last_loss` are its own loss, and
           its metrics follow, with `objective/` before their names.
         """
-        multiple = self.config.shards if self.config.shard_activations else 1
+        multiple = self.config.position_multiple
         batch = check_batch(self.config, "train", sample, 3, multiple=multiple)
         if self.objective is not None or self.config.objective is not None:
             check_groups(batch, by_token=self.config.has_rollouts)

@@ -88,7 +88,7 @@ class CausalTransformer(TrainableNetwork):
 
     Attributes:
       config: the config, as a `Config`.
-      mesh: the (dp, mp) mesh of the devices.
+      mesh: the mesh of the devices (see `make_mesh`).
       dp: number of data-parallel replicas.
       batch_size: number of sequences per microbatch, summed over all replicas.
       noise_batches: see `TrainableNetwork`.

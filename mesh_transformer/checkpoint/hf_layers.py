@@ -200,6 +200,8 @@ def _scaling(path: str, rope: dict[str, Any], ours: dict[str, Any]) -> dict[str,
             f"{', '.join(map(repr, ROTARY_SCALINGS))} are supported; give another folder"
         )
     rope = {ORIGINAL: ours["seq"]} | rope
+    if kind == "dynamic":  # for which transformers reads no other key
+        rope[ORIGINAL] = ours["seq"]
     if kind == "longrope" and rope.get("factor") is None:
         rope["factor"] = ours["seq"] / positive(path, ORIGINAL, rope[ORIGINAL])
     names = (*ROTARY_SCALINGS[kind], *ROTARY_OPTIONS.get(kind, ()))
@@ -234,17 +236,18 @@ def keys(config: Config, family: Family) -> dict[str, Any]:
             "native format"
         )
     scaling: dict[str, Any] = dict(config.rotary_scaling or {"rope_type": "default"})
+    result: dict[str, Any] = {}
     if (length := scaling.get(ORIGINAL)) is not None:
         scaling[ORIGINAL] = int(length)
+    if scaling["rope_type"] == "dynamic":
+        result["max_position_embeddings"] = scaling.pop(ORIGINAL)
     partial = config.d_rotary != config.d_head
     share = {"partial_rotary_factor": rotary_share(config)} if partial else {}
     base = {"rope_theta": config.rotary_base}
     rope: dict[str, Any] = scaling | base | share
-    result: dict[str, Any] = dict(base)
+    result |= base
     if config.rotary_scaling is not None:
         result["rope_scaling"] = scaling | share
-    if scaling["rope_type"] == "dynamic":  # whose frequencies begin to change there
-        result["max_position_embeddings"] = scaling[ORIGINAL]
     if scaling["rope_type"] == "longrope":  # for which Phi-3 has a default outside the mapping
         result[ORIGINAL] = scaling[ORIGINAL]
     if family.rope_by_kind:

@@ -23,6 +23,7 @@ from mesh_transformer.cli.arguments import (
     Parser,
     add_key_arguments,
     add_setting_argument,
+    check_whole_sequences,
     key_arguments,
     positive,
     settings,
@@ -201,7 +202,9 @@ def config_of(args: argparse.Namespace) -> Config:
     changes = {"cores_per_replica": args.mp, "tpu_size": args.dp * args.mp}
     changes |= key_arguments(args, "seq", "partitioning", "dtype")
     full = {"batch_ramp_steps": 0}  # steps of the full size are measured
-    return Config.from_dict(config.as_dict() | changes | settings(args) | full)
+    config = Config.from_dict(config.as_dict() | changes | settings(args) | full)
+    check_whole_sequences(config, "bench")
+    return config
 
 
 def mode_of(args: argparse.Namespace) -> str:

@@ -15,6 +15,7 @@ from mesh_transformer.cli.arguments import (
     Parser,
     add_config_arguments,
     add_key_arguments,
+    check_whole_sequences,
     key_arguments,
     load_config,
     positive,
@@ -128,11 +129,7 @@ def main() -> None:
             f"config: teacher is {config.teacher!r}, which --search and --scaling do not estimate; "
             "plan one mesh, or set teacher to null"
         )
-    if config.context_parallel > 1:
-        raise InputError(
-            f"config: context_parallel is {config.context_parallel}, which plans do not support; "
-            "set it to 1"
-        )
+    check_whole_sequences(config, "plan")
     changes = key_arguments(args, "shard_activations", "loss_chunk")
     if not args.search or (args.dp, args.mp) != (None, None):  # else, the search chooses mp
         mp = replica_size(args.dp, args.mp, config.cores_per_replica, slice_.devices)

@@ -66,7 +66,7 @@ def check_batch(
     if (length := batch["obs"].shape[-1]) % multiple:
         raise InputError(
             f"{method}: the sequences have {length} positions, expected a multiple of {multiple}, "
-            "the mp of the mesh, because shard_activations is true"
+            "because the mesh splits them (shard_activations or context_parallel)"
         )
     return batch
 

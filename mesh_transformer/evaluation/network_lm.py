@@ -197,6 +197,7 @@ class NetworkLM(TemplateLM):
         ):
             self._check_stopped()
             group = [indices[at] for at in chosen]
+            width = max(width, self.network.config.position_multiple)
             tokens = _padded([texts[index] for index in group], rows, width + 1)
             scored = self._scored(tokens)
             pending.append((group, scored))

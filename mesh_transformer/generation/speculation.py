@@ -106,6 +106,7 @@ def draft_config(draft: Config, model: Config, where: str) -> Config:
         )
     return draft.for_inference().replace(
         cores_per_replica=mp,
+        context_parallel=model.context_parallel,
         tpu_size=model.tpu_size,
         virtual_mesh=model.virtual_mesh if model.exact else None,
         exact=model.exact,

@@ -46,7 +46,7 @@ def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
     assert saved.tpu_size is not None
     if "tpu_size" in changes:
         # mp is chosen below, so it need not divide this number.
-        alone = {"cores_per_replica": 1, "tpu_size": changes["tpu_size"]}
+        alone = {"cores_per_replica": 1, "context_parallel": 1, "tpu_size": changes["tpu_size"]}
         wanted = saved.replace(**alone).tpu_size
         assert wanted is not None
         use_virtual_devices(max(wanted, SPARE_DEVICES))
@@ -58,8 +58,10 @@ def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
     # Create more devices than this model needs: their number is fixed once JAX has started, and
     # another model loaded later may need more.
     use_virtual_devices(saved.tpu_size * -(-SPARE_DEVICES // saved.tpu_size))
-    if saved.norm == "layernorm-desync":
-        return saved  # its parameters depend on mp
+    if saved.norm == "layernorm-desync":  # its parameters depend on mp
+        assert saved.tpu_size is not None
+        size = saved.tpu_size // saved.context_parallel
+        return saved.replace(context_parallel=1, tpu_size=size)
     on_cpu = jax.default_backend() == "cpu"
     shards = 1 if on_cpu else math.gcd(saved.cores_per_replica, jax.device_count())
     return saved.replace(cores_per_replica=shards, context_parallel=1, tpu_size=shards, zero=0)
@@ -100,7 +102,7 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
             f"config: virtual_mesh is {config.virtual_mesh}, whose dp is not divisible by the {dp} "
             f"replicas of {len(devices)} devices; change it, or use fewer devices"
         )
-    array = np.array(devices, object) if is_plain else arranged(devices, config.replica_devices)
+    array = np.array(devices, object) if is_plain else arranged(devices, mp)
     if cp == 1:
         return Mesh(array.reshape(dp, mp), ("dp", "mp"))
     return Mesh(array.reshape(dp, cp, mp), ("dp", "cp", "mp"))

@@ -8,7 +8,7 @@ differ in how they partition over mp:
 
 * `Manual` also makes Megatron's collectives over mp explicit.  Model code sees this device's shard
   of each array.
-* `Auto` lets the compiler partition over mp.  Model code sees arrays that are split over dp only.
+* `Auto` lets the compiler partition over mp.  Model code sees arrays that are split over dp and cp.
 
 The code of layers and training steps works with either subclass.
 """
@@ -71,8 +71,8 @@ class Parallel(abc.ABC):
 
     The type of each array lists the mesh axes along which the array varies, that is, differs
     between devices (see `check_vma` of `shard_map`).  The residual stream [B, T, D] is replicated
-    on all devices of a replica.  With `split_stream`, it is instead split by position (T) over mp
-    (sequence parallelism, Korthikanti 2022).
+    over mp, and T counts the positions of `cut`.  With `split_stream`, it is instead split by
+    position over mp (sequence parallelism, Korthikanti 2022).
 
     In all methods, `declared` is a tree with the `Declaration` of each parameter.  A training step
     converts parameters and gradients in this order; "split" means along the axis that ZeRO splits
@@ -156,8 +156,8 @@ class Parallel(abc.ABC):
     def own_positions(self, x: Array) -> Array:
         """Return x, [B, T, D], at the positions that this device's residual stream contains.
 
-        x must contain all positions.  Without `split_stream`, the residual stream also contains all
-        positions, so x is returned unchanged.
+        x must contain all positions of `cut`.  Without `split_stream`, so does the residual stream,
+        and x is returned unchanged.
         """
 
     def cp_rank(self) -> Array | int:
@@ -252,7 +252,7 @@ class Parallel(abc.ABC):
 
         Unlike `_on_parts`, which is for collectives over dp, this is for kernels that do not
         declare along which mesh axes their outputs vary.  All results are typed as varying along
-        all axes in `self.axes`.
+        dp and mp; no kernel is called with positions that are split over cp.
 
         Args:
           in_axes: for each argument, a tuple with the mesh axis that splits each array axis, or
@@ -273,7 +273,7 @@ class Parallel(abc.ABC):
             out_specs=jax.tree.map(self._left_to_compiler, out_axes, is_leaf=_is_axes),
             check_vma=False,
         )
-        return lambda *args: jax.tree.map(lambda x: self._as_varying(x, *self.axes), inner(*args))
+        return lambda *args: jax.tree.map(lambda x: self._as_varying(x, "dp", "mp"), inner(*args))
 
     def _left_to_compiler(self, axes: Iterable[str | None]) -> P:
         """Return the PartitionSpec with the mesh axes that the compiler partitions over."""

@@ -227,12 +227,16 @@ LONG = 2048  # tokens; beyond this, attention scores take more memory than the r
 Kernel = Callable[[Array, Array, Array, Array | None], Array]
 
 
-def attention_backend(config: Model, device: Device) -> str:
+def attention_backend(config: Model, device: Device, cp: int = 1) -> str:
     """Select the backend for attention over whole sequences on devices like `device`.
+
+    If positions are split over cp, it is `blocks`.
 
     Raises:
       InputError: if `config.attention` names a backend that this config or device does not support.
     """
+    if cp > 1:
+        return "blocks"
     name = "xla" if config.exact else config.attention
     if name == "auto":
         names = ("splash", "cudnn", *(("blocks",) if config.seq > LONG else ()))

@@ -24,7 +24,8 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mesh_transformer.mesh.parallel import Parallel
-from mesh_transformer.model.dropout import drop_probs
+from mesh_transformer.model.dropout import KEYS, drop_probs
+from mesh_transformer.util import InputError
 
 ATTENDED = "attended"  # checkpoint_name of the arrays that attention saves for its backward pass
 MASKED = -1e10  # not -inf: a fully masked row must stay finite
@@ -37,12 +38,21 @@ def block_length(length: int, cp: int = 1) -> int:
     Args:
       cp: the number of devices that split the positions, in two chunks each (`Parallel.cut`).
         Blocks then divide the chunks.
+
+    Raises:
+      InputError: if no block of a reasonable size divides them.
     """
     most = BLOCK if length < 8192 else LONG_BLOCK
     if cp == 1:
         return min(length, most)
     chunk = length // (2 * cp)
-    return next(size for size in range(min(chunk, most), 0, -1) if chunk % size == 0)
+    size = next(size for size in range(min(chunk, most), 0, -1) if chunk % size == 0)
+    if size < min(chunk, KEYS):
+        raise InputError(
+            f"sequences of {length} tokens have chunks of {chunk} with context_parallel {cp}, "
+            f"which no block of {KEYS} to {most} tokens divides; use a multiple of {2 * cp * KEYS}"
+        )
+    return size
 
 
 class Pair(NamedTuple):
@@ -59,11 +69,13 @@ class Pair(NamedTuple):
     key_number: Any
 
 
-def block_pairs(length: int, window: int, cp: int = 1) -> dict[int, Pair]:
+@functools.cache
+def block_pairs(length: int, size: int, window: int, cp: int = 1) -> dict[int, Pair]:
     """Return the pairs of blocks of which some query attends to some key.
 
     Args:
       length: of the whole sequence.
+      size: of a block, the result of `block_length`.
       window: the number of positions that a query may attend to, including its own.
       cp: as in `block_length`.
 
@@ -71,26 +83,23 @@ def block_pairs(length: int, window: int, cp: int = 1) -> dict[int, Pair]:
       A dict from a distance along cp to the pairs whose keys are on the device that is so far
       before, int32 [cp, pairs].  All devices have as many, some of which may be masked.
     """
-    size = block_length(length, cp)
     chunks = np.array_split(np.arange(-(-length // size)), 2 * cp)
     numbers = [np.concatenate((chunks[rank], chunks[-1 - rank])) for rank in range(cp)]
     masked = 0, 0, 0, 1  # keys after the queries
 
-    def pairs(queries: np.ndarray, keys: np.ndarray) -> list[tuple[int, ...]]:
-        index = {int(number): at for at, number in enumerate(keys)}
-        return [
-            (at, index[key], query, key)
-            for at, query in enumerate(map(int, queries))
-            for key in range(max(0, query * size - window + 1) // size, query + 1)
-            if key in index
-        ]
+    def pairs(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        first = np.maximum(queries * size - window + 1, 0) // size
+        at, to = np.nonzero((keys <= queries[:, None]) & (keys >= first[:, None]))
+        return np.stack((at, to, queries[at], keys[to]), axis=-1)
 
     result = {}
     for distance in range(cp):
         own = [pairs(numbers[rank], numbers[rank - distance]) for rank in range(cp)]
         if most := max(map(len, own)):
-            padded = [row + [masked] * (most - len(row)) for row in own]
-            result[distance] = Pair(*np.moveaxis(np.array(padded, np.int32), -1, 0))
+            padded = np.tile(np.array(masked, np.int32), (cp, most, 1))
+            for row, rows in zip(padded, own, strict=True):
+                row[: len(rows)] = rows
+            result[distance] = Pair(*np.moveaxis(padded, -1, 0))
     return result
 
 
@@ -128,7 +137,7 @@ def attend_in_blocks(
             probs_BHTS = jnp.exp(scores_BHTS - new_BHT[..., None])
             factor_BHT = jnp.exp(most_BHT - new_BHT)
             sum_BHT = sum_BHT * factor_BHT + probs_BHTS.sum(axis=-1)
-            kept_BHTS = blocks.dropped(probs_BHTS, pair)
+            kept_BHTS = blocks.dropped(probs_BHTS, pair).astype(v.dtype)
             added_BHTK = _product("BHTS,BHSK->BHTK", kept_BHTS, _block(v, pair.key))
             attended_BHTK = attended_BHTK * factor_BHT[..., None] + added_BHTK
             new = new_BHT, sum_BHT, attended_BHTK
@@ -159,9 +168,9 @@ def attend_in_blocks(
             k_BHSK, v_BHSK = _block(k, pair.key), _block(v, pair.key)
             scores_BHTS = blocks.scores(q_BHTK, k_BHSK, pair)
             probs_BHTS = jnp.exp(scores_BHTS - _block(log_sum, pair.query)[..., None])
-            d_v_BHSK = _product("BHTS,BHTK->BHSK", blocks.dropped(probs_BHTS, pair), g_BHTK)
-            d_probs_BHTS = _product("BHTK,BHSK->BHTS", g_BHTK, v_BHSK)
-            d_probs_BHTS = blocks.dropped(d_probs_BHTS, pair).astype(jnp.float32)
+            kept_BHTS = blocks.dropped(probs_BHTS, pair).astype(g_BHTK.dtype)
+            d_v_BHSK = _product("BHTS,BHTK->BHSK", kept_BHTS, g_BHTK)
+            d_probs_BHTS = blocks.dropped(_product("BHTK,BHSK->BHTS", g_BHTK, v_BHSK), pair)
             d_scores_BHTS = probs_BHTS * (d_probs_BHTS - _block(mean, pair.query)[..., None])
             if cap is not None:
                 d_scores_BHTS *= 1 - jnp.square(scores_BHTS / cap)
@@ -220,10 +229,10 @@ class _Blocks:
         self.key_BH = key_BH
         self.window, self.cap, self.rate, self.par = window, cap, rate, par
         self.scale = q_BLHK.shape[-1] ** -0.5
-        pairs, rank = block_pairs(self.length * par.cp, window, par.cp), par.cp_rank()
+        rank, length = par.cp_rank(), self.length * par.cp
         self.pairs = {
             distance: jax.tree.map(lambda x: jnp.asarray(x)[rank], own)
-            for distance, own in pairs.items()
+            for distance, own in block_pairs(length, self.size, window, par.cp).items()
         }
 
     def split(self, x_BHL: Array) -> Array:
@@ -261,8 +270,7 @@ class _Blocks:
         return jnp.where(seen_BHTS, scores_BHTS, MASKED)
 
     def dropped(self, x_BHTS: Array, pair: Pair) -> Array:
-        """Apply the dropout of probabilities, in the compute dtype."""
-        x_BHTS = x_BHTS.astype(self.q.dtype)
+        """Apply the dropout of probabilities."""
         if self.key_BH is None:
             return x_BHTS
         first = pair.query_number * self.size, pair.key_number * self.size

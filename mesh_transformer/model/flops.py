@@ -160,8 +160,8 @@ def attended_pairs(config: Model, attention: str) -> int:
         return config.layers * length**2
     if attention != "blocks":
         return sum(window * length - window * (window - 1) // 2 for window in windows(config))
-    pairs = sum(block_pairs(length, window)[0].query.size for window in windows(config))
-    return pairs * block_length(length) ** 2
+    size = block_length(length)
+    return size**2 * sum(block_pairs(length, size, w)[0].query.size for w in windows(config))
 
 
 def decode_flops_per_token(config: Model) -> int:

@@ -135,18 +135,18 @@ def _by_chunks(function: Callable[..., Any], chunk: int, *arrays: Array) -> Any:
         return function(*arrays)
     chunks = -(-length // chunk)
 
-    def cut(x: Array) -> Array:
+    def chunked(x: Array) -> Array:
         """Split x [B, T, ...] into chunks on a new axis 0; the last one is padded with zeros."""
         widths = [(0, chunks * chunk - length if axis == 1 else 0) for axis in range(x.ndim)]
         shape = (len(x), chunks, chunk, *x.shape[2:])
         return jnp.moveaxis(jnp.pad(x, widths).reshape(shape), 1, 0)
 
-    def whole(chunked: Array) -> Array:
-        shape = (chunked.shape[1], chunks * chunk, *chunked.shape[3:])
-        return jnp.moveaxis(chunked, 0, 1).reshape(shape)[:, :length]
+    def joined(x: Array) -> Array:
+        shape = (x.shape[1], chunks * chunk, *x.shape[3:])
+        return jnp.moveaxis(x, 0, 1).reshape(shape)[:, :length]
 
     of_chunk = jax.checkpoint(lambda inputs: function(*inputs))
-    return jax.tree.map(whole, jax.lax.map(of_chunk, tuple(map(cut, arrays))))
+    return jax.tree.map(joined, jax.lax.map(of_chunk, tuple(map(chunked, arrays))))
 
 
 class _DivergencePart(NamedTuple):
@@ -209,7 +209,10 @@ def _head_and_input(
     segments_BT: Array | None,
     key_B: Array | None,
 ) -> tuple[Callable[[Array], Array], Array]:
-    """Return the output head, from normed x_BTD to f32 logits_BTV, and the normed x_BTD."""
+    """Return the output head, from normed x_BTD to f32 logits_BTV, and the normed x_BTD.
+
+    These are of this device's positions (see `Parallel.cut`).
+    """
     dropout = None if key_B is None else Dropout(key_B)
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT, dropout)
     whole = collect_projection(params, config, par)

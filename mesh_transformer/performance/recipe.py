@@ -258,6 +258,11 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
     """
     corpus, device = request.corpus, request.device
     model = Config(**keys)
+    if model.context_parallel > 1:
+        raise InputError(
+            f"context_parallel is {model.context_parallel}, for which no batch is chosen; set it "
+            "in the file that is written"
+        )
     tokens, limit = request.epochs * request.tokens, ""
     if _most_tokens(model, request) < tokens:
         tokens = _most_tokens(model, request)

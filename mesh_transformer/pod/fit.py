@@ -1,5 +1,6 @@
 """The meshes on which a run can continue when some of its devices are missing."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,8 +12,9 @@ def largest_fit(config: Config, sizes: Iterable[int]) -> Config:
     """Return the run's config for the largest mesh of one of the given sizes.
 
     A microbatch keeps its number of sequences.  So dp must divide the run's dp, or that of its
-    virtual mesh.  Without a virtual mesh, each replica gets more sequences.  mp is reduced only if
-    no size suffices for a single replica, and never if the parameters depend on mp.
+    virtual mesh.  Without a virtual mesh, each replica gets more sequences.  cp, then
+    mp are reduced only if no size suffices for a single replica, and mp never if the parameters
+    depend on it.
 
     Args:
       config: the run's config on all its devices.
@@ -26,16 +28,23 @@ def largest_fit(config: Config, sizes: Iterable[int]) -> Config:
     assert config.tpu_size is not None
     replicas = config.replicas(config.tpu_size // config.replica_devices)
     fixed = config.norm == "layernorm-desync" and config.virtual_mesh is None
-    for shards in [mp] if fixed else [n for n in range(mp, 0, -1) if mp % n == 0]:
+    for shards, cp in itertools.product(
+        [mp] if fixed else _divisors(mp), _divisors(config.context_parallel)
+    ):
         for size in sizes:
-            dp, rest = divmod(size, shards * config.context_parallel)
+            dp, rest = divmod(size, shards * cp)
             if dp and not rest and replicas % dp == 0:
-                return _smaller(config, shards, dp)
+                return _smaller(config, shards, cp, dp)
     most = "1 device is" if sizes[0] == 1 else f"{sizes[0]} devices are"
     raise HostError(
         f"{most} present, which is too few for cores_per_replica {mp}; norm {config.norm} does not "
         "allow it to change"
     )
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the largest first."""
+    return [n for n in range(number, 0, -1) if number % n == 0]
 
 
 def mesh_name(config: Config) -> str:
@@ -45,11 +54,11 @@ def mesh_name(config: Config) -> str:
     return f"mesh {config.tpu_size // config.replica_devices}{cp}x{config.cores_per_replica}"
 
 
-def _smaller(config: Config, mp: int, dp: int) -> Config:
+def _smaller(config: Config, mp: int, cp: int, dp: int) -> Config:
     """Return a config for a smaller mesh with the same batches."""
     assert config.tpu_size is not None
-    size = dp * config.context_parallel * mp
-    changes: dict[str, Any] = {"tpu_size": size, "cores_per_replica": mp}
+    changes: dict[str, Any] = {"cores_per_replica": mp, "context_parallel": cp}
+    changes |= {"tpu_size": dp * cp * mp}
     old_dp = config.tpu_size // config.replica_devices
     if config.virtual_mesh is None and dp != old_dp:
         more = old_dp // dp

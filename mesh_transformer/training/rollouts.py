@@ -272,9 +272,8 @@ class Rollouts:
     def _batches(self, answers: list[Answer], counts: np.ndarray, advantages: np.ndarray) -> Row:
         """Return the arrays of a rollout's updates, [updates, A, B, T], with an answer per row."""
         ends = [len(answer.prompt.tokens) + len(answer.tokens) - 1 for answer in answers]
-        width = bucket(max(ends), SMALLEST_WIDTH, self._config.seq)
-        if self._config.shard_activations:
-            width = -(-width // self._config.shards) * self._config.shards
+        multiple = self._config.position_multiple
+        width = -(-bucket(max(ends), SMALLEST_WIDTH, self._config.seq) // multiple) * multiple
         shape = len(answers), width
         types = dict.fromkeys(("obs", "target"), np.uint32) | {"loss_mask": np.uint8}
         types |= dict.fromkeys(("advantage", "sampled"), np.float32)

@@ -138,7 +138,7 @@ class StateLayout(Layout):
     @property
     def attention(self) -> str:
         """The backend for attention over whole sequences; see `attention_backend`."""
-        return attention_backend(self.config, self.mesh.devices.flat[0])
+        return attention_backend(self.config, self.mesh.devices.flat[0], self.par.cp)
 
     @property
     def train_choices(self) -> dict[str, Any]:

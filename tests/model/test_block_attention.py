@@ -65,6 +65,34 @@ def test_results_and_gradients_are_those_of_plain_attention(monkeypatch, seed: i
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * max(1, largest))
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_pairs_are_those_with_a_visible_key(monkeypatch, seed: int) -> None:
+    """Each device has, at each distance along cp, the pairs of its blocks that the mask shows."""
+    monkeypatch.setattr(block_attention, "BLOCK", 8)
+    monkeypatch.setattr(block_attention, "KEYS", 1)
+    rng = np.random.default_rng(seed)
+    cp = int(2 ** rng.integers(0, 4))
+    length = int(2 * cp * rng.integers(1, 30))
+    window = int(rng.integers(1, length + 1))
+    size = block_attention.block_length(length, cp)
+    blocks = -(-length // size)
+    distance = np.subtract.outer(np.arange(blocks * size), np.arange(blocks * size))
+    seen = ((distance >= 0) & (distance < window)).reshape(blocks, size, blocks, size)
+    expected = {(int(q), int(k)) for q, k in np.argwhere(seen.any(axis=(1, 3)))}
+    found = []
+    for own in block_attention.block_pairs(length, size, window, cp).values():
+        counts = set()
+        for rank in range(cp):
+            rows = np.stack([x[rank] for x in own], axis=1)
+            rows = rows[rows[:, 2] >= rows[:, 3]]  # the others are padding
+            found += [(int(q), int(k)) for q, k in rows[:, 2:]]
+            counts.add(len(rows))
+        if window == length and cp > 1:
+            assert len(counts) == 1  # equal work
+    assert len(found) == len(expected)
+    assert set(found) == expected
+
+
 def test_bfloat16_rounds_as_plain_attention_does() -> None:
     """Both must be about as far from the results in f32."""
     inputs = random_inputs(0, 2, 600, 2, 32)

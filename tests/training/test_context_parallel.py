@@ -1,5 +1,6 @@
 """Positions split over devices: training, evaluation, logits and answers, against cp 1."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,12 +8,12 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.model import block_attention
+from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
 
 ROWS = 4
-MESHES = [(1, 2, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)]  # dp, cp and mp
 GROUPED = {"block": "llama", "key_heads": 2, "sliding_window": 9, "sliding_layers": [0]}
 RAMP = {"batch_ramp_steps": 2, "gradient_accumulation_steps": 2}
 GROUPED |= {"qk_norm": "head", "score_cap": 5.0}
@@ -73,14 +74,25 @@ def results(config: Config, packed: bool, base: str) -> dict[str, Any]:
         ((2, 2, 2), {"block": "gpt2", "zero": 3}, False),
         ((1, 4, 2), {"block": "geglu", "partitioning": "jit", "remat": "none"}, True),
         ((1, 4, 1), {"lora_rank": 2, "loss_chunk": 5}, True),
+        ((2, 2, 2), {"teacher": "BASE", "distill_weight": 0.5, "z_loss": 0.1, "zero": 3}, True),
+        ((1, 2, 2), {"lora_rank": 2, "frozen_bits": 8, "offload": "moments"}, False),
+        ((2, 2, 1), {"norm": "layernorm-desync", "optimizer": "muon"}, False),
         ((1, 2, 1), {"remat": "dots", **RAMP}, False),
     ],
     ids=str,
 )
 def test_results_are_those_of_whole_sequences(
-    mesh: Any, changes: dict[str, Any], packed: bool, base: str
+    monkeypatch: pytest.MonkeyPatch,
+    mesh: tuple[int, int, int],
+    changes: dict[str, Any],
+    packed: bool,
+    base: str,
 ) -> None:
     dp, cp, mp = mesh
+    monkeypatch.setattr(block_attention, "BLOCK", 4)  # several blocks per chunk
+    monkeypatch.setattr(block_attention, "KEYS", 1)
+    if "teacher" in changes:
+        changes = changes | {"teacher": base}
     alone = {key: x for key, x in changes.items() if key not in ("partitioning", "remat")}
     alone |= {"per_replica_batch": ROWS // dp}
     expected = results(config_of(tpu_size=dp, **alone), packed, base)
@@ -98,6 +110,19 @@ def test_results_are_those_of_whole_sequences(
     np.testing.assert_array_equal(actual["answers"], expected["answers"])
 
 
+def test_checkpoints_are_loaded_onto_other_meshes(tmp_path: Path) -> None:
+    network = CausalTransformer(config_of(context_parallel=2), devices=jax.devices()[:2])
+    network.train(random_batch(network.config, 1, 1))
+    network.save(str(tmp_path))
+    network.close()
+    tokens = np.arange(64)[None] % 128
+    expected = np.asarray(network.logits(tokens))
+    for changes in ({}, {"tpu_size": 1}, {"context_parallel": 4, "tpu_size": 4}):
+        other = load(str(tmp_path), changes=changes)
+        assert other.config.context_parallel == changes.get("context_parallel", 1)
+        np.testing.assert_allclose(other.logits(tokens), expected, rtol=0, atol=1e-4)
+
+
 def test_other_lengths_are_refused() -> None:
     network = CausalTransformer(config_of(context_parallel=2), devices=jax.devices()[:2])
     with pytest.raises(InputError, match="sequences have 30 tokens, not a multiple of twice"):
@@ -107,11 +132,12 @@ def test_other_lengths_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seq": 18, "context_parallel": 4}, "context_parallel is 4, and seq 18 is not divisible"),
+        ({"seq": 18, "context_parallel": 4}, "seq 18 is not a multiple of 8, twice as many"),
         ({"context_parallel": 2, "tpu_size": 3}, "tpu_size 3 is not divisible by its product"),
         ({"context_parallel": 2, "attention": "splash"}, "which excludes attention, but it is spl"),
         ({"context_parallel": 2, "pe": "t5"}, "which excludes pe, but it is t5"),
-        ({"context_parallel": 2, "dropout_residual": 0.1}, "which excludes dropout"),
+        ({"context_parallel": 2, "dropout_residual": 0.1}, "which excludes dropout_residual"),
+        ({"context_parallel": 3, "seq": 18}, "context_parallel is 3, expected a power of two"),
         ({"context_parallel": 2, "virtual_mesh": [2, 1]}, "which excludes virtual_mesh"),
         ({"context_parallel": 2, "exact": True}, "which excludes exact"),
     ],
