@@ -277,7 +277,7 @@ class Parallel(abc.ABC):
 
     def _left_to_compiler(self, axes: Iterable[str | None]) -> P:
         """Return the PartitionSpec with the mesh axes that the compiler partitions over."""
-        return P(*(None if axis in self.axes else axis for axis in axes))
+        return P(*(None if axis in self._explicit else axis for axis in axes))
 
     def restrict_specs(self, specs: Any) -> Any:
         """Remove all mesh axes except `self.axes` from PartitionSpecs, as `shard_map` requires."""
