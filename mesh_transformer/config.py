@@ -223,7 +223,7 @@ class Config(Model):
     def position_multiple(self) -> int:
         """The number of positions of training batches must be a multiple of this."""
         if self.context_parallel > 1:
-            return 2 * self.context_parallel
+            return 2 * self.context_parallel  # each device has two chunks of a sequence
         return self.shards if self.shard_activations else 1
 
     def replicas(self, dp: int) -> int:

@@ -321,10 +321,10 @@ def _check_context(c: Any) -> None:
         )
     if c.context_parallel & (c.context_parallel - 1):
         raise InputError(f"{sizes}, expected a power of two")
-    if c.seq % (2 * c.context_parallel):  # each device has two chunks of a sequence
+    if c.seq % c.position_multiple:
         raise InputError(
-            f"{sizes}, and seq {c.seq} is not a multiple of {2 * c.context_parallel}, twice as "
-            "many; change one of them"
+            f"{sizes}, and seq {c.seq} is not a multiple of {c.position_multiple}, twice as many; "
+            "change one of them"
         )
     dropout = ("dropout_embedding", "dropout_attention", "dropout_residual")
     excluded = {

@@ -59,7 +59,6 @@ def fit_to_devices(saved: Config, changes: dict[str, Any]) -> Config:
     # another model loaded later may need more.
     use_virtual_devices(saved.tpu_size * -(-SPARE_DEVICES // saved.tpu_size))
     if saved.norm == "layernorm-desync":  # its parameters depend on mp
-        assert saved.tpu_size is not None
         size = saved.tpu_size // saved.context_parallel
         return saved.replace(context_parallel=1, tpu_size=size)
     on_cpu = jax.default_backend() == "cpu"

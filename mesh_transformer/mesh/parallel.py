@@ -164,42 +164,39 @@ class Parallel(abc.ABC):
         """Return this device's index along cp."""
         return lax.axis_index("cp") if self.cp > 1 else 0
 
-    def cut(self, x: Array, axis: int = 1) -> Array:
-        """Return this device's positions of an array with those of whole sequences.
+    def cut(self, x: Array) -> Array:
+        """Return this device's positions of an array [B, T, ...] with those of whole sequences.
 
         A sequence is cut into 2 cp chunks.  Device r has the chunks r and 2 cp - 1 - r, so that
         causal attention is equal work for all devices.
 
-        Args:
-          axis: the array axis of the positions.
-
         Raises:
-          InputError: if their number is not a multiple of 2 cp.
+          InputError: if T is not a multiple of 2 cp.
         """
         if self.cp == 1:
             return x
-        (size, rest), rank = divmod(x.shape[axis], 2 * self.cp), self.cp_rank()
+        (size, rest), rank = divmod(x.shape[1], 2 * self.cp), self.cp_rank()
         if rest:
             raise InputError(
-                f"sequences have {x.shape[axis]} tokens, not a multiple of twice context_parallel "
+                f"sequences have {x.shape[1]} tokens, not a multiple of twice context_parallel "
                 f"({self.cp}); pad them"
             )
         chunks = [
-            lax.dynamic_slice_in_dim(x, chunk * size, size, axis)
+            lax.dynamic_slice_in_dim(x, chunk * size, size, axis=1)
             for chunk in (rank, 2 * self.cp - 1 - rank)
         ]
-        return jnp.concatenate(chunks, axis)
+        return jnp.concatenate(chunks, axis=1)
 
-    def whole(self, x: Array, axis: int = 1) -> Array:
+    def whole(self, x: Array) -> Array:
         """Undo `cut`, by an all-gather over cp."""
         if self.cp == 1:
             return x
-        x = jnp.moveaxis(x, axis, 0)
-        # The first and the second chunks of all devices, [cp, positions of a chunk, ...] each.
+        x = jnp.moveaxis(x, 1, 0)
+        # The first and the second chunks of all devices, [cp, positions of a chunk, B, ...] each.
         halves = x.reshape(2, -1, *x.shape[1:])
         first, second = lax.all_gather(halves, "cp", axis=1, to="invarying")
         whole = jnp.concatenate((first, second[::-1])).reshape(-1, *x.shape[1:])
-        return jnp.moveaxis(whole, 0, axis)
+        return jnp.moveaxis(whole, 0, 1)
 
     def shift(self, x: Any, distance: int) -> Any:
         """Return the tree of arrays of the device that is `distance` devices before along cp."""

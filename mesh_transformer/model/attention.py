@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mesh_transformer.config_model import Model
 from mesh_transformer.mesh.accelerators import Device
 from mesh_transformer.mesh.parallel import Axes, Parallel
-from mesh_transformer.model.block_attention import ATTENDED, MASKED, attend_in_blocks
+from mesh_transformer.model.block_attention import ATTENDED, MASKED, attend_in_blocks, capped
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.layer_values import frequencies
 from mesh_transformer.util import InputError
@@ -128,11 +128,6 @@ def on_matrix_unit(run: Callable[[Array], Array], q_BTHK: Array) -> Array:
     return jax.lax.platform_dependent(
         q_BTHK, tpu=lambda q_BTHK: run(jnp.repeat(q_BTHK, 2, axis=1))[:, :1], default=run
     )
-
-
-def capped(x: Array, cap: float | None) -> Array:
-    """Return x bounded smoothly by -cap and cap (Bello 2016), or x itself if `cap` is None."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def masked(scores_BHTS: Array, bias_BHTS: Array) -> Array:
@@ -365,7 +360,7 @@ def attend_function(
         run = attend_in_blocks(window, cap, config.dropout_attention, par)
         return run(q_BTHK, k_BHSK, v_BHSK, text_BT, key_BH)
 
-    if name == "blocks" or par.cp > 1:
+    if name == "blocks":
         return blocks
     if name.startswith("splash") and length % LANES == 0:
         kernel = functools.partial(_splash, window, cap, name == "splash_interpreted")

@@ -71,7 +71,7 @@ class Pair(NamedTuple):
 
 @functools.cache
 def block_pairs(length: int, size: int, window: int, cp: int = 1) -> dict[int, Pair]:
-    """Return the pairs of blocks of which some query attends to some key.
+    """Return the pairs of a block of queries and one of keys that are not masked as a whole.
 
     Args:
       length: of the whole sequence.
@@ -80,8 +80,8 @@ def block_pairs(length: int, size: int, window: int, cp: int = 1) -> dict[int, P
       cp: as in `block_length`.
 
     Returns:
-      A dict from a distance along cp to the pairs whose keys are on the device that is so far
-      before, int32 [cp, pairs].  All devices have as many, some of which may be masked.
+      A dict from a distance along cp to the pairs of each device whose keys are on the device at
+      that distance before it, int32 [cp, pairs].  Devices with fewer pairs get masked ones.
     """
     chunks = np.array_split(np.arange(-(-length // size)), 2 * cp)
     numbers = [np.concatenate((chunks[rank], chunks[-1 - rank])) for rank in range(cp)]
@@ -103,6 +103,11 @@ def block_pairs(length: int, size: int, window: int, cp: int = 1) -> dict[int, P
     return result
 
 
+def capped(x: Array, cap: float | None) -> Array:
+    """Return x bounded smoothly by -cap and cap (Bello 2016), or x itself if `cap` is None."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def attend_in_blocks(
     window: int, cap: float | None, rate: float, par: Parallel
 ) -> Callable[..., Array]:
@@ -114,7 +119,7 @@ def attend_in_blocks(
 
     Args:
       window: as in `block_pairs`.
-      cap: bound of the scores, as in `attention.capped`.
+      cap: bound of the scores, as in `capped`.
       rate: the probability that dropout sets a probability to 0.
     """
 
@@ -256,9 +261,8 @@ class _Blocks:
 
         The padding comes after all queries, which therefore do not attend to it.
         """
-        scores_BHTS = _product("BHTK,BHSK->BHTS", q_BHTK, k_BHSK) * self.scale
-        if self.cap is not None:
-            scores_BHTS = self.cap * jnp.tanh(scores_BHTS / self.cap)
+        scores_BHTS = _product("BHTK,BHSK->BHTS", q_BHTK, k_BHSK)
+        scores_BHTS = capped(scores_BHTS * self.scale, self.cap)
         index = jnp.arange(self.size)
         blocks = pair.query_number - pair.key_number
         distance_TS = blocks * self.size + index[:, None] - index

@@ -151,9 +151,9 @@ def attended_pairs(config: Model, attention: str) -> int:
     """Return the number of query-key pairs per sequence in one attention matmul of one head.
 
     This is the sum over all layers.  The number depends on the attention backend.  `xla` computes
-    all pairs.  `blocks` computes all pairs of two blocks of which it needs one.  For the kernels
-    (splash and cudnn), only unmasked pairs are counted, although the kernels also compute the
-    masked pairs of tiles that are only partly masked.
+    all pairs, and `blocks` also the masked pairs of blocks that are only partly masked.  For the
+    kernels (splash and cudnn), only unmasked pairs are counted, although the kernels also compute
+    the masked pairs of tiles that are only partly masked.
     """
     length = config.seq
     if attention == "xla":

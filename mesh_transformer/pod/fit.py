@@ -12,9 +12,9 @@ def largest_fit(config: Config, sizes: Iterable[int]) -> Config:
     """Return the run's config for the largest mesh of one of the given sizes.
 
     A microbatch keeps its number of sequences.  So dp must divide the run's dp, or that of its
-    virtual mesh.  Without a virtual mesh, each replica gets more sequences.  cp, then
-    mp are reduced only if no size suffices for a single replica, and mp never if the parameters
-    depend on it.
+    virtual mesh.  Without a virtual mesh, each replica gets more sequences.  First cp, then mp is
+    reduced, only if no size suffices for a single replica, and mp never if the parameters depend on
+    it.
 
     Args:
       config: the run's config on all its devices.
@@ -58,7 +58,7 @@ def _smaller(config: Config, mp: int, cp: int, dp: int) -> Config:
     """Return a config for a smaller mesh with the same batches."""
     assert config.tpu_size is not None
     changes: dict[str, Any] = {"cores_per_replica": mp, "context_parallel": cp}
-    changes |= {"tpu_size": dp * cp * mp}
+    changes["tpu_size"] = dp * cp * mp
     old_dp = config.tpu_size // config.replica_devices
     if config.virtual_mesh is None and dp != old_dp:
         more = old_dp // dp

@@ -134,7 +134,7 @@ def test_every_flop_count_of_gptj_6b():
 @pytest.mark.parametrize("length", [200, 1536, 1600])
 @pytest.mark.parametrize("window", [1, 257, 258, 1600])
 def test_kernels_skip_masked_query_key_pairs(window, length):
-    """`blocks` leaves out pairs of blocks of 256 positions, of which the last one is padded."""
+    """`blocks` skips pairs of blocks that are masked as a whole; the last block is padded."""
     window = min(window, length)
     config = small(seq=length, attention_window=window)
     distance = np.subtract.outer(np.arange(length), np.arange(length))
