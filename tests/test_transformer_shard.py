@@ -16,7 +16,7 @@ from tests.conftest import SMALL, random_batch
 CONFIG = Config(**SMALL | {"layers": 1, "cores_per_replica": 2, "tpu_size": 2})
 KEYS = (
     "expected a dict of obs, target, and optionally loss_mask, segment_ids, reference, advantage, "
-    "sampled and old"
+    "sampled, old, teacher_ids and teacher_logprobs"
 )
 
 
@@ -72,7 +72,7 @@ def test_a_batch_holds_copies_of_the_arrays():
 def test_positions_that_mp_does_not_divide_are_refused_if_they_are_split(partitioning):
     config = CONFIG.replace(shard_activations=True, partitioning=partitioning)
     sample = {key: x[..., :15] for key, x in batch().items()}
-    line = "train: the sequences have 15 positions, expected a multiple of 2, the mp of the mesh"
+    line = "train: the sequences have 15 positions, expected a multiple of 2, because the mesh"
     with pytest.raises(InputError, match=line):
         CausalTransformer(config).train(sample)
 
