@@ -46,7 +46,8 @@ class Config(Model):
     context_parallel: int = 1
     # ZeRO stage.  None: 0 in version 1; in version 2, 1 if early_collect is true, otherwise 3.
     zero: Literal[0, 1, 3] | None = None
-    # [dp, mp]: results have the bits of this mesh, whatever mesh runs it (docs/same-bits.md).
+    # [dp, mp] or [dp, cp, mp]: results have the bits of this mesh, whatever mesh runs it
+    # (docs/same-bits.md).
     virtual_mesh: list[int] | None = field(default=None, hash=False)
     early_collect: bool = True  # used only in version 2, if zero is None
     shard_activations: bool = False  # between layers, split activations over mp by position
@@ -212,7 +213,14 @@ class Config(Model):
     @property
     def shards(self) -> int:
         """Number of shards of the model: that of `virtual_mesh`, by default `cores_per_replica`."""
-        return self.cores_per_replica if self.virtual_mesh is None else self.virtual_mesh[1]
+        return self.cores_per_replica if self.virtual_mesh is None else self.virtual_mesh[-1]
+
+    @property
+    def context_shards(self) -> int:
+        """Number of devices, or of virtual ones, that split the positions of each sequence."""
+        if self.virtual_mesh is None:
+            return self.context_parallel
+        return self.virtual_mesh[1] if len(self.virtual_mesh) == 3 else 1
 
     @property
     def replica_devices(self) -> int:
@@ -222,9 +230,8 @@ class Config(Model):
     @property
     def position_multiple(self) -> int:
         """The number of positions of training batches must be a multiple of this."""
-        if self.context_parallel > 1:
-            return 2 * self.context_parallel  # each device has two chunks of a sequence
-        return self.shards if self.shard_activations else 1
+        chunks = 2 * self.context_shards if self.context_shards > 1 else 1  # two per device
+        return chunks * self.shards if self.shard_activations else chunks
 
     def replicas(self, dp: int) -> int:
         """Return the number of replicas on a mesh with `dp`: that of `virtual_mesh`, or `dp`."""

@@ -91,8 +91,8 @@ def check(c: Any) -> None:
     _check_lists(c)
     _check_rotary_scaling(c)
     _check_lora(c)
-    _check_divisions(c)
     _check_virtual_mesh(c)
+    _check_divisions(c)
     _check_exact(c)
     _check_int8_matmuls(c)
     _check_offload(c)
@@ -311,29 +311,39 @@ def _check_divisions(c: Any) -> None:
 
 
 def _check_context(c: Any) -> None:
-    if c.context_parallel == 1:
+    if c.context_shards == c.context_parallel == 1:
         return
-    sizes = f"context_parallel is {c.context_parallel}"
+    cp, sizes = c.context_shards, f"context_parallel is {c.context_parallel}"
+    if c.virtual_mesh is not None:
+        sizes += f" and virtual_mesh {c.virtual_mesh}"
+    if cp % c.context_parallel:
+        raise InputError(
+            f"{sizes}, whose cp ({cp}) context_parallel does not divide; set it to [dp, cp, mp]"
+        )
     if c.tpu_size % c.replica_devices:
         raise InputError(
             f"{sizes}, and tpu_size {c.tpu_size} is not divisible by its product with "
             f"cores_per_replica ({c.cores_per_replica}); change one of them"
         )
-    if c.context_parallel & (c.context_parallel - 1):
+    if cp & (cp - 1):
         raise InputError(f"{sizes}, expected a power of two")
     if c.seq % c.position_multiple:
         raise InputError(
-            f"{sizes}, and seq {c.seq} is not a multiple of {c.position_multiple}, twice as many; "
-            "change one of them"
+            f"{sizes}, and seq {c.seq} is not a multiple of {c.position_multiple}, the number of "
+            "parts of a sequence; change one of them"
         )
-    dropout = ("dropout_embedding", "dropout_attention", "dropout_residual")
+    divides = c.query_heads % cp == 0
+    if c.context_attention == "all_to_all" and not divides:
+        raise InputError(
+            f"{sizes}, and context_attention is all_to_all, but a shard has {c.query_heads} heads, "
+            f"not divisible by {cp}; set context_attention to ring"
+        )
+    ring = c.context_attention == "ring" or not divides
+    supported = ("auto", "blocks") if ring else ("auto", "blocks", "splash", "cudnn")
     excluded = {
-        "attention": None if c.attention in ("auto", "blocks") else c.attention,
+        "attention": None if c.attention in supported else c.attention,
         "pe": "t5" if c.pe == "t5" else None,
-        **{key: getattr(c, key) for key in dropout},
-        "virtual_mesh": c.virtual_mesh,
         "exact": c.exact,
-        "shard_activations": c.shard_activations,
     }
     for key, value in excluded.items():
         if value:
@@ -369,8 +379,8 @@ def _check_virtual_mesh(c: Any) -> None:
     if c.virtual_mesh is None:
         return
     sizes = f"virtual_mesh is {c.virtual_mesh}"
-    if len(c.virtual_mesh) != 2 or any(x < 1 or x & (x - 1) for x in c.virtual_mesh):
-        raise InputError(f"{sizes}, expected [dp, mp], two powers of two")
+    if len(c.virtual_mesh) not in (2, 3) or any(x < 1 or x & (x - 1) for x in c.virtual_mesh):
+        raise InputError(f"{sizes}, expected [dp, mp] or [dp, cp, mp], powers of two")
     if c.shards % c.cores_per_replica:
         raise InputError(
             f"{sizes}, whose mp is not divisible by cores_per_replica {c.cores_per_replica}; "

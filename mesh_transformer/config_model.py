@@ -113,6 +113,11 @@ class Architecture:
         """Number of shards of the model, on which `copies_key_heads` and one norm depend."""
         return 1
 
+    @property
+    def query_heads(self) -> int:
+        """Number of attention heads of a shard, including padding."""
+        return -(-self.n_heads // self.shards)
+
     def has_bias(self, matrix: str) -> bool:
         """Return whether each layer's matrix with this name, such as "q", has a bias."""
         assert self.biases is not None
@@ -132,6 +137,9 @@ class Model(Architecture):
     # Computation.
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the computation
     attention: Attention = "auto"  # backend for training and scoring (docs/attention.md)
+    # With context_parallel, what attention exchanges: keys and values ("ring"), or heads for
+    # positions ("all_to_all"); see docs/long-context.md.  None: chosen by `is_ring`
+    context_attention: Literal["ring", "all_to_all"] | None = None
     exact: bool = False  # every token has the same probability everywhere (docs/same-bits.md)
     paged_attention: Literal["xla", "pallas"] = "xla"  # backend of servers (docs/attention.md)
     remat: Literal["full", "dots", "none"] = "full"  # what the backward pass recomputes

@@ -105,7 +105,8 @@ class Blocks:
         for at, axis in reversed(list(enumerate(value.axes))):
             if axis in axes:
                 x = x.max(at) if largest else x.min(at)
-        x = (lax.pmax if largest else lax.pmin)(x, axes)
+        across = tuple(axis for axis in axes if self.devices[axis] > 1)
+        x = (lax.pmax if largest else lax.pmin)(x, across) if across else x
         return Value(x, ordered({*value.axes} - {*axes}))
 
     def gather(self, value: Value, params: dict[str, Any]) -> Value:
@@ -130,6 +131,44 @@ class Blocks:
             x = lax.all_to_all(_unmerged(x, at, devices), axis, at, at, tiled=True)
             x = _tree(x, at)
         return Value(jnp.moveaxis(_unmerged(x, at, self.blocks[axis]), at, axes.index(axis)), axes)
+
+    def shift(self, value: Value, params: dict[str, Any]) -> Value:
+        """Run the primitive `ppermute`, for the pairs of `Parallel.shift`."""
+        (axis,), pairs = axis_names(params), params["perm"]
+        size, devices = self.blocks[axis], self.devices[axis]
+        distance = pairs[0][1] - pairs[0][0]
+        assert {(to - of - distance) % (size * devices) for of, to in pairs} == {0}
+        if axis not in value.axes:  # equal on all virtual devices
+            return value
+        at, (far, near) = value.axes.index(axis), divmod(distance % (size * devices), size)
+
+        def across(x: Array, distance: int) -> Array:
+            if distance % devices == 0:
+                return x
+            to = [(device, (device + distance) % devices) for device in range(devices)]
+            return lax.ppermute(x, axis, to)
+
+        rest, passed = jnp.split(value.array, [size - near], axis=at)
+        parts = ([across(passed, far + 1)] if near else []) + [across(rest, far)]
+        return Value(jnp.concatenate(parts, axis=at), value.axes)
+
+    def exchange(self, value: Value, params: dict[str, Any]) -> Value:
+        """Run the primitive `all_to_all`, which splits one array axis and concatenates another."""
+        (axis,) = axis_names(params)
+        assert params["tiled"]
+        axes = ordered({*value.axes, axis})
+        at, of = axes.index(axis), len(axes) + params["split_axis"]
+        x, size = self.spread(value, axes), self.blocks[axis]
+        # The device and the virtual device that each part is for.
+        x = _unmerged(_unmerged(x, of, self.devices[axis]), of + 1, size)
+        if self.devices[axis] > 1:  # afterwards, the device that it comes from
+            x = lax.all_to_all(x, axis, of, of, tiled=True)
+        order = [i for i in range(x.ndim) if i not in (at, of, of + 1)]
+        order.insert(at, of + 1)
+        to = len(axes) + params["concat_axis"]
+        order[to:to] = [of, at]
+        x = x.transpose(order)
+        return Value(_merged(_merged(x, to), to), axes)
 
 
 def _unmerged(x: Array, at: int, parts: int) -> Array:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from mesh_transformer.mesh.apart import is_kept_apart, kept_apart
 from mesh_transformer.mesh.jax_versions import carry_of
 
-AXES = ("dp", "mp")
+AXES = ("dp", "cp", "mp")
 Index = dict[str, Array]  # the index of the device that runs the equations, along each mesh axis
 
 # Names of JAX's primitives.
@@ -28,7 +28,9 @@ SUMS = {"psum", "psum_invariant"}
 EXTREMES = {"pmax", "pmin"}
 GATHERS = {"all_gather", "all_gather_invariant"}
 SCATTERS = {"reduce_scatter"}
-COLLECTIVES = SUMS | EXTREMES | GATHERS | SCATTERS
+SHIFTS = {"ppermute"}
+EXCHANGES = {"all_to_all"}
+COLLECTIVES = SUMS | EXTREMES | GATHERS | SCATTERS | SHIFTS | EXCHANGES
 # Primitives that call a function, and the parameter with this function.
 CALLS = {
     "jit": "jaxpr",

@@ -14,9 +14,10 @@ The code of layers and training steps works with either subclass.
 """
 
 import abc
+import copy
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,8 @@ class Parallel(abc.ABC):
       replicas: number of separate gradients per microbatch: `dp`, or 1 with ZeRO 3, whose backward
         pass already sums over dp.
       attention: the backend for attention over a whole sequence (`attention_backend`).
+      ring: whether attention over positions that are split over cp exchanges keys and values, not
+        heads for positions.
       zero_stage: 0 (no ZeRO), 1 or 3.
       split_stream: whether the residual stream is split by position over mp.
       exact: how results are made independent of other rows (see `by_rows`); None if they are not.
@@ -108,6 +111,7 @@ class Parallel(abc.ABC):
         zero_stage: int = 0,
         *,
         attention: str = "xla",
+        ring: bool = True,
         split_stream: bool = False,
         exact: Exact | None = None,
     ):
@@ -119,7 +123,7 @@ class Parallel(abc.ABC):
         self.dp = 1 if mesh is None else mesh.shape["dp"]
         self.shards = 1 if mesh is None else mesh.shape["mp"]
         self.mp = self.shards if "mp" in self.axes else 1
-        self.attention = attention
+        self.attention, self.ring = attention, ring
         self.zero_stage = zero_stage
         self.replicas = self.dp if zero_stage < 3 else 1
 
@@ -191,12 +195,54 @@ class Parallel(abc.ABC):
         """Undo `cut`, by an all-gather over cp."""
         if self.cp == 1:
             return x
-        x = jnp.moveaxis(x, 1, 0)
-        # The first and the second chunks of all devices, [cp, positions of a chunk, B, ...] each.
-        halves = x.reshape(2, -1, *x.shape[1:])
-        first, second = lax.all_gather(halves, "cp", axis=1, to="invarying")
-        whole = jnp.concatenate((first, second[::-1])).reshape(-1, *x.shape[1:])
-        return jnp.moveaxis(whole, 0, 1)
+        return self._in_order(lax.all_gather(x, "cp", axis=1, tiled=True, to="invarying"))
+
+    def _in_order(self, x: Array) -> Array:
+        """Return an array with the positions of all devices, one after the other, in order."""
+        B, T = x.shape[:2]
+        x = x.reshape(B, self.cp, 2, T // (2 * self.cp), *x.shape[2:])
+        return jnp.concatenate((x[:, :, 0], x[:, ::-1, 1]), axis=1).reshape(B, T, *x.shape[4:])
+
+    def _in_turn(self, x: Array) -> Array:
+        """Undo `_in_order`."""
+        B, T = x.shape[:2]
+        x = x.reshape(B, 2, self.cp, T // (2 * self.cp), *x.shape[2:])
+        return jnp.stack((x[:, 0], x[:, 1, ::-1]), axis=2).reshape(B, T, *x.shape[4:])
+
+    def heads_for_positions(self, x: Array) -> Array:
+        """Return all positions of a share of the heads, by an all-to-all over cp.
+
+        Args:
+          x: [B, T, H, ...], with H a multiple of cp in each mp shard, and T as for `cut`.
+
+        Returns:
+          [B, cp T, H / cp, ...], with the positions in order.
+        """
+        B, T, H = x.shape[:3]
+        shards = self.shards // self.mp  # in the array
+        x = self.shard(x.reshape(B, T, shards, -1, *x.shape[3:]), "dp", None, "mp")
+        x = lax.all_to_all(x, "cp", 3, 1, tiled=True)
+        return self._in_order(x).reshape(B, T * self.cp, H // self.cp, *x.shape[4:])
+
+    def positions_for_heads(self, x: Array) -> Array:
+        """Undo `heads_for_positions`."""
+        B, T, H = x.shape[:3]
+        shards = self.shards // self.mp
+        x = self._in_turn(x).reshape(B, T, shards, -1, *x.shape[3:])
+        x = lax.all_to_all(self.shard(x, "dp", None, "mp"), "cp", 1, 3, tiled=True)
+        return x.reshape(B, T // self.cp, H * self.cp, *x.shape[4:])
+
+    def own_heads(self, x: Array) -> Array:
+        """Return the share of the heads, [B, H / cp], that `heads_for_positions` returns."""
+        x = x.reshape(len(x), self.shards // self.mp, self.cp, -1)
+        x = lax.dynamic_index_in_dim(x, self.cp_rank(), axis=2, keepdims=False)
+        return x.reshape(len(x), -1)
+
+    def with_whole_positions(self) -> Self:
+        """Return a copy for code whose arrays have all positions, though cp splits others."""
+        par = copy.copy(self)
+        par.cp = 1
+        return par
 
     def shift(self, x: Any, distance: int) -> Any:
         """Return the tree of arrays of the device that is `distance` devices before along cp."""
@@ -249,7 +295,7 @@ class Parallel(abc.ABC):
 
         Unlike `_on_parts`, which is for collectives over dp, this is for kernels that do not
         declare along which mesh axes their outputs vary.  All results are typed as varying along
-        dp and mp; no kernel is called with positions that are split over cp.
+        all axes.
 
         Args:
           in_axes: for each argument, a tuple with the mesh axis that splits each array axis, or
@@ -270,7 +316,7 @@ class Parallel(abc.ABC):
             out_specs=jax.tree.map(self._left_to_compiler, out_axes, is_leaf=_is_axes),
             check_vma=False,
         )
-        return lambda *args: jax.tree.map(lambda x: self._as_varying(x, "dp", "mp"), inner(*args))
+        return lambda *args: jax.tree.map(lambda x: self._as_varying(x, *self.axes), inner(*args))
 
     def _left_to_compiler(self, axes: Iterable[str | None]) -> P:
         """Return the PartitionSpec with the mesh axes that the compiler partitions over."""

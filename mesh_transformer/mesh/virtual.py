@@ -27,9 +27,11 @@ from mesh_transformer.mesh import apart
 from mesh_transformer.mesh.blocks import Axes, Blocks, Value, ordered
 from mesh_transformer.mesh.equations import (
     AXES,
+    EXCHANGES,
     EXTREMES,
     GATHERS,
     SCATTERS,
+    SHIFTS,
     SUMS,
     TYPES,
     Index,
@@ -46,9 +48,15 @@ from mesh_transformer.mesh.jax_versions import carry_of, prng_name
 
 
 def virtual_mesh(shape: Sequence[int]) -> AbstractMesh:
-    """Return a (dp, mp) mesh without devices."""
+    """Return a (dp, mp) or (dp, cp, mp) mesh without devices."""
     # By default, JAX 0.12 makes the axes Explicit, which have no arrays of another layout.
-    return AbstractMesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    axes = _axes(shape)
+    return AbstractMesh(tuple(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def _axes(shape: Sequence[int]) -> Axes:
+    """Return the axes of a virtual mesh, of which cp may be missing."""
+    return AXES if len(shape) == len(AXES) else ("dp", "mp")
 
 
 def virtual(
@@ -62,14 +70,16 @@ def virtual(
 
     Args:
       program: the program of one device, as for `jax.shard_map`.
-      shape: (dp, mp) of the virtual mesh: powers of two, and multiples of those of `mesh`.
+      shape: of the virtual mesh, (dp, mp) or (dp, cp, mp): powers of two, and multiples of those
+        of `mesh`.
       mesh: the real mesh.
       in_specs, out_specs: the PartitionSpecs of the arguments and results.
     """
     traced = jax.shard_map(
         program, mesh=virtual_mesh(shape), in_specs=in_specs, out_specs=out_specs
     )
-    blocks = {axis: size // mesh.shape[axis] for axis, size in zip(AXES, shape, strict=True)}
+    sizes = dict(zip(_axes(shape), shape, strict=True))
+    blocks = {axis: size // mesh.shape.get(axis, 1) for axis, size in sizes.items()}
 
     def run(*args: Any) -> Any:
         closed, results = jax.make_jaxpr(traced, return_shape=True)(*args)
@@ -121,8 +131,9 @@ class _Program(Blocks):
     """
 
     def __init__(self, blocks: dict[str, int], mesh: Mesh):
-        super().__init__(blocks, dict(mesh.shape))
+        super().__init__(blocks, {axis: mesh.shape.get(axis, 1) for axis in blocks})
         self._platform = mesh.devices.flat[0].platform
+        self._names = mesh.axis_names
 
     # Along which axes the virtual devices differ.
 
@@ -145,7 +156,9 @@ class _Program(Blocks):
             return self._differing_axes(eqn, inputs) or same
         if name in SUMS | EXTREMES | GATHERS:
             return [ordered({*axes} - {*axis_names(params)}) for axes in inputs]
-        if name in SCATTERS:
+        if name in SHIFTS:
+            return inputs
+        if name in SCATTERS | EXCHANGES:
             return [ordered({*axes, *axis_names(params)}) for axes in inputs]
         if name == "scan":
             first, count = carry_of(params)
@@ -260,7 +273,7 @@ class _Program(Blocks):
 
         def on_one(own: dict[str, Array]) -> list[Array]:
             taken = [_taken(value, own) for value in inputs.values()]
-            index = {axis: lax.axis_index(axis) * self.blocks[axis] + own[axis] for axis in axes}
+            index = {axis: self._first(axis) + own[axis] for axis in axes}
             return [jnp.expand_dims(x, range(len(axes))) for x in on_its_own(taken, index)]
 
         def body(number: Array, buffers: list[Array]) -> list[Array]:
@@ -278,6 +291,11 @@ class _Program(Blocks):
         return [
             Value(_restored(x, aval.dtype), axes) for x, aval in zip(arrays, shapes, strict=True)
         ]
+
+    def _first(self, axis: str) -> Array | int:
+        """Return the index of this device's first virtual device along a mesh axis."""
+        # A real mesh without cp lacks that axis.
+        return lax.axis_index(axis) * self.blocks[axis] if axis in self._names else 0
 
     def _run_sum(self, values: list[Value]) -> Value:
         """Run an equation that `_split_sums` has split off, on all virtual devices at once.
@@ -300,6 +318,10 @@ class _Program(Blocks):
             return [self.gather(value, params) for value in values]
         if name in SCATTERS:
             return [self.scatter(value, params) for value in values]
+        if name in SHIFTS:
+            return [self.shift(value, params) for value in values]
+        if name in EXCHANGES:
+            return [self.exchange(value, params) for value in values]
         if name == "scan":
             return self._run_scan(eqn, values)
         if name == "while":

@@ -30,10 +30,12 @@ from mesh_transformer.mesh.accelerators import Device
 from mesh_transformer.mesh.parallel import Axes, Parallel
 from mesh_transformer.model.block_attention import ATTENDED, MASKED, attend_in_blocks, capped
 from mesh_transformer.model.cache import LayerCache
+from mesh_transformer.model.heads import Heads
 from mesh_transformer.model.layer_values import frequencies
 from mesh_transformer.util import InputError
 
-# (q_BTHK, k_BHSK, v_BHSK, the keys of `drop_probs` or None) -> attended_BTHK.
+# (q_BTHK, k_BSJK, v_BSJK, the keys of `drop_probs` or None) -> attended_BTHK; J key heads are kept
+# for H query heads (see `Heads`).
 Attend = Callable[[Array, Array, Array, Array | None], Array]
 LANES = 128  # TPU vector lanes; splash attention requires sequences in multiples of this
 
@@ -225,13 +227,30 @@ Kernel = Callable[[Array, Array, Array, Array | None], Array]
 def attention_backend(config: Model, device: Device, cp: int = 1) -> str:
     """Select the backend for attention over whole sequences on devices like `device`.
 
-    If positions are split over cp, it is `blocks`.
+    If keys go round devices (`is_ring`), it is `blocks`.
 
     Raises:
       InputError: if `config.attention` names a backend that this config or device does not support.
     """
-    if cp > 1:
+    if cp > 1 and is_ring(config, device, cp):
         return "blocks"
+    name = _whole_backend(config, device)
+    return "blocks" if cp > 1 and name == "xla" else name
+
+
+def is_ring(config: Model, device: Device, cp: int) -> bool:
+    """Return whether attention over positions split over cp exchanges keys, not heads.
+
+    `config.context_attention` chooses.  By default, heads are exchanged if there is a kernel for
+    whole sequences, and if cp divides the heads of each shard.
+    """
+    if config.context_attention is not None:
+        return config.context_attention == "ring"
+    return config.query_heads % cp > 0 or _whole_backend(config, device) in ("xla", "blocks")
+
+
+def _whole_backend(config: Model, device: Device) -> str:
+    """Return `attention_backend` for devices that have whole sequences."""
     name = "xla" if config.exact else config.attention
     if name == "auto":
         names = ("splash", "cudnn", *(("blocks",) if config.seq > LONG else ()))
@@ -355,33 +374,60 @@ def attend_function(
     """
     name, cap = par.attention, config.score_cap
     window = config.window if window is None else window
+    exchange = par.cp > 1 and not par.ring
+    own = par.with_whole_positions() if exchange else par
 
-    def blocks(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, key_BH: Array | None) -> Array:
-        run = attend_in_blocks(window, cap, config.dropout_attention, par)
-        return run(q_BTHK, k_BHSK, v_BHSK, text_BT, key_BH)
+    def blocks(q_BTHK: Array, k_BSJK: Array, v_BSJK: Array, key_BH: Array | None) -> Array:
+        run = attend_in_blocks(window, cap, config.dropout_attention, own)
+        k_BJSK, v_BJSK = (jnp.moveaxis(x, 1, 2) for x in (k_BSJK, v_BSJK))
+        return run(q_BTHK, k_BJSK, v_BJSK, text_BT, key_BH)
 
-    if name == "blocks":
-        return blocks
+    attend = blocks
     if name.startswith("splash") and length % LANES == 0:
         kernel = functools.partial(_splash, window, cap, name == "splash_interpreted")
+        attend = _with_kernel(kernel, config, own, text_BT)
     elif name == "cudnn" and text_BT is None:
-        kernel = functools.partial(_cudnn, window)
+        attend = _with_kernel(functools.partial(_cudnn, window), config, own, None)
     elif name == "cudnn" and config.attention == "cudnn":
         raise InputError(
             "config: attention is 'cudnn', which does not support packed records (segment_ids); "
             "set it to 'auto'"
         )
-    else:
-        return blocks if name != "xla" and length > LONG else None
+    elif name != "blocks" and par.cp == 1 and (name == "xla" or length <= LONG):
+        return None
+    heads = Heads(config, par)
+
+    def run(q_BTHK: Array, k_BSJK: Array, v_BSJK: Array, key_BH: Array | None) -> Array:
+        keys_and_values = k_BSJK, v_BSJK
+        if heads.copied:
+            keys_and_values = map(heads.of_queries, keys_and_values)
+        if not exchange:
+            return attend(q_BTHK, *keys_and_values, key_BH)
+        divisible = (heads.divisible(x, par.cp) for x in keys_and_values)
+        q_BTHK, k_BSJK, v_BSJK = map(par.heads_for_positions, (q_BTHK, *divisible))
+        if key_BH is not None:
+            key_BH = par.own_heads(key_BH)
+        return par.positions_for_heads(attend(q_BTHK, k_BSJK, v_BSJK, key_BH))
+
+    return run
+
+
+def _with_kernel(kernel: Kernel, config: Model, par: Parallel, text_BT: Array | None) -> Attend:
+    """Return an `Attend` function that runs `kernel`."""
     run = _differentiable(kernel, par)
 
-    def attend_all(q_BTHK: Array, k_BHSK: Array, v_BHSK: Array, _: Array | None) -> Array:
+    def attend(q_BTHK: Array, k_BSJK: Array, v_BSJK: Array, _: Array | None) -> Array:
+        group = q_BTHK.shape[2] // k_BSJK.shape[2]
+        k_BHSK, v_BHSK = (
+            jnp.moveaxis(jnp.repeat(x, group, axis=2) if group > 1 else x, 1, 2)
+            for x in (k_BSJK, v_BSJK)
+        )
         # This scaling is exact if the head size is a power of 4, such as GPT-J's 256.  Otherwise it
         # rounds q once more.
         q_BHTK = jnp.moveaxis(q_BTHK * config.d_head**-0.5, 2, 1)
         return jnp.moveaxis(run(q_BHTK, k_BHSK, v_BHSK, text_BT), 1, 2)
 
-    return attend_all
+    return attend
 
 
 def _differentiable(kernel: Kernel, par: Parallel) -> Kernel:

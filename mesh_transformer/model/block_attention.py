@@ -9,8 +9,8 @@ softmax's denominator, from which the backward pass recomputes each block's prob
 If positions are split over cp, keys and values go round its devices (ring attention, Liu 2023), and
 so do their gradients in the backward pass.
 
-Array names end in their shape: B batch, L positions of this device, H heads, N blocks, T queries of
-a block, S keys of a block, K head size.
+Array names end in their shape: B batch, L positions of this device, H query heads, J key heads (a
+divisor of H), N blocks, T queries of a block, S keys of a block, K head size.
 """
 
 import functools
@@ -46,7 +46,8 @@ def block_length(length: int, cp: int = 1) -> int:
     if cp == 1:
         return min(length, most)
     chunk = length // (2 * cp)
-    size = next(size for size in range(min(chunk, most), 0, -1) if chunk % size == 0)
+    unit = KEYS if chunk % KEYS == 0 else 1
+    size = next(size for size in range(most, 0, -unit) if chunk % size == 0)
     if size < min(chunk, KEYS):
         raise InputError(
             f"sequences of {length} tokens have chunks of {chunk} with context_parallel {cp}, "
@@ -113,7 +114,7 @@ def attend_in_blocks(
 ) -> Callable[..., Array]:
     """Return a differentiable function of q, k, v, texts and PRNG keys that computes attention.
 
-    Its arguments are q_BLHK, k_BHLK, v_BHLK; None or, as in `attention.attend_function`, the texts
+    Its arguments are q_BLHK, k_BJLK, v_BJLK; None or, as in `attention.attend_function`, the texts
     of all positions of the whole sequences; and key_BH or None, as in `dropout.drop_probs`.  It
     returns [B, L, H, K].
 
@@ -131,7 +132,7 @@ def attend_in_blocks(
         return _Blocks(q_BLHK, text, key_BH, window, cap, rate, par)
 
     def forward(
-        q_BLHK: Array, k_BHLK: Array, v_BHLK: Array, text: Array | None, key_BH: Array | None
+        q_BLHK: Array, k_BJLK: Array, v_BJLK: Array, text: Array | None, key_BH: Array | None
     ) -> tuple[Array, Any]:
         blocks = blocks_of(q_BLHK, text, key_BH)
 
@@ -143,14 +144,14 @@ def attend_in_blocks(
             factor_BHT = jnp.exp(most_BHT - new_BHT)
             sum_BHT = sum_BHT * factor_BHT + probs_BHTS.sum(axis=-1)
             kept_BHTS = blocks.dropped(probs_BHTS, pair).astype(v.dtype)
-            added_BHTK = _product("BHTS,BHSK->BHTK", kept_BHTS, _block(v, pair.key))
+            added_BHTK = _with_keys("BJRS,BJSK->BJRK", kept_BHTS, _block(v, pair.key))
             attended_BHTK = attended_BHTK * factor_BHT[..., None] + added_BHTK
             new = new_BHT, sum_BHT, attended_BHTK
             return tuple(_put(x, y, pair.query) for x, y in zip(carry, new, strict=True)), None
 
-        zeros = blocks.zeros()
+        zeros = blocks.zeros(blocks.q)
         carry: Any = zeros[..., 0] + MASKED, zeros[..., 0], zeros
-        moving, before = (blocks.split(k_BHLK), blocks.split(v_BHLK)), 0
+        moving, before = (blocks.split(k_BJLK), blocks.split(v_BJLK)), 0
         for distance, pairs in blocks.pairs.items():
             moving, before = par.shift(moving, distance - before), distance
             carry, _ = lax.scan(functools.partial(body, *moving), carry, pairs)
@@ -158,10 +159,10 @@ def attend_in_blocks(
         attended = (attended / total[..., None]).astype(q_BLHK.dtype)
         attended_BLHK = checkpoint_name(jnp.moveaxis(blocks.joined(attended), 1, 2), ATTENDED)
         log_sum_BHL = checkpoint_name(blocks.joined(most + jnp.log(total)), ATTENDED)
-        return attended_BLHK, (q_BLHK, k_BHLK, v_BHLK, text, key_BH, attended_BLHK, log_sum_BHL)
+        return attended_BLHK, (q_BLHK, k_BJLK, v_BJLK, text, key_BH, attended_BLHK, log_sum_BHL)
 
     def backward(saved: Any, g_BLHK: Array) -> tuple[Array | None, ...]:
-        q_BLHK, k_BHLK, v_BHLK, text, key_BH, attended_BLHK, log_sum_BHL = saved
+        q_BLHK, k_BJLK, v_BJLK, text, key_BH, attended_BLHK, log_sum_BHL = saved
         blocks = blocks_of(q_BLHK, text, key_BH)
         # The sum over keys of probabilities times their gradients.
         mean_BLH = (g_BLHK.astype(jnp.float32) * attended_BLHK.astype(jnp.float32)).sum(axis=-1)
@@ -170,27 +171,28 @@ def attend_in_blocks(
 
         def body(k: Array, v: Array, carry: Any, pair: Pair) -> tuple[Any, None]:
             q_BHTK, g_BHTK = _block(blocks.q, pair.query), _block(g, pair.query)
-            k_BHSK, v_BHSK = _block(k, pair.key), _block(v, pair.key)
-            scores_BHTS = blocks.scores(q_BHTK, k_BHSK, pair)
+            k_BJSK, v_BJSK = _block(k, pair.key), _block(v, pair.key)
+            scores_BHTS = blocks.scores(q_BHTK, k_BJSK, pair)
             probs_BHTS = jnp.exp(scores_BHTS - _block(log_sum, pair.query)[..., None])
             kept_BHTS = blocks.dropped(probs_BHTS, pair).astype(g_BHTK.dtype)
-            d_v_BHSK = _product("BHTS,BHTK->BHSK", kept_BHTS, g_BHTK)
-            d_probs_BHTS = blocks.dropped(_product("BHTK,BHSK->BHTS", g_BHTK, v_BHSK), pair)
+            d_v_BJSK = _for_keys(kept_BHTS, g_BHTK, v_BJSK)
+            d_probs_BHTS = _with_keys("BJRK,BJSK->BJRS", g_BHTK, v_BJSK)
+            d_probs_BHTS = blocks.dropped(d_probs_BHTS, pair)
             d_scores_BHTS = probs_BHTS * (d_probs_BHTS - _block(mean, pair.query)[..., None])
             if cap is not None:
                 d_scores_BHTS *= 1 - jnp.square(scores_BHTS / cap)
             d_scores_BHTS = (d_scores_BHTS * blocks.scale).astype(q_BHTK.dtype)
-            d_q_BHTK = _product("BHTS,BHSK->BHTK", d_scores_BHTS, k_BHSK)
-            d_k_BHSK = _product("BHTS,BHTK->BHSK", d_scores_BHTS, q_BHTK)
+            d_q_BHTK = _with_keys("BJRS,BJSK->BJRK", d_scores_BHTS, k_BJSK)
+            d_k_BJSK = _for_keys(d_scores_BHTS, q_BHTK, k_BJSK)
             d_q, d_k, d_v = carry
             return (
                 _put(d_q, _block(d_q, pair.query) + d_q_BHTK, pair.query),
-                _put(d_k, _block(d_k, pair.key) + d_k_BHSK, pair.key),
-                _put(d_v, _block(d_v, pair.key) + d_v_BHSK, pair.key),
+                _put(d_k, _block(d_k, pair.key) + d_k_BJSK, pair.key),
+                _put(d_v, _block(d_v, pair.key) + d_v_BJSK, pair.key),
             ), None
 
-        d_q, d_k, d_v = (blocks.zeros() for _ in range(3))
-        (k, v), before = map(blocks.split, (k_BHLK, v_BHLK)), 0
+        (k, v), before = map(blocks.split, (k_BJLK, v_BJLK)), 0
+        d_q, d_k, d_v = map(blocks.zeros, (blocks.q, k, v))
         for distance, pairs in blocks.pairs.items():
             k, v, d_k, d_v = par.shift((k, v, d_k, d_v), distance - before)
             (d_q, d_k, d_v), _ = lax.scan(functools.partial(body, k, v), (d_q, d_k, d_v), pairs)
@@ -198,8 +200,8 @@ def attend_in_blocks(
         d_k, d_v = par.shift((d_k, d_v), -before)
         return (
             jnp.moveaxis(blocks.joined(d_q), 1, 2).astype(q_BLHK.dtype),
-            blocks.joined(d_k).astype(k_BHLK.dtype),
-            blocks.joined(d_v).astype(v_BHLK.dtype),
+            blocks.joined(d_k).astype(k_BJLK.dtype),
+            blocks.joined(d_v).astype(v_BJLK.dtype),
             None,
             None,
         )
@@ -229,6 +231,11 @@ class _Blocks:
     ):
         self.length = q_BLHK.shape[1]
         self.size = block_length(self.length * par.cp, par.cp)
+        if key_BH is not None and par.cp > 1 and self.size % KEYS:
+            raise InputError(
+                f"dropout_attention with context_parallel {par.cp} requires sequences that are a "
+                f"multiple of {2 * par.cp * KEYS} tokens, but they have {self.length * par.cp}"
+            )
         self.q = self.split(jnp.moveaxis(q_BLHK, 2, 1))
         self.texts = None if text is None else self.split(text[:, None])
         self.key_BH = key_BH
@@ -252,16 +259,16 @@ class _Blocks:
         shape = x_BHNT.shape
         return x_BHNT.reshape(*shape[:2], -1, *shape[4:])[:, :, : self.length]
 
-    def zeros(self) -> Array:
-        """Return f32 zeros like the queries."""
-        return self.par.zeros(self.q.shape, jnp.float32, "dp", "mp", "cp")
+    def zeros(self, x: Array) -> Array:
+        """Return f32 zeros like queries or keys."""
+        return self.par.zeros(x.shape, jnp.float32, "dp", "mp", "cp")
 
-    def scores(self, q_BHTK: Array, k_BHSK: Array, pair: Pair) -> Array:
+    def scores(self, q_BHTK: Array, k_BJSK: Array, pair: Pair) -> Array:
         """Return the scores of a block of queries for a block of keys, f32 [B, H, T, S].
 
         The padding comes after all queries, which therefore do not attend to it.
         """
-        scores_BHTS = _product("BHTK,BHSK->BHTS", q_BHTK, k_BHSK)
+        scores_BHTS = _with_keys("BJRK,BJSK->BJRS", q_BHTK, k_BJSK)
         scores_BHTS = capped(scores_BHTS * self.scale, self.cap)
         index = jnp.arange(self.size)
         blocks = pair.query_number - pair.key_number
@@ -287,6 +294,21 @@ def _block(x: Array, number: Array) -> Array:
 
 def _put(x: Array, block: Array, number: Array) -> Array:
     return lax.dynamic_update_index_in_dim(x, block, number, axis=2)
+
+
+def _with_keys(equation: str, x: Array, k_BJSK: Array) -> Array:
+    """Multiply an array of query heads, [B, H, T, ...], by keys or values that they share.
+
+    The queries of a group of heads are rows of one matrix, R of them.
+    """
+    rows = x.reshape(*k_BJSK.shape[:2], -1, x.shape[3])
+    return _product(equation, rows, k_BJSK).reshape(*x.shape[:3], -1)
+
+
+def _for_keys(x_BHTS: Array, y_BHTK: Array, k_BJSK: Array) -> Array:
+    """Return the products of two arrays of query heads, summed over queries, like `k_BJSK`."""
+    rows = (x.reshape(*k_BJSK.shape[:2], -1, x.shape[3]) for x in (x_BHTS, y_BHTK))
+    return _product("BJRS,BJRK->BJSK", *rows)
 
 
 def _product(equation: str, *arrays: Array) -> Array:

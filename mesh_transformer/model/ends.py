@@ -109,7 +109,8 @@ class Embedding(hk.Module):
             positions_BTD = par.own_positions(table[jnp.clip(positions_BT, 0, c.seq - 1)])
         x_BTD = par.by_rows(self._entered)(x_BTD, positions_BTD)
         if dropout is not None and c.dropout_embedding:
-            kept_BTD = dropout.kept(0, c.dropout_embedding, tokens_BT.shape[1], c.d_model)
+            length = tokens_BT.shape[1] * par.cp
+            kept_BTD = par.cut(dropout.kept(0, c.dropout_embedding, length, c.d_model))
             x_BTD = drop_entries(x_BTD, par.own_positions(kept_BTD), c.dropout_embedding)
         return x_BTD
 

@@ -9,6 +9,7 @@ With `Auto`, arrays hold the heads of all shards, one shard after the other.
 Array names end in their shape: B batch, T query, S key, H heads, K head size.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -106,6 +107,13 @@ class Heads:
         number = (self.first_query + np.arange(self.queries)) // self.group
         x_BTHK = self._picked(x_BTHK, number - self.first_key)
         return jnp.where((number < self.all).reshape(-1, 1), x_BTHK, 0)
+
+    def divisible(self, x_BTHK: Array, number: int) -> Array:
+        """Return keys or values that are repeated until `number` divides those of each shard."""
+        own, each = x_BTHK.shape[2] // len(self.rank), self.queries
+        times = number // math.gcd(own, number)
+        times = times if each // own % times == 0 else each // own
+        return jnp.repeat(x_BTHK, times, axis=2) if times > 1 else x_BTHK
 
     def by_key(self, q_BTHK: Array) -> Array:
         """Return queries in the order of the kept keys, as [B, T, keys, group, K].

@@ -300,7 +300,8 @@ class TransformerLayer(hk.Module):
         if context.dropout is None or not rate:
             return x_BTD
         _, length, width = x_BTD.shape
-        return drop_entries(x_BTD, context.dropout.kept(place, rate, length, width), rate)
+        kept_BTD = context.dropout.kept(place, rate, length * self.par.cp, width)
+        return drop_entries(x_BTD, self.par.cut(kept_BTD), rate)
 
     def _activated(self, x: Array) -> Array:
         if self.config.activation == "silu":
@@ -432,12 +433,12 @@ class TransformerLayer(hk.Module):
         if context.dropout is not None and c.dropout_attention:
             key_BH = context.dropout.head_keys(q_BTHK.shape[2], par)
             drop = functools.partial(drop_probs, key_BH=key_BH, rate=c.dropout_attention)
-        each = cached(*map(split.of_queries, (k_BTHK, v_BTHK)))
 
         def attended(attend: attention.Attend | None, bias_BHTS: Array | None) -> Array:
             if attend is not None:
-                return attend(q_BTHK, each.k_BHSK, each.v_BHSK, key_BH)
+                return attend(q_BTHK, k_BTHK, v_BTHK, key_BH)
             assert bias_BHTS is not None
+            each = cached(*map(split.of_queries, (k_BTHK, v_BTHK)))
             return attention.attend(q_BTHK, each, bias_BHTS, drop, c.score_cap)
 
         usual = functools.partial(attended, context.attend, context.bias_BHTS)

@@ -28,7 +28,7 @@ from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import Layout, compiler_options
 from mesh_transformer.mesh.virtual import on_every_device
 from mesh_transformer.model import matrices, transformer
-from mesh_transformer.model.attention import attention_backend
+from mesh_transformer.model.attention import attention_backend, is_ring
 from mesh_transformer.model.casts import to_bf16, to_f32
 from mesh_transformer.model.dropout import sequence_keys
 from mesh_transformer.model.loss import Teacher, loss_weights, losses, train_loss
@@ -141,10 +141,16 @@ class StateLayout(Layout):
         return attention_backend(self.config, self.mesh.devices.flat[0], self.par.cp)
 
     @property
+    def attention_choices(self) -> dict[str, Any]:
+        """The choices of `partitioned` for attention over whole sequences."""
+        device, cp = self.mesh.devices.flat[0], self.par.cp
+        return {"attention": self.attention, "ring": is_ring(self.config, device, cp)}
+
+    @property
     def train_choices(self) -> dict[str, Any]:
         """The choices of `partitioned` for training steps."""
         split_stream = self.config.shard_activations and self.config.shards > 1
-        return {"attention": self.attention, "split_stream": split_stream}
+        return self.attention_choices | {"split_stream": split_stream}
 
     @functools.cached_property
     def optimizer(self) -> Optimizer:
@@ -587,7 +593,7 @@ def _compile_forward(
     """Compile a function of all parameters of a state and of a batch, split over dp."""
     config, batch = layout.config, P("dp")
     forward = layout.of(config.for_inference()).partitioned(
-        function, (all_params(layout.specs), batch), outputs, attention=layout.attention
+        function, (all_params(layout.specs), batch), outputs, **layout.attention_choices
     )
 
     def program(params: Any, batch: Any) -> Any:

@@ -341,13 +341,13 @@ def attention_program(c: Config, differentiate: bool) -> Callable[..., tuple[Arr
 
     def run(*inputs: Array, config: Config, par: Parallel) -> tuple[Array, ...]:
         def attended(q: Array, k: Array, v: Array) -> Array:
-            k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
             attend = attention.attend_function(config, par, q.shape[1], None)
             if attend is not None:
                 return attend(q, k, v, None)
             position_1T = jnp.arange(q.shape[1])[None]
             bias_BHTS = attention.causal_bias(position_1T, position_1T, config.window)
-            return attention.attend(q, LayerCache(k, v), bias_BHTS)
+            cache = LayerCache(*(jnp.moveaxis(x, 1, 2) for x in (k, v)))
+            return attention.attend(q, cache, bias_BHTS)
 
         result, pull = jax.vjp(attended, *inputs[:3])
         return pull(inputs[3]) if differentiate else (result,)

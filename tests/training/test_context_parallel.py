@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.model import block_attention
+from mesh_transformer.model import block_attention, dropout
 from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
@@ -16,6 +16,8 @@ from tests.conftest import SMALL, random_batch
 ROWS = 4
 GROUPED = {"block": "llama", "key_heads": 2, "sliding_window": 9, "sliding_layers": [0]}
 RAMP = {"batch_ramp_steps": 2, "gradient_accumulation_steps": 2}
+COPIED = {"block": "llama", "n_heads": 8, "key_heads": 1}  # on each mp shard
+DROPOUT = {"dropout_embedding": 0.1, "dropout_attention": 0.2, "dropout_residual": 0.1}
 GROUPED |= {"qk_norm": "head", "score_cap": 5.0}
 
 
@@ -78,6 +80,13 @@ def results(config: Config, packed: bool, base: str) -> dict[str, Any]:
         ((1, 2, 2), {"lora_rank": 2, "frozen_bits": 8, "offload": "moments"}, False),
         ((2, 2, 1), {"norm": "layernorm-desync", "optimizer": "muon"}, False),
         ((1, 2, 1), {"remat": "dots", **RAMP}, False),
+        ((1, 2, 2), {"context_attention": "all_to_all", **DROPOUT}, True),
+        ((1, 4, 1), GROUPED | {"context_attention": "all_to_all", "zero": 1}, True),
+        ((2, 2, 2), GROUPED | {"context_attention": "all_to_all", "partitioning": "jit"}, True),
+        ((1, 2, 2), COPIED | {"context_attention": "all_to_all", "dtype": "float32"}, False),
+        ((2, 2, 2), COPIED | {"shard_activations": True, "zero": 3}, True),
+        ((1, 4, 2), {"block": "neox", "shard_activations": True, "partitioning": "jit"}, True),
+        ((1, 4, 1), DROPOUT, False),
     ],
     ids=str,
 )
@@ -90,7 +99,8 @@ def test_results_are_those_of_whole_sequences(
 ) -> None:
     dp, cp, mp = mesh
     monkeypatch.setattr(block_attention, "BLOCK", 4)  # several blocks per chunk
-    monkeypatch.setattr(block_attention, "KEYS", 1)
+    monkeypatch.setattr(block_attention, "KEYS", 4)
+    monkeypatch.setattr(dropout, "KEYS", 4)
     if "teacher" in changes:
         changes = changes | {"teacher": base}
     alone = {key: x for key, x in changes.items() if key not in ("partitioning", "remat")}
@@ -133,13 +143,19 @@ def test_other_lengths_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seq": 18, "context_parallel": 4}, "seq 18 is not a multiple of 8, twice as many"),
+        ({"seq": 18, "context_parallel": 4}, "seq 18 is not a multiple of 8, the number of"),
         ({"context_parallel": 2, "tpu_size": 3}, "tpu_size 3 is not divisible by its product"),
-        ({"context_parallel": 2, "attention": "splash"}, "which excludes attention, but it is spl"),
+        ({"context_parallel": 8, "attention": "splash"}, "which excludes attention, but it is spl"),
         ({"context_parallel": 2, "pe": "t5"}, "which excludes pe, but it is t5"),
-        ({"context_parallel": 2, "dropout_residual": 0.1}, "which excludes dropout_residual"),
+        (
+            {"context_parallel": 4, "context_attention": "all_to_all", "cores_per_replica": 2},
+            "a shard has 2 heads, not divisible by 4; set context_attention to ring",
+        ),
         ({"context_parallel": 3, "seq": 18}, "context_parallel is 3, expected a power of two"),
-        ({"context_parallel": 2, "virtual_mesh": [2, 1]}, "which excludes virtual_mesh"),
+        (
+            {"context_parallel": 2, "virtual_mesh": [2, 1]},
+            "whose cp .1. context_parallel does not divide",
+        ),
         ({"context_parallel": 2, "exact": True}, "which excludes exact"),
     ],
 )
