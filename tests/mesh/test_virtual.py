@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.config import Config
 from mesh_transformer.mesh import apart, blocks, virtual
 from mesh_transformer.mesh.placement import Rows
+from mesh_transformer.model import block_attention
 from mesh_transformer.training import step as steps
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
@@ -37,8 +38,11 @@ GPT2 = {"block": "gpt2", "n_heads": 5, "d_model": 80, "n_vocab": 131}  # mp 4 di
 LORA = {"lora_rank": 4, "lora_targets": ["q", "fc", "out"]}
 
 
-def mesh_of(dp: int, mp: int) -> Mesh:
-    return Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
+def mesh_of(dp: int, mp: int, cp: int = 1) -> Mesh:
+    devices = np.asarray(jax.devices()[: dp * cp * mp])
+    if cp == 1:
+        return Mesh(devices.reshape(dp, mp), ("dp", "mp"))
+    return Mesh(devices.reshape(dp, cp, mp), ("dp", "cp", "mp"))
 
 
 def trained(
@@ -48,7 +52,8 @@ def trained(
 
     With `quick`, the step is compiled as in other tests.
     """
-    config, mesh = Config(**(SMALL | TRAINING | changes)), mesh_of(dp, mp)
+    config = Config(**(SMALL | TRAINING | changes))
+    mesh = mesh_of(dp, mp, config.context_parallel)
     layout = steps.StateLayout(config, mesh)
     state = steps.compile_init(layout)(jax.random.key(0))
     train, result = None, {}
@@ -133,6 +138,28 @@ def test_bits_do_not_depend_on_the_mesh_with_any_option(mesh, changes):
     masked = changes.get("pe") != "t5"
     here, there = trained(*mesh, changes, masked), trained(1, 1, changes, masked)
     assert differing(here, there) == []
+
+
+SPLIT = {"virtual_mesh": [2, 2, 2], "seq": 64, "layers": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"context_attention": "ring", "zero": 1, "block": "llama", "key_heads": 2},
+        {"context_attention": "all_to_all", "block": "neox", "attention_window": 21} | BF16,
+        {"context_attention": "ring", "zero": 3, "shard_activations": True, "pe": "fixed"},
+    ],
+    ids=str,
+)
+def test_bits_do_not_depend_on_the_number_of_parts_of_sequences(monkeypatch, changes):
+    monkeypatch.setattr(block_attention, "BLOCK", 4)  # several blocks per chunk
+    monkeypatch.setattr(block_attention, "KEYS", 4)
+    here = trained(1, 1, SPLIT | changes, masked=True)
+    for dp, cp, mp in ((2, 2, 2), (1, 2, 1)):
+        there = trained(dp, mp, SPLIT | changes | {"context_parallel": cp}, masked=True)
+        assert differing(here, there) == []
 
 
 def networks(meshes: list[tuple[int, int]], **changes: Any) -> list[CausalTransformer]:
@@ -232,8 +259,8 @@ def test_results_of_a_call_may_vary_along_different_axes():
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"virtual_mesh": [3, 4]}, "expected [dp, mp], two powers of two"),
-        ({"virtual_mesh": [4]}, "expected [dp, mp], two powers of two"),
+        ({"virtual_mesh": [3, 4]}, "expected [dp, mp] or [dp, cp, mp], powers of two"),
+        ({"virtual_mesh": [4]}, "expected [dp, mp] or [dp, cp, mp], powers of two"),
         ({"cores_per_replica": 8}, "mp is not divisible by cores_per_replica 8"),
         ({"shard_activations": True, "seq": 6}, "mp does not divide seq 6"),
         ({"partitioning": "jit"}, "set it to shard_map"),

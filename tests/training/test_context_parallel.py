@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.mesh.devices import make_mesh
 from mesh_transformer.model import block_attention, dropout
+from mesh_transformer.performance.hlo import Collective, parse
+from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer, load
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL, random_batch
@@ -120,6 +123,68 @@ def test_results_are_those_of_whole_sequences(
     np.testing.assert_array_equal(actual["answers"], expected["answers"])
 
 
+def layer_collectives(config: Config) -> list[list[Collective]]:
+    """Return the collectives of the forward and of the backward pass of a layer."""
+    layout = step.StateLayout(config, make_mesh(config, jax.devices()[: config.tpu_size]))
+    train: Any = step.compile_train(layout)
+    lowered = train.lower(layout.abstract, random_batch(config, 2, ROWS))
+    loops = parse(lowered.compile().as_text()).loops
+    layers = [loop for microbatch in loops for loop in microbatch.loops if loop.collectives]
+    for loop in layers:  # over blocks
+        assert not any(inner.collectives for inner in loop.all()[1:])
+    return [loop.collectives for loop in layers]
+
+
+@pytest.mark.parametrize("exchange", ["ring", pytest.param("all_to_all", marks=pytest.mark.slow)])
+def test_a_layer_sends_what_a_calculation_says(exchange: Any) -> None:
+    """Over cp, keys go round or heads are exchanged; over mp, a pass has two all-reduces."""
+    cp, mp = 4, 2
+    config = config_of(
+        context_parallel=cp,
+        cores_per_replica=mp,
+        tpu_size=cp * mp,
+        context_attention=exchange,
+        per_replica_batch=ROWS,
+        gradient_accumulation_steps=2,
+        **COPIED | {"key_heads": 2},
+    )
+    stream = 4 * ROWS * config.seq // cp * config.d_model
+    queries = 4 * ROWS * config.seq // cp * config.n_heads // mp * config.d_head
+    keys = queries // config.group
+    sums, kinds = [], "all-to-all" if exchange == "all_to_all" else "collective-permute"
+    sent = []
+    for collectives in layer_collectives(config):
+        assert {c.kind for c in collectives} == {"all-reduce", kinds}
+        over_mp = [c for c in collectives if c.kind == "all-reduce"]
+        assert all(len(group) == mp for c in over_mp for group in c.groups)
+        sums.append([c.bytes for c in over_mp if c.bytes == stream])
+        assert sum(c.bytes for c in over_mp) == stream * len(sums[-1])
+        sent.append(sum(c.bytes for c in collectives if c.kind == kinds))
+    assert [len(own) for own in sums] == [2, 2]
+    if exchange == "ring":
+        once = 2 * (cp - 1) * keys  # Keys and values go round,
+        # in the backward pass (the recomputed forward pass shares it) with their gradients, which
+        # then go home.
+        assert sent == [once, 2 * once + 2 * keys]
+    else:
+        # One key head for 4 query heads is sent four times, as cp does not divide it.
+        once = 2 * queries + 2 * cp * keys
+        assert sent == [once, 2 * once]
+
+
+def test_causal_work_is_balanced() -> None:
+    """All devices have equal numbers of pairs of blocks, less than 2 % of which are padding."""
+    for length, cp in ((32768, 4), (32768, 8), (131072, 8), (1048576, 32)):
+        size = block_attention.block_length(length, cp)
+        pairs = block_attention.block_pairs(length, size, length, cp)
+        real = np.zeros(cp)
+        for own in pairs.values():
+            real += (own.query_number >= own.key_number).sum(axis=1)
+        loops = sum(own.query.shape[1] for own in pairs.values())
+        assert real.min() == real.max()
+        assert loops < 1.02 * real.mean()
+
+
 def test_checkpoints_are_loaded_onto_other_meshes(tmp_path: Path) -> None:
     network = CausalTransformer(config_of(context_parallel=2), devices=jax.devices()[:2])
     network.train(random_batch(network.config, 1, 1))
@@ -145,10 +210,13 @@ def test_other_lengths_are_refused() -> None:
     [
         ({"seq": 18, "context_parallel": 4}, "seq 18 is not a multiple of 8, the number of"),
         ({"context_parallel": 2, "tpu_size": 3}, "tpu_size 3 is not divisible by its product"),
-        ({"context_parallel": 8, "attention": "splash"}, "which excludes attention, but it is spl"),
+        (
+            {"context_parallel": 4, "attention": "splash", "context_attention": "ring"},
+            "which excludes attention, but it is splash",
+        ),
         ({"context_parallel": 2, "pe": "t5"}, "which excludes pe, but it is t5"),
         (
-            {"context_parallel": 4, "context_attention": "all_to_all", "cores_per_replica": 2},
+            {"context_parallel": 4, "context_attention": "all_to_all", "cores_per_replica": 4},
             "a shard has 2 heads, not divisible by 4; set context_attention to ring",
         ),
         ({"context_parallel": 3, "seq": 18}, "context_parallel is 3, expected a power of two"),
