@@ -20,6 +20,7 @@ import numpy as np
 
 import mesh_transformer
 from mesh_transformer.calls import Call, Result
+from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.generation.batch import BatchCall, NewBatch, Run
 from mesh_transformer.mesh.devices import use_virtual_devices
@@ -232,11 +233,12 @@ class NetworkRunner:
             use_virtual_devices(place.devices)
         if place.processes > 1:
             self._connect(place)
-            if jax.device_count() != config["tpu_size"]:
+            size = Config.from_dict(config).tpu_size
+            if jax.device_count() != size:
                 raise InputError(
                     f"{place.processes} processes have {jax.device_count()} "
                     f"{jax.default_backend()} devices together ({jax.local_device_count()} in "
-                    f"{self.name}), but the config's tpu_size is {config['tpu_size']}; set "
+                    f"{self.name}), but the config's tpu_size is {size}; set "
                     "tpu_size, or start another number of processes (Slurm and Open MPI give each "
                     "process one GPU, unless JAX_LOCAL_DEVICE_IDS lists more)"
                 )

@@ -180,6 +180,30 @@ def test_gradients_match_torchs(tmp_path, case):
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ring", "all_to_all"])
+@pytest.mark.parametrize("case", CASES)
+def test_split_positions_give_the_logits_and_gradients_of_one_device(tmp_path, case, exchange):
+    torch_model(case, **EVEN).save_pretrained(tmp_path)
+    batch = {"obs": TOKENS[None, :, :-8], "target": TOKENS[None, :, 1:-7]}
+    keys = {"optimizer": "sgd", "momentum": 0.0, "lr": 1.0, "warmup_steps": 0, "weight_decay": 0.0}
+    keys |= {"dtype": "float32", "per_replica_batch": 2, "clip_norm": 1.0, "adam_eps": 1e-8}
+
+    def results(**mesh):
+        ours = load(str(tmp_path), changes=keys | mesh)
+        logits = np.asarray(ours.logits(batch["obs"][0]))
+        loss = ours.train(batch)["loss"]  # the parameters change by the gradient
+        params = jax.tree.map(np.asarray, ours.saved_state()["params"])
+        ours.close()
+        return {"logits": logits, "loss": loss, "params": params}
+
+    expected = results(tpu_size=1)
+    mesh = {"context_parallel": 4, "cores_per_replica": 2, "tpu_size": 8}
+    actual = results(**mesh, context_attention=exchange)
+    # f32 sums in another order, of numbers up to 10.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-4), actual, expected)
+
+
 def edited(folder, **values):
     path = folder / "config.json"
     keys = json.loads(path.read_text("utf-8"))

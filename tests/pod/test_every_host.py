@@ -212,6 +212,19 @@ def test_a_run_recovers_from_every_kind_of_interruption(uninterrupted, tmp_path)
 
 
 @pytest.mark.slow
+def test_a_killed_run_whose_positions_are_split_over_processes_keeps_its_bits(tmp_path):
+    changes = {"cores_per_replica": 2, "context_parallel": 4, "total_steps": 12, "ckpt_every": 3}
+    config = write_config(tmp_path / "config.json", mixed_values(tmp_path, **changes))
+    folders = tmp_path / "calm", tmp_path / "killed"
+    for folder in folders:
+        folder.mkdir()
+    calm = run_to_end(folders[0], config, 2)
+    interrupt(folders[1], config, 2, Interruption("SIGKILL", 1, 5))
+    killed = run_to_end(folders[1], config, 2)
+    assert_same_rows(rows_of(killed.folder), rows_of(calm.folder))
+
+
+@pytest.mark.slow
 def test_a_slow_process_is_waited_for(uninterrupted, tmp_path):
     """It starts half a minute late, and is later suspended for less than the heartbeat."""
     config, expected = uninterrupted

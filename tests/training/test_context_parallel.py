@@ -189,9 +189,16 @@ def test_checkpoints_are_loaded_onto_other_meshes(tmp_path: Path) -> None:
     network = CausalTransformer(config_of(context_parallel=2), devices=jax.devices()[:2])
     network.train(random_batch(network.config, 1, 1))
     network.save(str(tmp_path))
-    network.close()
     tokens = np.arange(64)[None] % 128
     expected = np.asarray(network.logits(tokens))
+    network.train(random_batch(network.config, 1, 1, seed=1))
+    uninterrupted = jax.tree.map(np.asarray, network.saved_state())
+    network.close()
+    resumed = CausalTransformer(network.config, devices=jax.devices()[:2], init=False)
+    resumed.restore(str(tmp_path))
+    resumed.train(random_batch(network.config, 1, 1, seed=1))
+    state = jax.tree.map(np.asarray, resumed.saved_state())
+    jax.tree.map(np.testing.assert_array_equal, state, uninterrupted)
     for changes in ({}, {"tpu_size": 1}, {"context_parallel": 4, "tpu_size": 4}):
         other = load(str(tmp_path), changes=changes)
         assert other.config.context_parallel == changes.get("context_parallel", 1)
