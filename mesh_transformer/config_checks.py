@@ -339,9 +339,9 @@ def _check_context(c: Any) -> None:
             f"not divisible by {cp}; set context_attention to ring"
         )
     ring = c.context_attention == "ring" or not divides
-    supported = ("auto", "blocks") if ring else ("auto", "blocks", "splash", "cudnn")
+    unsupported = c.attention == "xla" or (ring and c.attention not in ("auto", "blocks"))
     excluded = {
-        "attention": None if c.attention in supported else c.attention,
+        "attention": c.attention if unsupported else None,
         "pe": "t5" if c.pe == "t5" else None,
         "exact": c.exact,
     }

@@ -90,6 +90,11 @@ def results(config: Config, packed: bool, base: str) -> dict[str, Any]:
         ((2, 2, 2), COPIED | {"shard_activations": True, "zero": 3}, True),
         ((1, 4, 2), {"block": "neox", "shard_activations": True, "partitioning": "jit"}, True),
         ((1, 4, 1), DROPOUT, False),
+        (
+            (1, 2, 2),
+            {"attention": "splash_interpreted", "context_attention": "all_to_all", "seq": 128},
+            True,
+        ),
     ],
     ids=str,
 )
