@@ -242,10 +242,13 @@ class _Blocks:
         self.window, self.cap, self.rate, self.par = window, cap, rate, par
         self.scale = q_BLHK.shape[-1] ** -0.5
         rank, length = par.cp_rank(), self.length * par.cp
-        self.pairs = {
+        pairs = {
             distance: jax.tree.map(lambda x: jnp.asarray(x)[rank], own)
             for distance, own in block_pairs(length, self.size, window, par.cp).items()
         }
+        # If the pairs did not depend on the queries, JAX would compute the masks of all pairs once,
+        # outside the loop over layers, and keep them: quadratic memory.
+        _, self.pairs = lax.optimization_barrier((q_BLHK[:1, :1, :1, :1], pairs))
 
     def split(self, x_BHL: Array) -> Array:
         """Return an array [B, H, L, ...] as [B, H, N, T, ...], with zeros in the last block."""

@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from jax import Array
 
+from mesh_transformer.config import Config
+from mesh_transformer.mesh.devices import make_mesh
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import attention, block_attention
 from mesh_transformer.model.block_attention import attend_in_blocks
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.dropout import Dropout, drop_probs, sequence_keys
+from mesh_transformer.performance.hlo import planned_memory
+from mesh_transformer.training.step import StateLayout, compile_train
+from tests.conftest import SMALL, random_batch
 
 
 def random_inputs(seed: int, batch: int, length: int, heads: int, size: int) -> list[Array]:
@@ -139,3 +144,22 @@ def test_memory_is_linear_in_the_length(window: int | None) -> None:
     assert sizes[-1] < 65536 * 2 * 32 * 4 * 6
     slopes = np.diff(sizes) / np.diff(lengths)
     np.testing.assert_allclose(slopes, slopes[0], rtol=0.05)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_of_a_training_step_is_linear_in_the_length(packed: bool) -> None:
+    """In loops over layers, JAX must not keep the masks of all blocks for the backward pass."""
+
+    def planned(length: int) -> int:
+        config = Config(**SMALL | {"attention": "blocks", "seq": length, "tpu_size": 1})
+        layout = StateLayout(config, make_mesh(config, jax.devices()[:1]))
+        batch = random_batch(config, 1, 1)
+        if packed:
+            batch["segment_ids"] = np.zeros_like(batch["obs"])
+        train: Any = compile_train(layout)
+        return planned_memory(train.lower(layout.abstract, batch).compile())
+
+    lengths = np.array([8192, 16384, 32768])
+    slopes = np.diff([planned(int(length)) for length in lengths]) / np.diff(lengths)
+    # The masks of all pairs of blocks would have 1.1 GB at 16,384 tokens, and 4.4 GB at 32,768.
+    np.testing.assert_allclose(slopes[1], slopes[0], rtol=0.05)
