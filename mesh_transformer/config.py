@@ -143,11 +143,18 @@ class Config(Model):
     # The path of an index or a folder of records, or a mixture: {path: weight}.  A relative path
     # that does not exist is looked up in data/.
     train_set: str | dict[str, float] | None = field(default=None, hash=False)
+    # Documents of plain text, which end with the tokenizer's end-of-text token, do not attend to
+    # each other.
+    separate_documents: bool = False
+    # Batches are cut to the smallest of these numbers of positions that holds all targets that
+    # count (docs/long-context.md).
+    length_buckets: list[int] = field(default_factory=list, hash=False)
     shuffle_buffer: int = 0  # records shuffled together; 0: the index's order
     hosts_read: bool = False  # each host reads its own batch rows, so it needs access to train_set
     val_set: dict[str, str] = field(default_factory=dict, hash=False)  # name: path, as in train_set
     val_batches: int = 100  # batches per validation set; 0: no validation
     val_batch_multiplier: float = 1.0  # sequences per validation batch, relative to a microbatch
+    val_by_position: bool = False  # also measure losses by position: 0-127, 128-255, 256-511...
     val_every: int = 500  # updates between validations
     ckpt_every: int = 500  # updates between checkpoints
     keep_n: int = 3  # newest checkpoints to keep

@@ -301,6 +301,7 @@ def _check_divisions(c: Any) -> None:
         "tpu_size", c.tpu_size, shards, f"set tpu_size to a multiple of {shards}, or lower {shards}"
     )
     _check_context(c)
+    _check_length_buckets(c)
     if c.pe == "rotary" and c.d_rotary > c.d_head:
         raise InputError(
             f"pe_rotary_dims is {c.d_rotary}, above the head size {c.d_head} "
@@ -348,6 +349,20 @@ def _check_context(c: Any) -> None:
     for key, value in excluded.items():
         if value:
             raise InputError(f"{sizes}, which excludes {key}, but it is {value}; unset one")
+
+
+def _check_length_buckets(c: Any) -> None:
+    lengths, multiple = c.length_buckets, c.position_multiple
+    problem = f"length_buckets is {lengths}"
+    ascending = lengths == sorted(set(lengths)) and all(0 < n <= c.seq for n in lengths)
+    if not ascending or any(n % multiple for n in lengths):
+        kind = f" multiples of {multiple}" if multiple > 1 else " numbers"
+        raise InputError(f"{problem}, expected ascending{kind} from 1 to seq ({c.seq})")
+    if lengths and c.hosts_read:
+        raise InputError(
+            f"{problem}, but hosts_read is true, so that no host sees all sequences of a batch; "
+            "unset one"
+        )
 
 
 def _check_offload(c: Any) -> None:
@@ -416,6 +431,7 @@ def _check_exact(c: Any) -> None:
         "dropout": c.drops,
         "int8_cache": c.int8_cache,
         "int8_matmuls": c.int8_matmuls,
+        "packed_positions": None if c.packed_positions == "restart" else c.packed_positions,
         "paged_attention": None if c.paged_attention == "xla" else c.paged_attention,
         "shard_activations": c.shard_activations and c.shards > 1,
     }

@@ -143,6 +143,8 @@ class Model(Architecture):
     exact: bool = False  # every token has the same probability everywhere (docs/same-bits.md)
     paged_attention: Literal["xla", "pallas"] = "xla"  # backend of servers (docs/attention.md)
     remat: Literal["full", "dots", "none"] = "full"  # what the backward pass recomputes
+    # In sequences that pack several texts, positions start at 0 in each text, or count through.
+    packed_positions: Literal["restart", "continue"] = "restart"
     loss_chunk: int = 512  # positions per sequence whose logits are in memory at once
     # The matmuls of the layers that training computes with 8-bit integers: any of "forward",
     # "input_gradients" and "weight_gradients"; see docs/training.md.

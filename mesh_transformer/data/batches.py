@@ -93,6 +93,35 @@ def _alternatives(
     return {"teacher_ids": ids, "teacher_logprobs": logprobs.astype(np.float32)}
 
 
+def cut_to_bucket(batch: dict[str, np.ndarray], lengths: Collection[int]) -> dict[str, np.ndarray]:
+    """Cut positions off the end of a batch after which no target counts in the loss.
+
+    Attention is causal, so that the losses of the targets before do not change.  Without
+    `loss_mask`, all targets count.
+
+    Args:
+      batch: the arrays of a batch, [..., T] or [..., T x K].
+      lengths: the possible numbers of positions of the result, besides T; the smallest that holds
+        all targets that count is chosen.
+    """
+    length = batch["obs"].shape[-1]
+    if "loss_mask" not in batch:
+        return batch
+    mask = batch["loss_mask"].reshape(-1, length)
+    used = int(np.flatnonzero(mask.any(axis=0)).max(initial=-1)) + 1
+    if "segment_ids" in batch:  # an objective has places for a third as many groups as positions
+        used = max(used, -(-int(batch["segment_ids"].max()) // GROUP) * GROUP)
+    kept = min((n for n in lengths if used <= n < length), default=length)
+    if kept == length:
+        return batch
+
+    def cut(array: np.ndarray) -> np.ndarray:
+        shape = array.shape[:-1]
+        return array.reshape(*shape, length, -1)[..., :kept, :].reshape(*shape, -1)
+
+    return {key: cut(array) for key, array in batch.items()}
+
+
 def check_groups(batch: dict[str, np.ndarray], *, by_token: bool = False) -> None:
     """Check that a batch has what an objective needs; see `training.objectives`.
 

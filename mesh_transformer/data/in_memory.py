@@ -1,6 +1,7 @@
 """Training batches from NumPy arrays, datasets and iterables, instead of from record sets."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any, Literal
@@ -8,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mesh_transformer.data.prefetch import Prefetch
-from mesh_transformer.data.record_set import Row
+from mesh_transformer.data.record_set import Row, plain_row
 from mesh_transformer.util import InputError, brief, join_keys
 
 BATCHES_AHEAD = 2
@@ -38,14 +39,21 @@ class InMemoryTrainSet:
       length: T, the number of positions per sequence, for a 1-D array.
       size_of: a function from the number of earlier batches to the shape of the next one, (A, B).
       seed: the random seed of windows and epochs.
+      document_end: see `RecordSet`; for items that are arrays.
 
     Raises:
       InputError: if the data are too few; from `get_samples` if an item has the wrong form.
     """
 
     def __init__(
-        self, data: Any, length: int, size_of: Callable[[int], tuple[int, int]], seed: int
+        self,
+        data: Any,
+        length: int,
+        size_of: Callable[[int], tuple[int, int]],
+        seed: int,
+        document_end: int | None = None,
     ):
+        self._row = functools.partial(_row, document_end=document_end)
         self._length, self._size_of, self._seed = length, size_of, seed % 2**64
         self._is_endless = True  # windows and epochs never end
         self._rows_from = self._reader(data)
@@ -98,7 +106,7 @@ class InMemoryTrainSet:
 
     def _batches_from(self) -> Iterator[tuple[Row, int]]:
         """Yield (batch, number of sequences up to its end)."""
-        rows, number = map(_row, self._rows_from(self._next)), self._next
+        rows, number = map(self._row, self._rows_from(self._next)), self._next
         for batches in count(self._batches):
             shape = self._size_of(batches)
             chunk = list(islice(rows, shape[0] * shape[1]))
@@ -153,12 +161,13 @@ class InOrder:
         before.
       length: T, the number of positions per sequence, for a 1-D array.
       rows: B, the number of sequences per batch.
+      document_end: as for `InMemoryTrainSet`.
 
     Raises:
       InputError: if the data cannot be used.
     """
 
-    def __init__(self, data: Any, length: int, rows: int):
+    def __init__(self, data: Any, length: int, rows: int, document_end: int | None = None):
         kind, items = _kind(data, length, "val"), data
         if kind == "text":
             starts = range(0, len(data) - length, length)
@@ -170,7 +179,8 @@ class InOrder:
                 "val is an iterator, which can be read only once; give an iterable that can be "
                 "iterated again, such as a list"
             )
-        self._rows, self._batch = map(_row, items), rows
+        self._rows = map(functools.partial(_row, document_end=document_end), items)
+        self._batch = rows
 
     def __iter__(self) -> Iterator[Row]:
         """Yield batches, arrays of shape [B, T]."""
@@ -222,7 +232,7 @@ def _kind(data: Any, length: int, name: str) -> Literal["text", "items", "iterab
     return "iterable"
 
 
-def _row(item: Any) -> Row:
+def _row(item: Any, document_end: int | None) -> Row:
     """Convert an item of the data to the arrays of a sequence."""
     if isinstance(item, Mapping):  # such as a tokenizer's BatchEncoding
         row = {key: _array(item[key]) for key in item if item[key] is not None}
@@ -232,7 +242,7 @@ def _row(item: Any) -> Row:
         row = _masked(_array(item[0]), _array(item[1]))
     else:
         tokens = _array(item)
-        row = {"obs": tokens[:-1], "target": tokens[1:]} if tokens.ndim == 1 else {}
+        row = plain_row(tokens, document_end) if tokens.ndim == 1 else {}
     if not {"obs", "target"} <= row.keys() or any(array.ndim != 1 for array in row.values()):
         shape = getattr(item, "shape", None)
         form = type(item).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")

@@ -20,6 +20,7 @@ from mesh_transformer.data.record_set import (
     check_tokenizer,
     random,
 )
+from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.util import InputError, brief
 
@@ -65,6 +66,7 @@ class TFRecordNewInputs:
         record's texts from the file NAME.reference.json beside the records, then zeros.
       teacher: whether batches have `teacher_ids` and `teacher_logprobs`, [*batch_size, T x K], with
         the K tokens that a teacher finds most likely at each position.
+      document_end: see `RecordSet`.
 
     Raises:
       InputError: if a file is missing or damaged, or if its records do not fit `sample_size` or
@@ -87,13 +89,14 @@ class TFRecordNewInputs:
         first_size: Callable[[int], int] | None = None,
         reference: bool = False,
         teacher: bool = False,
+        document_end: int | None = None,
     ):
         self._shape = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
         mixture = index_path if isinstance(index_path, Mapping) else {index_path: 1.0}
         weights = {os.fspath(path): weight for path, weight in mixture.items()}
         everything = np.arange(int(np.prod(self._shape))).reshape(self._shape)
         self._selected = everything if columns is None else everything[..., list(columns)]
-        self._validation_arguments = (index_path, batch_size, sample_size, n_vocab)
+        self._arguments = (index_path, batch_size, sample_size, n_vocab, document_end)
         sets = [
             RecordSet(
                 path,
@@ -103,6 +106,7 @@ class TFRecordNewInputs:
                 seed=seed,
                 reference=reference,
                 teacher=teacher,
+                document_end=document_end,
             )
             for path in weights
         ]
@@ -159,8 +163,8 @@ class TFRecordNewInputs:
 
     def sample_once(self) -> "TFRecordNewInputs":
         """Return a new iterator over one unshuffled epoch of the same records, for validation."""
-        index_path, batch_size, sample_size, n_vocab = self._validation_arguments
-        return TFRecordNewInputs(index_path, batch_size, sample_size, n_vocab=n_vocab, repeat=False)
+        *arguments, n_vocab, end = self._arguments
+        return TFRecordNewInputs(*arguments, n_vocab=n_vocab, document_end=end, repeat=False)
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last returned batch as a JSON-serialisable dict.
@@ -231,7 +235,26 @@ def open_train_set(
         first_size=config.microbatches,
         reference=reference,
         teacher=config.has_stored_teacher,
+        document_end=document_end(config),
     )
+
+
+@functools.cache  # validation asks again and again
+def document_end(config: Config) -> int | None:
+    """Return the token that ends documents, if the config's `separate_documents` is true.
+
+    Raises:
+      InputError: if the config's tokenizer has no end-of-text token, or cannot be loaded.
+    """
+    if not config.separate_documents:
+        return None
+    end = load_tokenizer(config.tokenizer).eos_token_id
+    if end is None:
+        raise InputError(
+            f"separate_documents is true, but tokenizer {config.tokenizer} has no end-of-text "
+            "token; set tokenizer to that of the records"
+        )
+    return end
 
 
 def describe_batch(

@@ -183,11 +183,14 @@ class RecordSet:
       seed: the random seed for shuffling.
       reference: whether rows have `reference`; see `TFRecordNewInputs`.
       teacher: whether rows have `teacher_ids` and `teacher_logprobs`.
+      document_end: the token that ends a document of plain text.  If it is not None, rows have
+        `segment_ids`, in which each document has its own number.
 
     Attributes:
       source: the index or folder, for error messages.
       extras: the keys that parsed records have besides `obs` and `target`, inferred from the first
         record.
+      is_text: whether that record is of plain text.
       alternatives: K of the teacher's tokens; 0 without `teacher`.
     """
 
@@ -201,6 +204,7 @@ class RecordSet:
         seed: int = 0,
         reference: bool = False,
         teacher: bool = False,
+        document_end: int | None = None,
     ):
         self.source, entries, self.paths = RecordFiles.of(index_path)
         # Hash the entries as written, not as resolved, so that a data folder can be moved.
@@ -209,13 +213,14 @@ class RecordSet:
             self.sizes = list(pool.map(functools.partial(size, self.source), self.paths))
         self.seq, self.n_vocab = seq, n_vocab
         self.shuffle, self.seed = shuffle, seed
-        self.reference, self.teacher = reference, teacher
+        self.reference, self.teacher, self.document_end = reference, teacher, document_end
         self._index_path = index_path
         first, _ = next(frames(self.paths[0], 0))
         arrays = features(first, _where(self.paths[0], 0))
-        self.extras: frozenset[str] = frozenset()
-        if "input_ids" in arrays and "text" not in arrays:
-            self.extras = frozenset({"loss_mask"} | (arrays.keys() & {"segment_ids"}))
+        self.extras = frozenset[str]() if document_end is None else frozenset({"segment_ids"})
+        self.is_text = "input_ids" not in arrays or "text" in arrays
+        if not self.is_text:
+            self.extras |= {"loss_mask"} | (arrays.keys() & {"segment_ids"})
         ids = arrays.get(TEACHER_KEYS[0])
         self.alternatives = 0 if ids is None or not teacher else len(ids) // seq
         if teacher and not self.alternatives:
@@ -365,9 +370,9 @@ class RecordSet:
 
     def _row(self, arrays: dict[str, np.ndarray | None], where: str) -> Row:
         """Convert the features of a record to the dict that `row` returns."""
-        if "text" in arrays or not self.extras:
+        if "text" in arrays or self.is_text:
             text = self._tokens("text", arrays, where, self.seq + 1)
-            return {"obs": text[:-1], "target": text[1:]}
+            return plain_row(text, self.document_end)
         row = {
             "obs": self._tokens("input_ids", arrays, where, self.seq),
             "target": self._tokens("labels", arrays, where, self.seq),
@@ -427,6 +432,15 @@ class RecordSet:
                 f"{count}; set seq to {len(numbers) - extra} or recreate the records"
             )
         return numbers
+
+
+def plain_row(text: np.ndarray, document_end: int | None) -> Row:
+    """Return the row of T + 1 tokens of plain text; for `document_end`, see `RecordSet`."""
+    row = {"obs": text[:-1], "target": text[1:]}
+    if document_end is not None:
+        ends = row["obs"] == document_end
+        row["segment_ids"] = (np.cumsum(ends) - ends).astype(DTYPES["segment_ids"])
+    return row
 
 
 def random(seed: int, stream: str, *place: int) -> np.random.Generator:

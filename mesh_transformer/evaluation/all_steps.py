@@ -15,6 +15,13 @@ from mesh_transformer.storage import files
 from mesh_transformer.storage.access import is_uri, reason
 from mesh_transformer.util import DamagedError, InputError
 
+# Config keys that rows of earlier versions lack, with the values that these had.
+LATER = {
+    "chat_template": None,
+    "packed_positions": "restart",
+    "separate_documents": False,
+    "val_by_position": False,
+}
 NAME = "evaluations.jsonl"  # in the model folder; one row per evaluated step
 
 
@@ -76,14 +83,14 @@ def evaluate_all(
 
 
 def _completed(settings: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the settings of a row, also of a version that did not record the chat template."""
-    return settings and {"chat_template": None} | settings
+    """Return the settings of a row, also of a version that did not record the later ones."""
+    return settings and LATER | settings
 
 
 def _settings(network: TrainableNetwork) -> dict[str, Any]:
     """Return what a row's values depend on, besides the step: config keys, and the batch size."""
     keys = ("val_set", "val_batches", "seq", "eval_harness_tasks", "eval_harness_limit")
-    keys += ("tokenizer", "end_tokens", "chat_template", "dtype", "weight_bits", "int8_cache")
+    keys += ("tokenizer", "end_tokens", "dtype", "weight_bits", "int8_cache", *LATER)
     settings = {key: getattr(network.config, key) for key in keys}
     return settings | {"val_batch": validation.batch_size(network)}
 
@@ -107,6 +114,7 @@ def _values(scores_by_set: dict[str, Scores], results: dict[str, Any] | None) ->
         if scores.bytes:
             numbers["bits_per_byte"] = scores.nats / math.log(2) / scores.bytes
         values |= {f"val/{kind}_{name}": value for kind, value in numbers.items()}
+        values |= scores.position_metrics(name)
     if results is not None:
         values |= {f"eval/{key}": value for key, value in harness.metric_values(results).items()}
     return {key: value for key, value in values.items() if math.isfinite(value)}

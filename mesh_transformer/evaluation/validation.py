@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from mesh_transformer.data.batches import cut_to_bucket
 from mesh_transformer.data.in_memory import InOrder
-from mesh_transformer.data.loader import TFRecordNewInputs
+from mesh_transformer.data.loader import TFRecordNewInputs, document_end
 from mesh_transformer.data.record_set import check_preferences, check_tokenizer
 from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import harness
@@ -20,6 +21,9 @@ from mesh_transformer.generation.finite import check_finite
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.util import InputError, InterruptedWorkError
 
+POSITIONS = "val_position/"  # the beginning of the names of metrics by position
+FIRST = 128  # positions in the first range
+RANGES = 32
 IN_FLIGHT = 2  # batches dispatched before the losses of the oldest are read
 
 
@@ -34,12 +38,16 @@ class Scores:
       tokens: number of tokens.
       correct: number of tokens that were the network's most likely token at their position.
       bytes: number of bytes of the tokens' text; 0 if bytes are not counted.
+      by_position: the sums of losses, and the numbers of tokens, in ranges of positions in their
+        text, [2, 32]: 0 to 127, then 128 to 255, 256 to 511 and so on; None if they are not
+        counted.
     """
 
     nats: float = 0.0
     tokens: int = 0
     correct: int = 0
     bytes: int = 0
+    by_position: np.ndarray | None = None
 
     @property
     def loss(self) -> float:
@@ -66,18 +74,45 @@ class Scores:
         self.nats += float(nats.sum())
         self.tokens += int(mask.sum())
         self.correct += int(np.asarray(losses["correct"])[mask].sum())
+        if self.by_position is not None:
+            positions = np.arange(mask.shape[1])
+            if "segment_ids" in sample:
+                same = np.diff(sample["segment_ids"], prepend=sample["segment_ids"][:, :1]) == 0
+                positions = positions - np.maximum.accumulate(np.where(same, 0, positions), axis=1)
+            ranges = np.broadcast_to(np.maximum(np.frexp(positions / FIRST)[1], 0), mask.shape)
+            self.by_position += [np.bincount(ranges[mask], x, RANGES) for x in (nats, None)]
         if bytes_of is not None:
             self.bytes += int(bytes_of[sample["target"][mask]].sum())
 
+    def position_metrics(self, name: str) -> dict[str, float]:
+        """Return the mean losses by position, called as in metrics.jsonl.
+
+        Args:
+          name: the name of the validation set.
+        """
+        sums = np.zeros((2, 0)) if self.by_position is None else self.by_position
+        starts = [0, *(FIRST << i for i in range(RANGES))]
+        return {
+            f"{POSITIONS}{name}/{starts[i]}-{starts[i + 1] - 1}": float(nats / tokens)
+            for i, (nats, tokens) in enumerate(sums.T)
+            if tokens
+        }
+
     def row(self, name: str) -> str:
         """Return the scores as a row of the table with columns `HEADING`.
+
+        Rows with the losses by position follow, if they are counted.
 
         Args:
           name: the name of the validation set, for the first column.
         """
         likely = f"{math.exp(min(self.loss, 700)):12.4f} {self.correct / max(self.tokens, 1):9.2%}"
         bits = f"{self.nats / math.log(2) / self.bytes:14.4f}" if self.bytes else f"{'-':>14}"
-        return f"{name:20} {self.tokens:12,} {self.loss:9.4f} {likely} {bits}"
+        rows = [f"{name:20} {self.tokens:12,} {self.loss:9.4f} {likely} {bits}"]
+        for metric, loss in self.position_metrics(name).items():
+            place = f"  positions {metric.rpartition('/')[2]}"
+            rows.append(f"{place:33} {loss:9.4f}")
+        return "\n".join(rows)
 
 
 HEADING = (
@@ -98,7 +133,7 @@ def open_set(
     """
     config, rows = network.config, batch_size(network)
     if not isinstance(source, str):
-        return InOrder(source, config.seq, rows)
+        return InOrder(source, config.seq, rows, document_end(config))
     check_tokenizer(source, config.tokenizer)
     if network.objective is None:
         check_preferences(source, config)
@@ -110,6 +145,7 @@ def open_set(
         repeat=False,
         partial=True,
         reference=reference,
+        document_end=document_end(config),
     )
 
 
@@ -153,14 +189,18 @@ def score(
     Raises:
       InterruptedWorkError: if `stopped` returns True.
     """
-    scores, most = Scores(), network.config.val_batches
+    config = network.config
+    scores = Scores(by_position=np.zeros((2, RANGES)) if config.val_by_position else None)
     pending: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
     name = source if isinstance(source, str) else "validation"
     with contextlib.closing(open_set(network, source)) as batches:
-        for batch in tqdm(islice(batches, most), name, unit="batch", disable=not show):
+        for batch in tqdm(
+            islice(batches, config.val_batches), name, unit="batch", disable=not show
+        ):
             if stopped():
                 raise InterruptedWorkError
             sample = pad_batch(batch, batch_size(network))
+            sample = cut_to_bucket(sample, config.length_buckets)
             losses = network.eval({key: x for key, x in sample.items() if key != "loss_mask"})
             pending.append((sample, losses))
             if len(pending) > IN_FLIGHT:

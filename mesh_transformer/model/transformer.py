@@ -304,7 +304,9 @@ def residual_stream(
     parts, declared = transforms(config, par), stored(config)
     positions_BT, run_BT = jnp.arange(tokens_BT.shape[-1])[None], None
     if segments_BT is not None:
-        run_BT, positions_BT = segment_runs(segments_BT)
+        run_BT, in_text_BT = segment_runs(segments_BT)
+        if config.packed_positions == "restart":
+            positions_BT = in_text_BT
     length = tokens_BT.shape[-1]
     tokens_BT, own_positions_BT = par.cut(tokens_BT), par.cut(positions_BT)
 
@@ -361,8 +363,8 @@ def logits(
 
     Args:
       segments_BT: a segment number per position, for sequences that pack several texts.  Each run
-        of equal numbers is one text.  Positions start at 0 in each text, and tokens attend only to
-        tokens of the same text.
+        of equal numbers is one text.  Positions start at 0 in each text, unless the config's
+        `packed_positions` is "continue", and tokens attend only to tokens of the same text.
     """
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
     whole = collect_projection(params, config, par)

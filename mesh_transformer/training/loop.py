@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from mesh_transformer.data.batches import cut_to_bucket
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath, local_path
@@ -403,6 +404,8 @@ class _Run:
         with self.ledger.spending(kind):
             try:
                 sample = self.loader.get_samples()
+                if sample:  # else the hosts have it
+                    sample = cut_to_bucket(sample, config.length_buckets)
             except InterruptedWorkError:
                 return  # the signal ends the run
             except NonFiniteError:
@@ -502,7 +505,9 @@ class _Run:
         try:
             for name, path in self.val_sets.items():
                 if self.head is None or self.head.by_token:
-                    loss = validation.score(self.network, path, stopped=stopped).loss
+                    result = validation.score(self.network, path, stopped=stopped)
+                    loss = result.loss
+                    scores |= result.position_metrics(name)
                 else:
                     results = references.score(self.network, path, self.head, stopped=stopped)
                     loss = results.pop("loss")
