@@ -9,11 +9,12 @@ import os
 from typing import Any
 
 from mesh_transformer.cli.arguments import Parser
-from mesh_transformer.evaluation.validation import POSITIONS
 from mesh_transformer.performance import pictures
 from mesh_transformer.storage import files
 from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import InputError
+
+POSITIONS = "val_position/"  # that of `evaluation.validation`, whose import takes seconds
 
 
 def parse_args() -> argparse.Namespace:

@@ -390,8 +390,8 @@ def attend_function(
         attend = _with_kernel(functools.partial(_cudnn, window), config, own, None)
     elif name == "cudnn" and config.attention == "cudnn":
         raise InputError(
-            "config: attention is 'cudnn', which does not support packed records (segment_ids); "
-            "set it to 'auto'"
+            "config: attention is 'cudnn', which does not support packed records (segment_ids) and "
+            "separate_documents; set it to 'auto'"
         )
     elif name != "blocks" and par.cp == 1 and (name == "xla" or length <= LONG):
         return None

@@ -364,6 +364,8 @@ def abstract_batch(layout: Layout, head: Head | None = None) -> dict[str, jax.Sh
     rows = config.per_replica_batch * config.replicas(mesh.shape["dp"])
     shape = (config.gradient_accumulation_steps, rows, config.seq)
     dtypes: dict[str, Any] = {"obs": jnp.uint32, "target": jnp.uint32}
+    if config.separate_documents:
+        dtypes |= {"segment_ids": jnp.int32}
     if head is not None:
         dtypes |= {"loss_mask": jnp.uint8}
         values = ["reference"] if head.needs_reference else []

@@ -559,6 +559,22 @@ def test_files_that_are_no_metrics_are_refused(tmp_path, line):
 
 
 @pytest.mark.slow
+def test_plot_draws_losses_by_position_beside_the_others(tmp_path, monkeypatch):
+    rows = [{"step": step, "train/loss": 1 / step} for step in range(1, 6)]
+    for at, loss in ((1, 3.0), (2, 9.0), (4, 2.0)):
+        for place, less in (("0-127", 0.0), ("128-255", 0.5), ("256-511", 0.75)):
+            rows[at][f"val_position/held/out/{place}"] = loss - less
+    drawn = []
+    monkeypatch.setattr(plot.pictures, "save", lambda figure, _: drawn.append(figure))
+    plot.draw(rows, "unused.png")
+    _, beside = drawn[0].axes
+    curves = {line.get_label(): line.get_xydata().tolist() for line in beside.lines}
+    assert curves == {
+        "held/out, step 2": [[128, 3.0], [256, 2.5], [512, 2.25]],
+        "held/out, step 5": [[128, 2.0], [256, 1.5], [512, 1.25]],
+    }
+
+
 def test_plot_loss_draws_the_losses(tmp_path):
     rows = [{"step": step, "train/loss": 1 / step} for step in range(1, 6)]
     rows[-1]["val/loss_held_out"] = 0.3

@@ -143,3 +143,52 @@ def test_invalid_settings_of_mode_eval_are_refused(
     monkeypatch.setattr(sys, "argv", ["device_train.py", *model, *flags])
     with pytest.raises(InputError, match=line):
         device_train.main()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_losses_by_position_are_means_of_the_tokens_there(small, packed, monkeypatch):
+    monkeypatch.setattr(validation, "FIRST", 3)
+    rng = np.random.default_rng(5)
+    rows = [{key: rng.integers(0, 128, 16) for key in ("obs", "target")} for _ in range(ROWS)]
+    places = []
+    for row in rows:
+        row["loss_mask"] = rng.integers(0, 2, 16)
+        cut = int(rng.integers(1, 15)) if packed else 16
+        if packed:
+            row["segment_ids"] = np.repeat([4, 2], [cut, 16 - cut])
+        places.append(np.concatenate([np.arange(cut), np.arange(16 - cut)]))
+    network = CausalTransformer(small(**MESH, val_by_position=True, length_buckets=[4, 8]))
+    scores = validation.score(network, rows)
+    batch = {key: np.stack([row[key] for row in rows]) for key in rows[0] if key != "loss_mask"}
+    losses = np.asarray(network.eval(batch)["all_loss"], np.float64)
+    counts = np.stack([row["loss_mask"] for row in rows]) == 1
+    expected = {}
+    for first, last in ((0, 2), (3, 5), (6, 11), (12, 23)):
+        here = counts & (np.stack(places) >= first) & (np.stack(places) <= last)
+        if here.any():
+            expected[f"val_position/made/{first}-{last}"] = losses[here].mean()
+    assert len(expected) == 4
+    # f32 losses, in batches of different sizes.
+    assert scores.position_metrics("made") == pytest.approx(expected, rel=1e-6)
+    lines = scores.row("made").splitlines()[1:]
+    assert [float(line.split()[-1]) for line in lines] == pytest.approx(
+        list(expected.values()), abs=5e-5
+    )  # rounded for printing
+    without = CausalTransformer(small(**MESH))
+    assert validation.score(without, rows).position_metrics("made") == {}
+
+
+def test_the_last_position_of_a_range_is_below_a_power_of_two():
+    scores = validation.Scores(by_position=np.zeros((2, validation.RANGES)))
+    length = 1030
+    nats = np.arange(length, dtype=np.float64)[None]
+    sample = dict.fromkeys(("obs", "target"), np.zeros((1, length), np.uint32))
+    scores.add(sample, {"all_loss": nats, "correct": nats > 0}, None)
+    assert scores.position_metrics("a/b") == {
+        "val_position/a/b/0-127": 63.5,
+        "val_position/a/b/128-255": 191.5,
+        "val_position/a/b/256-511": 383.5,
+        "val_position/a/b/512-1023": 767.5,
+        "val_position/a/b/1024-2047": 1026.5,
+    }

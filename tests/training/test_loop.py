@@ -135,6 +135,12 @@ def counter(tmp_path) -> Callable[..., Counter]:
     return make
 
 
+def test_losses_by_position_are_metrics_of_the_validated_steps(counter, tmp_path):
+    loop.train(counter(val_every=4, val_by_position=True), str(tmp_path), max_steps=9)
+    losses = {row["step"]: row.get("val_position/held_out/0-127") for row in rows_of(tmp_path)}
+    assert losses == {step: None if step % 4 else 1.5 for step in range(1, 10)}
+
+
 def test_losses_are_read_only_after_later_steps_are_dispatched(counter, tmp_path):
     network = counter(ckpt_every=1000, val_set=None)
     loop.train(network, str(tmp_path))
