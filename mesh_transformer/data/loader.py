@@ -163,8 +163,10 @@ class TFRecordNewInputs:
 
     def sample_once(self) -> "TFRecordNewInputs":
         """Return a new iterator over one unshuffled epoch of the same records, for validation."""
-        *arguments, n_vocab, end = self._arguments
-        return TFRecordNewInputs(*arguments, n_vocab=n_vocab, document_end=end, repeat=False)
+        index_path, batch_size, sample_size, n_vocab, end = self._arguments
+        return TFRecordNewInputs(
+            index_path, batch_size, sample_size, n_vocab=n_vocab, document_end=end, repeat=False
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last returned batch as a JSON-serialisable dict.

@@ -17,9 +17,12 @@ from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.evaluation import validation
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
+from mesh_transformer.performance.plan import abstract_batch
+from mesh_transformer.training import step
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
+from tests.training.test_step import mesh_of
 
 END = 256  # of the tokenizer `bytes`
 SEQ = 64
@@ -228,6 +231,12 @@ def _apart(rows: np.ndarray) -> list[dict[str, np.ndarray]]:
         {"obs": row[:-1], "target": row[1:], "segment_ids": segments}
         for row, segments in zip(rows, numbers, strict=True)
     ]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_plan_has_the_numbers_of_documents(separate):
+    layout = step.StateLayout(config_of(separate_documents=separate), mesh_of(1, 1))
+    assert ("segment_ids" in abstract_batch(layout)) == separate
 
 
 def test_exact_needs_positions_that_restart():
