@@ -398,12 +398,11 @@ def attend_function(
     heads = Heads(config, par)
 
     def run(q_BTHK: Array, k_BSJK: Array, v_BSJK: Array, key_BH: Array | None) -> Array:
-        keys_and_values = k_BSJK, v_BSJK
         if heads.copied:
-            keys_and_values = map(heads.of_queries, keys_and_values)
+            k_BSJK, v_BSJK = map(heads.of_queries, (k_BSJK, v_BSJK))
         if not exchange:
-            return attend(q_BTHK, *keys_and_values, key_BH)
-        divisible = (heads.divisible(x, par.cp) for x in keys_and_values)
+            return attend(q_BTHK, k_BSJK, v_BSJK, key_BH)
+        divisible = (heads.divisible(x, par.cp) for x in (k_BSJK, v_BSJK))
         q_BTHK, k_BSJK, v_BSJK = map(par.heads_for_positions, (q_BTHK, *divisible))
         if key_BH is not None:
             key_BH = par.own_heads(key_BH)

@@ -1,7 +1,12 @@
-"""Detection of loss spikes by gradient norms far above the median of recent steps."""
+"""Updates that are skipped, such as loss spikes.
+
+A spike is a gradient norm far above the median of recent steps.
+"""
 
 import jax.numpy as jnp
 from jax import Array
+
+from mesh_transformer.config import Config
 
 WINDOW = 128  # steps whose gradient norms are kept
 LEAST = 16  # no step is a spike before this number of norms is kept
@@ -32,3 +37,20 @@ def with_norm(norms: Array, norm: Array, step: Array) -> Array:
       step: number of updates completed before the one with the gradient norm `norm`.
     """
     return jnp.where(jnp.isfinite(norm), norms.at[step % WINDOW].set(norm), norms)
+
+
+def is_skipped(config: Config, norms: Array | None, metrics: dict[str, Array]) -> Array:
+    """Return whether an update leaves the model unchanged: for its data, its loss or its norm.
+
+    Args:
+      norms: the window of gradient norms, with `skip_spikes`.
+      metrics: those of the update.
+    """
+    norm = metrics["grad_norm"]
+    skipped = metrics["counted"] == 0
+    if config.skip_nonfinite:
+        skipped |= ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm))
+    if config.skip_spikes:
+        assert norms is not None
+        skipped |= is_spike(norms, norm, config.skip_spikes)
+    return skipped

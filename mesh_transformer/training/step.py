@@ -394,17 +394,6 @@ def _stacked(loss: Array, last_loss: Array, norm: Array, square: Array) -> Array
 MEASURED = ("loss", "last_loss", "grad_norm", "grad_norm_micro", "grad_square_micro", "counted")
 
 
-def _is_skipped(config: Config, state: State, metrics: dict[str, Array]) -> Array:
-    """Return whether a step leaves the model unchanged: for its data, its loss or its norm."""
-    norm = metrics["grad_norm"]
-    skipped = metrics["counted"] == 0
-    if config.skip_nonfinite:
-        skipped |= ~(jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm))
-    if config.skip_spikes:
-        skipped |= spikes.is_spike(state["norms"], norm, config.skip_spikes)
-    return skipped
-
-
 def compile_train(
     layout: StateLayout, head: Head | None = None, teacher: StateLayout | None = None
 ) -> Callable[..., Any]:
@@ -474,7 +463,7 @@ def compile_train(
             used = extra[0] if count else len(batch["obs"])
             new["sequences"] = state["sequences"] + used * rows
         may_skip = "loss_mask" in batch or config.skip_nonfinite or config.skip_spikes
-        skipped = _is_skipped(config, state, metrics)
+        skipped = spikes.is_skipped(config, state.get("norms"), metrics)
         if config.skip_spikes:
             added = jnp.where(metrics["counted"] > 0, norm, jnp.nan)  # NaN is not added
             new["norms"] = spikes.with_norm(state["norms"], added, step)
