@@ -84,7 +84,7 @@ def write(path: Path, only: str | None) -> None:
     from mesh_transformer.generation.weights import weight_layout
     from mesh_transformer.mesh.program import Layout
     from mesh_transformer.performance import device_arrays, plan
-    from mesh_transformer.performance.topology import slice_named
+    from mesh_transformer.performance.topology import mesh_of, slice_named
     from mesh_transformer.training import step
 
     chosen = {name: value for name, value in CONFIGS.items() if only in (None, name)}
@@ -96,7 +96,7 @@ def write(path: Path, only: str | None) -> None:
         config = Config.load(None, model=model).replace(
             tpu_size=own.devices, per_replica_batch=1, gradient_accumulation_steps=2, **changes
         )
-        mesh = plan.mesh_of(config, own)
+        mesh = mesh_of(config, own)
         layout, weights = step.StateLayout(config, mesh), weight_layout(Layout(config, mesh))
         rows = device_arrays.abstract_rows(weights, 8 * mesh.shape["dp"])
         batch = plan.abstract_batch(layout)

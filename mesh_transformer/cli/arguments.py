@@ -106,15 +106,6 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return dict(map(Config.setting, args.set))
 
 
-def check_whole_sequences(config: Config, command: str) -> None:
-    """Raise InputError if a config splits sequences, which a command does not support."""
-    if config.context_parallel > 1:
-        raise InputError(
-            f"config: context_parallel is {config.context_parallel}, which {command} does not "
-            "support; set it to 1"
-        )
-
-
 def run_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the flags that all training commands share."""
     parser = Parser(description=description)

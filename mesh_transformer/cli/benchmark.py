@@ -23,7 +23,6 @@ from mesh_transformer.cli.arguments import (
     Parser,
     add_key_arguments,
     add_setting_argument,
-    check_whole_sequences,
     key_arguments,
     positive,
     settings,
@@ -92,6 +91,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--dp", type=positive, default=1, help="replicas (default 1)")
     parser.add_argument("--mp", type=positive, default=1, help="devices per replica (default 1)")
+    parser.add_argument(
+        "--cp", type=positive, default=1, help="devices that split each sequence (default 1)"
+    )
     parser.add_argument(
         "--hardware",
         "--version",
@@ -185,7 +187,8 @@ def model_name(args: argparse.Namespace) -> str:
 def config_of(args: argparse.Namespace) -> Config:
     """Return the config to measure: that of --config or --model, changed by the other flags.
 
-    --dp sets the number of replicas in the mesh, and --mp the number of devices per replica.
+    --dp sets the number of replicas in the mesh; --mp and --cp set the devices that split the model
+    and the sequences.
     """
     name = model_name(args)
     if args.config is not None:
@@ -199,12 +202,11 @@ def config_of(args: argparse.Namespace) -> Config:
         config = Config.load(str(CONFIGS / MODELS[name]))
     else:
         config = Config.from_dict(MODELS[name], f"model {name}")
-    changes = {"cores_per_replica": args.mp, "tpu_size": args.dp * args.mp}
+    changes = {"cores_per_replica": args.mp, "context_parallel": args.cp}
+    changes["tpu_size"] = args.dp * args.cp * args.mp
     changes |= key_arguments(args, "seq", "partitioning", "dtype")
     full = {"batch_ramp_steps": 0}  # steps of the full size are measured
-    config = Config.from_dict(config.as_dict() | changes | settings(args) | full)
-    check_whole_sequences(config, "bench")
-    return config
+    return Config.from_dict(config.as_dict() | changes | settings(args) | full)
 
 
 def mode_of(args: argparse.Namespace) -> str:
@@ -262,13 +264,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 f"--every-host: JAX cannot detect the hosts of a slice ({reason}); remove the flag "
                 "if there is only one host"
             ) from None
-    count = args.dp * args.mp
+    count = args.dp * args.cp * args.mp
     use_virtual_devices(count)
     devices = jax.devices()
     if len(devices) < count or (args.every_host and len(devices) != count):
         raise InputError(
-            f"--dp {args.dp} x --mp {args.mp} need {count} devices, but there are {len(devices)} "
-            f"({devices[0].device_kind}); change --dp or --mp"
+            f"--dp {args.dp} x --cp {args.cp} x --mp {args.mp} need {count} devices, but there are "
+            f"{len(devices)} ({devices[0].device_kind}); change one of them"
         )
     mesh = make_mesh(config, first_devices(count))
     layout = StateLayout(config, mesh)
@@ -318,6 +320,7 @@ def run_info(args: argparse.Namespace, config: Config, device: Any) -> dict[str,
         "platform": device.platform,
         "device": processor() if device.platform == "cpu" else device.device_kind,
         "dp": args.dp,
+        "cp": args.cp,
         "mp": args.mp,
         "model": args.config or model_name(args),
         "parameters": flops.n_params(config),

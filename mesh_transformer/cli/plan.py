@@ -15,7 +15,6 @@ from mesh_transformer.cli.arguments import (
     Parser,
     add_config_arguments,
     add_key_arguments,
-    check_whole_sequences,
     key_arguments,
     load_config,
     positive,
@@ -33,11 +32,16 @@ def parse_args() -> argparse.Namespace:
         help="TPU slice, such as v3-8, v4-256, v5e-256 or v5p:16x16x24, or this machine's cpu, "
         "cpu-8 or gpu",
     )
-    parser.add_argument("--dp", type=int, help="replicas (default: devices divided by mp)")
+    parser.add_argument("--dp", type=int, help="replicas (default: devices divided by mp and cp)")
     parser.add_argument(
         "--mp",
         type=int,
         help="devices per replica (default: the config's cores_per_replica, at most all devices)",
+    )
+    parser.add_argument(
+        "--cp",
+        type=positive,
+        help="devices that split each sequence (default: the config's context_parallel)",
     )
     keys = add_key_arguments(parser)
     keys.add_argument(
@@ -82,22 +86,23 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def replica_size(dp: int | None, mp: int | None, default: int, devices: int) -> int:
-    """Return the number of devices per replica of a mesh that uses all devices of the slice.
+def model_shards(dp: int | None, cp: int, mp: int | None, default: int, devices: int) -> int:
+    """Return mp of a mesh that uses all devices of the slice.
 
     Args:
       dp, mp: the flags, None if they are not given.
-      default: the result if neither is given, at most `devices`.
+      default: the result if neither is given, at most `devices` divided by cp.
 
     Raises:
-      InputError: if dp times mp cannot be `devices`.
+      InputError: if dp times cp times mp cannot be `devices`.
     """
     if mp is None:
-        mp = min(default, devices) if dp is None else devices // max(dp, 1)
-    if mp < 1 or devices % mp or dp not in (None, devices // mp):
+        mp = min(default, devices // cp) if dp is None else devices // cp // max(dp, 1)
+    if mp < 1 or devices % (cp * mp) or dp not in (None, devices // (cp * mp)):
+        along_cp = f"--cp {cp} x " if cp > 1 else ""
         raise InputError(
-            f"--dp {dp or 'any'} x --mp {mp} must equal the slice's {devices} devices; "
-            "change --dp or --mp"
+            f"--dp {dp or 'any'} x {along_cp}--mp {mp} must equal the slice's {devices} devices; "
+            f"change --dp{', --cp' if cp > 1 else ''} or --mp"
         )
     return mp
 
@@ -129,12 +134,18 @@ def main() -> None:
             f"config: teacher is {config.teacher!r}, which --search and --scaling do not estimate; "
             "plan one mesh, or set teacher to null"
         )
-    check_whole_sequences(config, "plan")
     changes = key_arguments(args, "shard_activations", "loss_chunk")
+    cp = args.cp or config.context_parallel
+    if not args.search or args.cp or args.dp:  # else, the search chooses cp
+        changes["context_parallel"] = cp
     if not args.search or (args.dp, args.mp) != (None, None):  # else, the search chooses mp
-        mp = replica_size(args.dp, args.mp, config.cores_per_replica, slice_.devices)
+        mp = model_shards(args.dp, cp, args.mp, config.cores_per_replica, slice_.devices)
         changes["cores_per_replica"] = mp
     if args.scaling:
+        if cp > 1:
+            raise InputError(
+                f"config: context_parallel is {cp}, which --scaling does not estimate; set it to 1"
+            )
         generation = topology(args.topology).generation
         # --mp must not change the number of sequences per step.
         others = {key: value for key, value in changes.items() if key != "cores_per_replica"}

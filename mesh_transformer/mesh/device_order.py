@@ -88,22 +88,28 @@ class Grid:
             array[tuple(np.subtract(place, first))] = own
         return cls(sizes, array)
 
-    def arranged(self, block: Sizes, mp: int) -> np.ndarray:
-        """Return the devices as an array [dp, mp], if each replica is a block of this size.
+    def arranged(self, replica: Sizes, block: Sizes) -> np.ndarray:
+        """Return the devices in an order in which each block of a size is a ring.
 
-        A block of one chip is several replicas if the chip has more than `mp` devices.
+        So are the blocks of each replica, and the replicas.
+
+        Args:
+          replica: chips of a replica along each dimension.
+          block: chips along each dimension of the devices that share a part of the positions.
         """
-        offsets = np.array(_ring(block))
-        places = np.array(_ring(tuple(np.floor_divide(self.sizes, block)))) * block
-        chips = places[:, None] + offsets
-        return self.chips[tuple(np.moveaxis(chips, -1, 0))].reshape(-1, mp)
+        chips = np.zeros((1, len(self.sizes)), int)
+        for outer, inner in ((self.sizes, replica), (replica, block), (block, (1,) * len(block))):
+            places = np.array(_ring(tuple(np.floor_divide(outer, inner)))) * inner
+            chips = (chips[:, None] + places).reshape(-1, len(self.sizes))
+        return self.chips[tuple(chips.T)].reshape(-1)
 
     def hops(self, devices: np.ndarray) -> dict[str, Hops]:
-        """Return the hops over each axis of a mesh with these devices, [dp, mp]."""
-        places = np.array([[device.coords for device in row] for row in devices])
+        """Return the hops over each axis of a mesh with these devices, [dp, mp] or [dp, cp, mp]."""
+        coords = [device.coords for device in devices.flat]
+        places = np.array(coords).reshape(*devices.shape, -1)
         sizes = np.array(self.sizes)
         result = {}
-        for axis, name in enumerate(("dp", "mp")):
+        for axis, name in enumerate(axes_of(devices)):
             away = np.abs(places - np.roll(places, -1, axis))
             away = np.where(self.wraps, np.minimum(away, sizes - away), away).sum(axis=-1)
             result[name] = Hops(float(away.sum(axis=axis).mean()), int(away.max()))
@@ -115,29 +121,44 @@ def first_devices(count: int) -> list[Any] | None:
     return None if count == jax.device_count() else jax.devices()[:count]
 
 
-def arranged(devices: Sequence[Any], mp: int) -> np.ndarray:
-    """Return devices as an array [dp, mp] for a mesh, such that neighbours follow each other.
+def axes_of(devices: np.ndarray) -> tuple[str, ...]:
+    """Return the names of the axes of a mesh with these devices, [dp, mp] or [dp, cp, mp]."""
+    return ("dp", "mp") if devices.ndim == 2 else ("dp", "cp", "mp")
 
-    Of all sizes of blocks, the one is chosen whose replicas have the fewest hosts, then the fewest
-    hops over mp, then over dp.  Devices that are not a grid of TPUs stay in their order.  Several
-    slices follow each other along dp.
+
+def arranged(devices: Sequence[Any], mp: int, cp: int = 1) -> np.ndarray:
+    """Return devices as an array for a mesh, such that neighbours follow each other.
+
+    Of all sizes of blocks, the ones are chosen whose replicas have the fewest hosts, then the
+    fewest hops over mp, then over cp, then over dp.  Devices that are not a grid of TPUs stay in
+    their order.  Several slices follow each other along dp.
+
+    Returns:
+      [dp, mp] or, if cp is not 1, [dp, cp, mp].
     """
+    shape = (-1, mp) if cp == 1 else (-1, cp, mp)
     parts = [
         [device for device in devices if slice_of(device) == number]
         for number in sorted(set(map(slice_of, devices)))
     ]
-    if len(parts) > 1 and all(len(part) % mp == 0 for part in parts):
-        return np.concatenate([arranged(part, mp) for part in parts])
+    if len(parts) > 1 and all(len(part) % (mp * cp) == 0 for part in parts):
+        return np.concatenate([arranged(part, mp, cp) for part in parts])
     grid = Grid.of(devices)
-    plain = np.array(devices, object).reshape(-1, mp)
+    plain = np.array(devices, object).reshape(shape)
     if grid is None:
         return plain
-    choices = [grid.arranged(block, mp) for block in _blocks(grid, mp)]
+    choices = [
+        grid.arranged(replica, block).reshape(shape)
+        for replica in _blocks(grid, grid.sizes, mp * cp)
+        for block in _blocks(grid, replica, mp)
+    ]
 
     def cost(choice: np.ndarray) -> tuple[float, ...]:
-        hosts = np.mean([len({device.process_index for device in row}) for row in choice])
+        rows = choice.reshape(-1, mp * cp)
+        hosts = np.mean([len({device.process_index for device in row}) for row in rows])
         hops = grid.hops(choice)
-        return float(hosts), hops["mp"].ring, hops["mp"].most, hops["dp"].ring
+        along_cp = (hops["cp"].ring, hops["cp"].most) if cp > 1 else ()
+        return float(hosts), hops["mp"].ring, hops["mp"].most, *along_cp, hops["dp"].ring
 
     return min([*choices, plain], key=cost)
 
@@ -149,11 +170,11 @@ def distances(devices: Sequence[Any], chosen: np.ndarray) -> Distances | None:
 
     Args:
       devices: the devices in JAX's order.
-      chosen: the same devices in the order of the mesh, [dp, mp].
+      chosen: the same devices in the order of the mesh, [dp, mp] or [dp, cp, mp].
     """
     first = min(map(slice_of, devices))
     devices = [device for device in devices if slice_of(device) == first]
-    chosen = chosen[[slice_of(row[0]) == first for row in chosen]]
+    chosen = chosen[[slice_of(row.flat[0]) == first for row in chosen]]
     grid = Grid.of(devices)
     if grid is None or chosen.size != len(devices):
         return None
@@ -166,13 +187,16 @@ def slice_of(device: Any) -> int:
     return getattr(device, "slice_index", 0) or 0
 
 
-def _blocks(grid: Grid, mp: int) -> Iterator[Sizes]:
-    """Yield the sizes of blocks that divide a grid into replicas of `mp` devices."""
+def _blocks(grid: Grid, whole: Sizes, count: int) -> Iterator[Sizes]:
+    """Yield the sizes of blocks of `count` devices that divide `whole`, a block of a grid.
+
+    A block of one chip may have more devices.
+    """
     per_chip = grid.chips.shape[-1]
-    if mp % per_chip and per_chip % mp:
+    if count % per_chip and per_chip % count:
         return
-    chips = max(mp // per_chip, 1)
-    divisors = [[n for n in range(1, size + 1) if size % n == 0] for size in grid.sizes]
+    chips = max(count // per_chip, 1)
+    divisors = [[n for n in range(1, size + 1) if size % n == 0] for size in whole]
     for block in itertools.product(*divisors):
         if math.prod(block) == chips:
             yield block

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.declaration import is_spec
-from mesh_transformer.mesh.device_order import arranged
+from mesh_transformer.mesh.device_order import arranged, axes_of
 from mesh_transformer.util import InputError
 
 SPARE_DEVICES = 8  # minimum number of virtual CPU devices when a model is loaded without a config
@@ -101,10 +101,10 @@ def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
             f"config: virtual_mesh is {config.virtual_mesh}, whose dp is not divisible by the {dp} "
             f"replicas of {len(devices)} devices; change it, or use fewer devices"
         )
-    array = np.array(devices, object) if is_plain else arranged(devices, mp)
-    if cp == 1:
-        return Mesh(array.reshape(dp, mp), ("dp", "mp"))
-    return Mesh(array.reshape(dp, cp, mp), ("dp", "cp", "mp"))
+    array = arranged(devices, mp, cp)
+    if is_plain:
+        array = np.array(devices, object).reshape(array.shape)
+    return Mesh(array, axes_of(array))
 
 
 def abstract(shapes: Any, layout: Any) -> Any:

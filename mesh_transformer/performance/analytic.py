@@ -14,32 +14,35 @@ from mesh_transformer.mesh.accelerators import Hardware
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.model import flops, transformer
 from mesh_transformer.model.attention import attention_backend
+from mesh_transformer.model.block_attention import block_length, block_pairs
 from mesh_transformer.model.heads import key_heads, query_heads
 from mesh_transformer.model.matrices import GROUP
-from mesh_transformer.performance.roofline import Estimate, bytes_sent, estimate
+from mesh_transformer.performance.roofline import Estimate, bytes_on_links, bytes_sent, estimate
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.util import InputError
 
 F32, BF16 = 4, 2  # bytes per element
+LEAST_POSITIONS = 4096  # per device; with fewer, positions are not split
 
 
 def estimate_step(config: Config, hardware: Hardware, devices: int) -> Estimate:
     """Estimate the time and memory of a config's training step on `devices` devices.
 
-    mp is the config's `cores_per_replica`, and dp is the number of devices divided by mp.  What
-    `offload` moves between devices and hosts is not counted.
+    mp is the config's `cores_per_replica`, cp its `context_parallel`, and dp is the number of
+    devices divided by both.  What `offload` moves between devices and hosts is not counted.
     """
-    mp = config.cores_per_replica
-    dp, attention = devices // mp, attention_on(config, hardware)
+    dp, attention = devices // config.replica_devices, attention_on(config, hardware)
     tokens = tokens_per_replica(config)
+    own = tokens // config.context_parallel
+    links = mp_bytes(config, own, config.cores_per_replica) + dp_bytes(config, dp)
     return estimate(
         config,
         hardware,
-        devices=dp * mp,
+        devices=dp * config.replica_devices,
         tokens=dp * tokens,
         peak_bytes=memory_bytes(config, devices, attention),
-        hbm_traffic_bytes=_traffic(config, tokens, dp, attention),
-        link_bytes=mp_bytes(config, tokens, mp) + dp_bytes(config, dp),
+        hbm_traffic_bytes=_traffic(config, own, dp, attention),
+        link_bytes=links + cp_bytes(config, own),
         attention=attention,
     )
 
@@ -68,14 +71,15 @@ def attention_on(config: Config, hardware: Hardware) -> str:
     if hardware.kind == "cpu":
         platform = "cpu"
     capability = "8.0" if hardware.kind.startswith("A100") else "9.0"
+    device = _Device(platform, hardware.kind, capability)
     try:
-        return attention_backend(config, _Device(platform, hardware.kind, capability))
+        return attention_backend(config, device, config.context_parallel)
     except InputError:
         return "xla"
 
 
 def mp_bytes(config: Config, tokens: int, mp: int) -> int:
-    """Return the bytes that a device sends over the mesh axis mp for its replica's `tokens` tokens.
+    """Return the bytes that a device sends over the mesh axis mp for its `tokens` tokens.
 
     Activations are all-reduced twice per layer (forward and backward), or four times if attention
     and feed-forward are sequential, once for the embedding, and once for the output head.  If they
@@ -87,6 +91,26 @@ def mp_bytes(config: Config, tokens: int, mp: int) -> int:
     return (2 * sums + 2) * bytes_sent("all-reduce", activations, mp) + (
         again * bytes_sent("all-gather", activations, mp)
     )
+
+
+def cp_bytes(config: Config, tokens: int) -> int:
+    """Return the bytes that a device sends over the mesh axis cp for its `tokens` tokens in a step.
+
+    They are counted once per link (`bytes_on_links`).  In each layer, keys and values, one per
+    query head, go to every other device that needs them, in the forward and in the backward pass.
+    In the latter, their f32 gradients go with them, and then home in the compute dtype.  The f32
+    gradients of the weights are summed once per microbatch.
+    """
+    cp = config.context_parallel
+    if cp == 1:
+        return 0
+    block = block_length(config.seq, cp)
+    shifts = [len(block_pairs(config.seq, block, w, cp)) - 1 for w in flops.windows(config)]
+    passes = (2 * _width(config) + F32) * sum(shifts) + _width(config) * sum(map(bool, shifts))
+    pair = 2 * tokens * query_heads(config, config.shards) * config.d_head
+    trained = 0 if config.lora_rank else F32 * _part(config) * config.gradient_accumulation_steps
+    ring = bytes_on_links("collective-permute", passes * pair, cp)
+    return ring + bytes_sent("all-reduce", trained, cp)
 
 
 def _width(config: Config) -> int:
@@ -128,7 +152,7 @@ def _part(config: Config, ends: bool = True) -> int:
 def _traffic(config: Config, tokens: int, dp: int, attention: str) -> int:
     """Estimate the bytes that a device reads from and writes to memory in a step.
 
-    The step has `tokens` tokens per replica.  This is a rule of thumb.  It counts:
+    The step has `tokens` tokens per device.  This is a rule of thumb.  It counts:
 
     * per microbatch: the bf16 weights three times, and three f32 arrays of the same shape, to add
       the gradients to the gradient sum.
@@ -188,12 +212,12 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
     weights in the compute dtype or with `frozen_bits`; adapters are not counted.
 
     Args:
-      devices: number of devices; mp is the config's `cores_per_replica`.
+      devices: number of devices; mp and cp are the config's.
       attention: attention backend, as `attention_backend` returns it.
     """
     mp, zero = config.cores_per_replica, config.zero or 0
-    dp, part = devices // mp, _part(config)
-    tokens = config.per_replica_batch * config.seq
+    dp, part = devices // config.replica_devices, _part(config)
+    tokens = config.per_replica_batch * config.seq // config.context_parallel
     activations = config.layers * tokens * saved_activation_bytes(config, attention)
     logits, transient = _logit_bytes(config), _transient_bytes(config, attention)
     if config.lora_rank:
@@ -222,7 +246,8 @@ def memory_bytes(config: Config, devices: int, attention: str) -> int:
 
 def _logit_bytes(config: Config) -> int:
     """Return the bytes of a loss chunk's f32 logits, and of their gradients in compute dtype."""
-    positions = config.per_replica_batch * min(config.seq, config.loss_chunk)
+    own = config.seq // config.context_parallel
+    positions = config.per_replica_batch * min(own, config.loss_chunk)
     return (F32 + _width(config)) * positions * config.n_vocab // config.cores_per_replica
 
 
@@ -247,7 +272,8 @@ def _transient_bytes(config: Config, attention: str) -> int:
     mp, width = config.cores_per_replica, _width(config)
     vectors = width * (3 * config.d_model + 5 * config.d_ff // mp)
     scores = _scores(config, attention) // mp if attention == "xla" else 0
-    layer = config.per_replica_batch * config.seq * (vectors + scores)
+    tokens = config.per_replica_batch * config.seq // config.context_parallel
+    layer = tokens * (vectors + scores)
     if config.zero != 3:
         return layer
     layer += 2 * _gradient_bytes(config.replace(zero=0), 1) // config.layers
@@ -291,6 +317,12 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
     keys = config.shards * key_heads(config, config.shards) * config.d_head
     own += 2 * (heads - keys) + (heads + keys) * (config.qk_norm != "none")
     return kept + (own * width + F32 * config.n_heads) // mp
+
+
+def context_sizes(seq: int, devices: int) -> list[int]:
+    """Return the numbers of devices that are worth splitting the positions of a sequence over."""
+    most = min(seq // LEAST_POSITIONS, devices)
+    return [1, *(2**n for n in range(1, most.bit_length()))]
 
 
 def sequences_per_step(config: Config) -> int:

@@ -21,7 +21,7 @@ Each line of HLO is parsed once, as an `Operation`.  For example, these lines yi
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ class Collective:
       where: JAX's name of the operation (`op_name`).
       chain: empty, unless the compiler has split the collective into several operations.  Each of
         them then has a `Collective`, and those of the same array have the same `chain`.
+      beside_loop: whether a loop runs between the collective's start and its end.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Collective:
     groups: Groups
     where: str
     chain: str = ""
+    beside_loop: bool = False
 
     @property
     def bytes(self) -> int:
@@ -89,10 +91,11 @@ def width(dtype: str) -> float:
 def groups_of(text: str) -> Groups:
     """Parse the groups of devices (`replica_groups`) in a line of HLO text.
 
-    All three notations of HLO are supported.  The result is empty if the line has no groups.
+    All three notations of HLO are supported.  A sender and its receiver (`source_target_pairs`) are
+    a group.  The result is empty if the line has no groups.
     """
     rows: Any = ()
-    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text):
+    if listed := re.search(r"(?:replica_groups|target_pairs)=\{(\{[\d,{}]*\})\}", text):
         rows = [row.split(",") for row in re.findall(r"\{([\d,]+)\}", listed[1])]
     elif named := re.search(r"replica_groups=mesh\[([^]]*)\] *\{([^}]*)\}", text):
         sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
@@ -293,12 +296,16 @@ def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> 
     Collectives and loops in computations that the body calls are included.
     """
     loop = Loop(trips, [], [])
+    beside = _beside_loops(computations[name])
     for operation in computations[name].values():
         if operation.body:
             trips = _trip_count(computations, operation)
             loop.loops.append(_loop(computations, operation.body, trips))
             continue
-        loop.collectives += _collectives_of(operation)
+        own = _collectives_of(operation)
+        if operation.name in beside:
+            own = [replace(one, beside_loop=True) for one in own]
+        loop.collectives += own
         if operation.called:
             inner = _loop(computations, operation.called, 1)
             loop.collectives += inner.collectives
@@ -307,6 +314,20 @@ def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> 
     first = {one.chain: one for one in reversed(loop.collectives)}
     loop.collectives = [one for one in loop.collectives if one is first[one.chain] or not one.chain]
     return loop
+
+
+def _beside_loops(operations: Operations) -> set[str]:
+    """Return the names of the -start operations between which and their -done a loop runs."""
+    running: set[str] = set()
+    beside: set[str] = set()
+    for operation in operations.values():
+        if operation.kind.endswith("-start"):
+            running.add(operation.name)
+        elif operation.kind.endswith("-done"):
+            running.difference_update(operation.operands)
+        elif operation.body:
+            beside |= running
+    return beside
 
 
 def _trip_count(computations: dict[str, Operations], loop: Operation) -> int | None:

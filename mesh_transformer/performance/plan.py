@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
@@ -42,7 +42,7 @@ from mesh_transformer.performance.roofline import (
     estimate,
     traffic_of,
 )
-from mesh_transformer.performance.topology import Slice
+from mesh_transformer.performance.topology import Slice, mesh_of
 from mesh_transformer.training import step
 from mesh_transformer.training.distillation import teacher_layout
 from mesh_transformer.training.objectives import Head, head_of
@@ -80,7 +80,8 @@ class Plan:
     Bytes are per device.
 
     Attributes:
-      dp, mp: number of data-parallel replicas, and of devices per replica.
+      dp, cp, mp: number of data-parallel replicas, of devices that split each sequence's positions,
+        and of devices that split the model.
       state_bytes: parameters, also of a teacher, and optimizer state, without those in host memory.
       host_bytes: parameters and optimizer state in host memory.
       hbm_bytes: memory that a program may use on one device.
@@ -98,6 +99,7 @@ class Plan:
     topology: str
     devices: int
     dp: int
+    cp: int
     mp: int
     partitioning: str | None
     zero: int | None
@@ -125,8 +127,8 @@ class Plan:
     def setting(self) -> str:
         """The mesh, batch size and other settings of the plan, as one line of text."""
         return (
-            f"dp {self.dp} x mp {self.mp}, {self.partitioning}, ZeRO {self.zero}, remat "
-            f"{self.remat}, {'sharded' if self.shard_activations else 'whole'} activations, loss "
+            f"{format_mesh(self)}, {self.partitioning}, ZeRO {self.zero}, remat {self.remat}, "
+            f"{'sharded' if self.shard_activations else 'whole'} activations, loss "
             f"in chunks of {self.loss_chunk}, batch {self.per_replica_batch} per replica x "
             f"{self.accumulation} microbatches"
         )
@@ -178,6 +180,11 @@ class Plan:
         )
 
 
+def format_mesh(plan: "Plan | DecodePlan") -> str:
+    """Format the sizes of a plan's mesh as text."""
+    return f"dp {plan.dp} x {f'cp {plan.cp} x ' if plan.cp > 1 else ''}mp {plan.mp}"
+
+
 def format_memory(state: int, peak: int, limit: int, *, fits: bool) -> str:
     """Format the memory per device as one line of text.
 
@@ -197,38 +204,20 @@ def format_memory(state: int, peak: int, limit: int, *, fits: bool) -> str:
     )
 
 
-def mesh_of(config: Config, topology: Slice) -> Mesh:
-    """Return a (dp, mp) mesh of all devices of a slice.
-
-    mp is the config's `cores_per_replica`, and dp is the number of devices divided by mp.
-
-    Raises:
-      InputError: if the number of devices is not a multiple of `cores_per_replica`.
-    """
-    mp = config.cores_per_replica
-    if topology.devices % mp:
-        raise InputError(
-            f"topology {topology.name} has {topology.devices} devices, but mp is {mp}; set --mp to "
-            f"a divisor of {topology.devices}"
-        )
-    return topology.mesh(topology.devices // mp, mp)
-
-
 def plan(
     config: Config, topology: Slice, *, fast: bool = False, teacher: Config | None = None
 ) -> Plan:
     """Compile a config's training step for a slice, and predict its memory, collectives and speed.
 
     Args:
-      config: the config.  The mesh has mp = `cores_per_replica` devices per replica, and dp =
-        (number of devices) / mp replicas.
+      config: the config, whose mesh is that of `mesh_of`.
       topology: the devices to compile for.
       fast: whether to compile with reduced optimisation, which takes a fraction of the time and
         makes the figures less exact.
       teacher: the config of the config's `teacher`, if it has one.
 
     Raises:
-      InputError: if mp does not divide the number of devices, if libtpu is missing, or if
+      InputError: if mp x cp does not divide the number of devices, if libtpu is missing, or if
         compilation fails.  A step that needs too much memory raises no error; `fits` is then False.
     """
     mesh = mesh_of(config, topology)
@@ -267,6 +256,7 @@ def plan(
         topology=topology.name,
         devices=mesh.size,
         dp=mesh.shape["dp"],
+        cp=config.context_parallel,
         mp=mesh.shape["mp"],
         partitioning=config.partitioning,
         zero=config.zero,
@@ -400,7 +390,7 @@ class DecodePlan:
     One decode step generates one token in every row, and right guesses.  Bytes are per device.
 
     Attributes:
-      dp, mp: number of data-parallel replicas, and of devices per replica.
+      dp, cp, mp: as in `Plan`; devices along cp repeat each other's work.
       guesses: number of tokens that a step guesses; it then generates up to so many more per row.
       rows: batch rows of all replicas together.
       cache_length: number of positions in the KV cache of each row; if the cache is in pages, on
@@ -423,6 +413,7 @@ class DecodePlan:
     topology: str
     devices: int
     dp: int
+    cp: int
     mp: int
     rows: int
     guesses: int
@@ -452,7 +443,7 @@ class DecodePlan:
         weights = f"{self.weight_bits}-bit weights" if self.weight_bits else "weights"
         cache = "8-bit cache" if self.int8_cache else "cache"
         lines = [
-            f"{self.topology}: {self.devices} devices, dp {self.dp} x mp {self.mp}, generation of "
+            f"{self.topology}: {self.devices} devices, {format_mesh(self)}, generation of "
             f"{self.rows} rows with {self.cache_length} positions each"
             + (f", in pages for {self.cache_tokens} per replica" if self.cache_tokens else "")
             + (f", {self.guesses} guesses per step" if self.guesses else ""),
@@ -511,8 +502,7 @@ def decode_plan(
     The batch has `per_replica_batch` rows per replica.
 
     Args:
-      config: the config.  The mesh has mp = `cores_per_replica` devices per replica, and dp =
-        (number of devices) / mp replicas.
+      config: the config, whose mesh is that of `mesh_of`.
       topology: the devices to compile for.
       cache_tokens: number of positions in the pages of each replica, as of a server; these are
         divided evenly among the rows.  None gives each row a cache for the window of its own.
@@ -522,8 +512,8 @@ def decode_plan(
         makes the figures less exact.
 
     Raises:
-      InputError: if mp does not divide the number of devices, if `cache_tokens` is too small for
-        one row, if the draft does not fit the model, if libtpu is missing, or if compilation
+      InputError: if mp x cp does not divide the number of devices, if `cache_tokens` is too small
+        for one row, if the draft does not fit the model, if libtpu is missing, or if compilation
         fails.  A step that needs too much memory raises no error; `fits` is then False.
     """
     mesh = mesh_of(config, topology)
@@ -570,6 +560,7 @@ def decode_plan(
         topology=topology.name,
         devices=topology.devices,
         dp=mesh.shape["dp"],
+        cp=config.context_parallel,
         mp=mesh.shape["mp"],
         rows=rows,
         guesses=guesses,

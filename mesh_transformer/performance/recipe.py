@@ -11,10 +11,12 @@ Nothing is compiled.  The rules are:
   GPT-J-6B, trained with 1.2e-4, this gives about the 5e-5 that its authors recommend.
 * Batch: the size that gives 1000 steps in all (200 for fine-tuning), but at least 2**10 tokens per
   step and at most 2**19 (2**15 for fine-tuning).
-* Mesh: the smallest number of devices per replica whose memory suffices.
+* Mesh: the smallest number of devices per replica whose memory suffices.  They split the model or,
+  if the records are long (`analytic.context_sizes`) and that is not enough, the positions too.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -24,7 +26,12 @@ from mesh_transformer.data.record_set import SetSize
 from mesh_transformer.families import SIZES, Size
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.model import flops
-from mesh_transformer.performance.analytic import attention_on, estimate_step, memory_bytes
+from mesh_transformer.performance.analytic import (
+    attention_on,
+    context_sizes,
+    estimate_step,
+    memory_bytes,
+)
 from mesh_transformer.performance.topology import LocalDevices, Slice
 from mesh_transformer.util import InputError
 
@@ -246,7 +253,8 @@ def _most_tokens(config: Config, request: _Request) -> float:
     if request.minutes is None or device.hardware is None or device.platform != "cpu":
         return math.inf
     rows = max(1, LEAST_TOKENS // config.seq)
-    setting = config.replace(tpu_size=1, cores_per_replica=1, per_replica_batch=rows, remat="none")
+    alone = {"tpu_size": 1, "cores_per_replica": 1, "context_parallel": 1}
+    setting = config.replace(**alone, per_replica_batch=rows, remat="none")
     seconds = CPU_SLOWDOWN * estimate_step(setting, device.hardware, 1).step_seconds[1]
     return 60 * request.minutes * rows * config.seq / seconds
 
@@ -258,11 +266,6 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
     """
     corpus, device = request.corpus, request.device
     model = Config(**keys)
-    if model.context_parallel > 1:
-        raise InputError(
-            f"context_parallel is {model.context_parallel}, for which no batch is chosen; set it "
-            "in the file that is written"
-        )
     tokens, limit = request.epochs * request.tokens, ""
     if _most_tokens(model, request) < tokens:
         tokens = _most_tokens(model, request)
@@ -273,8 +276,8 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
     if own:
         mesh |= own
         memory = _memory(model.replace(**mesh), device)
-    mp = mesh["cores_per_replica"]
-    dp = max(1, device.count // mp)
+    mp, cp = mesh["cores_per_replica"], mesh["context_parallel"]
+    dp = max(1, device.count // (mp * cp))
     sequences = mesh["per_replica_batch"] * mesh["gradient_accumulation_steps"] * dp
     if corpus.sequences < sequences:
         raise InputError(
@@ -298,6 +301,8 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
         "ckpt_every": _round_down(min(500, max(1, steps // 4))),
         "val_batches": _val_batches(request.held_out, steps, mesh["per_replica_batch"] * dp),
     }
+    if cp == 1:
+        del mesh["context_parallel"]  # the default
     values = keys | mesh | schedule | request.changes
     Config.from_dict(values)
     needed = f"{memory / GIB:.2f} of {device.memory / GIB:.2f} GiB"
@@ -305,7 +310,8 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
         f"data: {corpus.sequences:,} sequences of {corpus.seq} tokens, "
         f"{_millions(request.tokens)} in all",
         reason,
-        f"batch: {sequences} sequences per step, on {device.name} as dp {dp} x mp {mp}; "
+        f"batch: {sequences} sequences per step, on {device.name} as dp {dp} x "
+        f"{f'cp {cp} x ' if cp > 1 else ''}mp {mp}; "
         f"at least {needed} per device",
         f"steps: {steps}{limit}; an epoch is {epoch:.1f} steps, so these are {steps / epoch:.2f} "
         "epochs",
@@ -325,9 +331,9 @@ def _sequences_per_step(corpus: SetSize, tokens: float, *, is_fine_tuning: bool)
 def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any], int]:
     """Choose mesh, remat and microbatch size for about `sequences` sequences per step.
 
-    The first setting that fits is chosen.  Small numbers of devices per replica are tried first.
-    For each number, settings without remat are tried before those with it, and large microbatches
-    before small ones.
+    The first setting that fits is chosen.  Small numbers of devices per replica are tried first,
+    and among these, small numbers that split the positions.  For each, settings without remat are
+    tried before those with it, and large microbatches before small ones.
 
     Returns:
       The config keys, and the estimated bytes per device.
@@ -336,14 +342,21 @@ def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any]
       InputError: if no setting fits into the devices' memory.
     """
     least, rejected = math.inf, None
-    for mp in (mp for mp in range(1, device.count + 1) if device.count % mp == 0):
-        share = max(1, sequences * mp // device.count)  # sequences per replica and step
+    sizes = itertools.product(
+        (n for n in range(1, device.count + 1) if device.count % n == 0),
+        context_sizes(config.seq, device.count),
+    )
+    for replica, cp in sizes:
+        if replica % cp:
+            continue
+        share = max(1, sequences * replica // device.count)  # sequences per replica and step
         rows = [2**n for n in reversed(range(MOST_ROWS.bit_length())) if share % 2**n == 0]
         settings = [("none", count) for count in rows if count >= min(share, 8)]
         for remat, count in settings + [("full", count) for count in rows]:
             keys = {
                 "tpu_size": device.count,
-                "cores_per_replica": mp,
+                "cores_per_replica": replica // cp,
+                "context_parallel": cp,
                 "per_replica_batch": count,
                 "gradient_accumulation_steps": share // count,
                 "remat": remat,

@@ -56,6 +56,12 @@ def _shape(result: dict[str, Any]) -> str:
     )
 
 
+def _mesh(result: dict[str, Any]) -> str:
+    """Format the sizes of the mesh."""
+    cp = result.get("cp", 1)
+    return f"{result['dp']} x {f'cp {cp} x ' if cp > 1 else ''}{result['mp']}"
+
+
 def _share(value: float | None) -> str:
     """Format a fraction of a hardware limit as a percentage, or `None` as "peak unknown"."""
     return "peak unknown" if value is None else f"{value:.1%}"
@@ -78,7 +84,7 @@ _COMMON_COLUMNS: list[Column] = [
     ("hardware", lambda result: result["device"]),
     ("versions", lambda result: ", ".join(map(" ".join, result["versions"].items()))),
     ("model, batch x microbatches x sequence", _shape),
-    ("dp x mp", lambda result: f"{result['dp']} x {result['mp']}"),
+    ("dp x mp", _mesh),
     ("hardware peak", _limits),
 ]
 TRAINING: list[Column] = [

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 
+import numpy as np
 from jax.sharding import Mesh
 
 from mesh_transformer.config import Config
@@ -16,9 +17,9 @@ from mesh_transformer.performance import hlo
 FORMULA = (
     "compute = hardware FLOPs / peak; memory = bytes read and written / bandwidth; links = bytes "
     "sent / bandwidth, where each of n devices sends 2(n-1)/n of an all-reduced array, (n-1)/n of "
-    "a gathered or scattered one and, counted once per link of a ring, n/4 of one in an "
-    "all-to-all; step = between the longest of these with all links of a device busy (full "
-    "overlap) and their sum with two links busy (no overlap, a ring)"
+    "a gathered or scattered one and, counted once per link of a ring, n/4 of one in an all-to-all "
+    "and twice one for the next device alone; step = between the longest of these with all links "
+    "of a device busy (full overlap) and their sum with two links busy (no overlap, a ring)"
 )
 
 
@@ -133,11 +134,14 @@ def bytes_on_links(kind: str, size: int, devices: int) -> int:
     """Return the bytes that each device sends, counted once per link that they cross on a ring.
 
     What is sent to other slices crosses no link.  Only an all-to-all sends to devices that are no
-    neighbours: a part of the array to each, in the shorter direction.  The arguments are those of
-    `bytes_sent`.
+    neighbours: a part of the array to each, in the shorter direction.  What is sent to the next
+    device alone counts twice, as it leaves one of the ring's two links idle.  The arguments are
+    those of `bytes_sent`.
     """
     if kind.endswith(hlo.BETWEEN_SLICES):
         return 0
+    if kind == "collective-permute":
+        return 2 * size
     if kind != "all-to-all":
         return bytes_sent(kind, size, devices)
     distances = devices**2 // 4  # sum of min(d, devices - d) over all other devices
@@ -244,6 +248,7 @@ class Exchange:
       bytes: bytes per step of the results on one device.
       sent: bytes per step that one device sends; see the function `bytes_sent`.
       on_links: the same, counted once per link that they cross; see the function `bytes_on_links`.
+      beside_loops: those of `sent` that are sent while a loop runs, such as that of ring attention.
     """
 
     kind: str
@@ -254,6 +259,15 @@ class Exchange:
     bytes: int
     sent: int
     on_links: int
+    beside_loops: int = 0
+
+    def line(self) -> str:
+        """Format the exchange as one line of text."""
+        share = f", {self.beside_loops / self.sent:.0%} beside a loop" if self.beside_loops else ""
+        return (
+            f"  {self.place}: {self.count} x {self.kind} over {self.axis}, {self.dtype}, "
+            f"{self.bytes / 1e6:,.1f} MB per step and device{share}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,11 +314,7 @@ class Traffic:
             counts = f"{self.layer_forward} forward and backward together"
         return [
             f"activation all-reduces{parts} per layer: {counts}",
-            *(
-                f"  {exchange.place}: {exchange.count} x {exchange.kind} over {exchange.axis}, "
-                f"{exchange.dtype}, {exchange.bytes / 1e6:,.1f} MB per step and device"
-                for exchange in self.exchanges
-            ),
+            *(exchange.line() for exchange in self.exchanges),
         ]
 
 
@@ -398,11 +408,11 @@ def _exchanges(program: hlo.Loop, layout: Layout) -> list[Exchange]:
             if outer == "layer":
                 place = "layer backward" if "transpose" in collective.where else "layer forward"
             key = place, collective.kind, axis, collective.dtype
-            total = sums.setdefault(key, [0, 0, 0, 0])
-            total[0] += times
-            total[1] += times * collective.bytes
-            total[2] += times * bytes_sent(collective.kind, collective.bytes, size)
-            total[3] += times * bytes_on_links(collective.kind, collective.bytes, size)
+            sent = bytes_sent(collective.kind, collective.bytes, size)
+            on_links = bytes_on_links(collective.kind, collective.bytes, size)
+            own = 1, collective.bytes, sent, on_links, sent * collective.beside_loop
+            total = sums.setdefault(key, [0] * len(own))
+            total[:] = (old + times * new for old, new in zip(total, own, strict=True))
         for inner in loop.loops:
             walk(inner, times * (inner.trips or 1), _place(inner, outer, config))
 
@@ -427,9 +437,7 @@ def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
 
 def _axis_of(groups: hlo.Groups, mesh: Mesh) -> tuple[str, int]:
     """Return the mesh axes that a collective runs over, and the number of devices per group."""
-    mp = mesh.shape["mp"]
-    group = sorted(min(groups, key=min)) if groups else range(mesh.size)
-    if len({device // mp for device in group}) == 1:
-        return "mp", len(group)
-    axes = "dp" if len({device % mp for device in group}) == 1 else "dp and mp"
-    return axes, len(group)
+    group = max(groups, key=lambda own: (len(own), -min(own))) if groups else range(mesh.size)
+    places = np.unravel_index(list(group), tuple(mesh.shape.values()))
+    axes = [axis for axis, own in zip(mesh.shape, places, strict=True) if len(set(own)) > 1]
+    return " and ".join(axes or ["mp"]), len(group)

@@ -1,4 +1,4 @@
-"""Search for settings of dp, mp, ZeRO, remat and batch size that fit a slice, ranked by speed."""
+"""Search for settings of the mesh, ZeRO, remat and batch size that fit a slice, by speed."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,11 @@ from tqdm import tqdm
 
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import GIB, Hardware
-from mesh_transformer.performance.analytic import estimate_step, sequences_per_step
+from mesh_transformer.performance.analytic import (
+    context_sizes,
+    estimate_step,
+    sequences_per_step,
+)
 from mesh_transformer.performance.plan import Plan, plan
 from mesh_transformer.performance.roofline import Estimate
 from mesh_transformer.performance.topology import Slice
@@ -23,6 +27,7 @@ FULL_COMPILES = 3  # number of the fastest settings that are compiled again with
 # Config keys in which the candidate settings differ.
 SEARCHED_KEYS = (
     "cores_per_replica",
+    "context_parallel",
     "per_replica_batch",
     "gradient_accumulation_steps",
     "zero",
@@ -34,7 +39,7 @@ SEARCHED_KEYS = (
 class SearchResult:
     """The settings that a search compiled for a slice, and counts of those that it did not compile.
 
-    A setting is a choice of dp, mp, ZeRO stage, remat and batch size.
+    A setting is a choice of dp, cp, mp, ZeRO stage, remat and batch size.
 
     Attributes:
       sequences: sequences per step, the same for all settings.
@@ -71,8 +76,8 @@ class SearchResult:
             f"{self.left_out} not compiled because slower on paper"
         )
         rows = [
-            "  dp   mp ZeRO remat activations batch x micro  GiB per device  tokens/s (estimate)"
-            "    MFU         compiled",
+            "  dp   cp   mp ZeRO remat activations batch x micro  GiB per device  "
+            "tokens/s (estimate)    MFU         compiled",
             *map(_row, self.plans),
         ]
         if not self.plans:
@@ -86,7 +91,7 @@ def _row(plan: Plan) -> str:
     most, least = plan.estimate.tokens_per_second
     best_mfu, worst_mfu = plan.estimate.mfu
     return (
-        f"{plan.dp:4} {plan.mp:4} {plan.zero:4} {plan.remat:5} "
+        f"{plan.dp:4} {plan.cp:4} {plan.mp:4} {plan.zero:4} {plan.remat:5} "
         f"{'sharded' if plan.shard_activations else 'whole':11} {plan.per_replica_batch:5} x "
         f"{plan.accumulation:<5}  {plan.peak_bytes / GIB:5.2f} of {plan.hbm_bytes / GIB:5.2f}  "
         f"{least:9,.0f} to {most:9,.0f}  {worst_mfu:.0%} to {best_mfu:.0%}  "
@@ -120,18 +125,24 @@ def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None
             f"{', '.join(map(str, sizes))} for {devices} devices; change --mp"
         )
     batches = (fixed["per_replica_batch"],) if "per_replica_batch" in fixed else BATCHES
-    for mp, batch, zero, remat in itertools.product(sizes, batches, ZERO, REMAT):
-        dp = devices // mp
-        if sequences % (dp * batch) or (zero and dp == 1):
+    contexts = context_sizes(config.seq, devices)
+    if "context_parallel" in fixed:
+        contexts = [fixed["context_parallel"]]
+    for mp, cp, *others in itertools.product(sizes, contexts, batches, ZERO, REMAT):
+        (batch, zero, remat), (dp, rest) = others, divmod(devices, mp * cp)
+        if rest or sequences % (dp * batch) or (zero and dp == 1):
             continue
         changes: dict[str, Any] = {
             "cores_per_replica": mp,
+            "context_parallel": cp,
             "tpu_size": devices,
             "per_replica_batch": batch,
             "gradient_accumulation_steps": sequences // (dp * batch),
             "zero": zero,
             "remat": remat,
         }
+        if cp > 1 and "shard_activations" not in fixed:
+            changes["shard_activations"] = False
         if any(changes[key] != fixed[key] for key in SEARCHED_KEYS if key in fixed):
             continue
         try:
@@ -149,7 +160,7 @@ def search(
     limit: int = 12,
     in_full: bool = True,
 ) -> SearchResult:
-    """Search for the mp, ZeRO stage, remat and batch size that train fastest on a slice.
+    """Search for the mp, cp, ZeRO stage, remat and batch size that train fastest on a slice.
 
     All settings have the config's number of sequences per step.  They are compiled in the order of
     their analytic estimates, fastest first, with reduced optimisation.  The search ends when
@@ -200,8 +211,8 @@ def _that_may_fit(
     """Return a setting if its memory may suffice, and its variant with sharded activations.
 
     If `fixed` contains the key `shard_activations`, all settings have its value.  Otherwise the
-    variant is left out if the setting certainly fits without it, or if mp is 1 or does not divide
-    `seq`.
+    variant is left out if the setting certainly fits without it, if mp is 1 or does not divide
+    `seq`, or if cp is not 1.
 
     Returns:
       Each of the two settings that may fit, after its analytic estimate.
@@ -209,9 +220,9 @@ def _that_may_fit(
     is_fixed = "shard_activations" in fixed
     variants = [config if is_fixed else config.replace(shard_activations=False)]
     estimates = [estimate_step(variants[0], hardware, topology.devices)]
-    mp = config.cores_per_replica
+    mp, is_whole = config.cores_per_replica, config.context_parallel == 1
     may_exceed = estimates[0].peak_bytes * (1 + PAPER_ERROR) > topology.hbm
-    if may_exceed and mp > 1 and not config.seq % mp and not is_fixed:
+    if may_exceed and mp > 1 and not config.seq % mp and is_whole and not is_fixed:
         variants.append(config.replace(shard_activations=True))
         estimates.append(estimate_step(variants[1], hardware, topology.devices))
     return [
@@ -258,8 +269,9 @@ def _compile(promising: list[Config], topology: Slice, limit: int) -> _Outcomes:
                 outcomes.larger += 1
                 continue
             bar.set_postfix_str(
-                f"mp {config.cores_per_replica} ZeRO {config.zero} {config.remat} batch "
-                f"{config.per_replica_batch}; {len(outcomes.too_large)} too large"
+                f"mp {config.cores_per_replica} cp {config.context_parallel} ZeRO {config.zero} "
+                f"{config.remat} batch {config.per_replica_batch}; {len(outcomes.too_large)} too "
+                "large"
             )
             try:
                 quick_plan = plan(config, topology, fast=True)
@@ -304,11 +316,11 @@ def _compile_best_in_full(outcomes: _Outcomes, topology: Slice) -> None:
 def _is_larger(config: Config, other: Plan) -> bool:
     """Return whether `config` certainly needs at least as much memory as the plan `other`.
 
-    Returns False if they differ in mp, ZeRO stage or sharding of activations, because their memory
-    can then not be compared.
+    Returns False if they differ in mp, cp, ZeRO stage or sharding of activations, because their
+    memory can then not be compared.
     """
     comparable = (
-        config.cores_per_replica == other.mp
+        (config.cores_per_replica, config.context_parallel) == (other.mp, other.cp)
         and config.zero == other.zero
         and config.shard_activations == other.shard_activations
     )

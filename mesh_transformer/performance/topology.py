@@ -15,9 +15,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from mesh_transformer.config import Config
 from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.accelerators import GENERATIONS, Hardware
-from mesh_transformer.mesh.device_order import Distances, arranged, distances
+from mesh_transformer.mesh.device_order import Distances, arranged, axes_of, distances
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.util import InputError
 
@@ -74,12 +75,14 @@ class Topology:
         """
         return accelerators.hardware(self.generation, dtype)
 
-    def mesh(self, dp: int, mp: int) -> Mesh:
-        """Return a (dp, mp) mesh of the slice's devices, in the order that training uses.
+    def mesh(self, mp: int, cp: int = 1) -> Mesh:
+        """Return a (dp, cp, mp) mesh of the slice's devices, in the order that training uses.
 
-        Programs can be compiled for these devices, but cannot run on them.
+        As in `make_mesh`, it has no axis cp if cp is 1.  Programs can be compiled for these
+        devices, but cannot run on them.
         """
-        return Mesh(arranged(self._describe(), mp).reshape(dp, mp), ("dp", "mp"))
+        devices = arranged(self._describe(), mp, cp)
+        return Mesh(devices, axes_of(devices))
 
     def distances(self, mesh: Mesh) -> Distances | None:
         """Return the distances between the devices of a mesh of this slice."""
@@ -179,9 +182,10 @@ class LocalDevices:
             )
         return hardware
 
-    def mesh(self, dp: int, mp: int) -> Mesh:
-        """Return a (dp, mp) mesh of these devices."""
-        return Mesh(arranged(self._list(), mp).reshape(dp, mp), ("dp", "mp"))
+    def mesh(self, mp: int, cp: int = 1) -> Mesh:
+        """Return a (dp, cp, mp) mesh of these devices, as `Topology.mesh` does."""
+        devices = arranged(self._list(), mp, cp)
+        return Mesh(devices, axes_of(devices))
 
     def distances(self, mesh: Mesh) -> Distances | None:
         """Return the distances between the devices of a mesh; None except for TPUs."""
@@ -193,6 +197,25 @@ class LocalDevices:
 
 # Devices to plan for.
 Slice = Topology | LocalDevices
+
+
+def mesh_of(config: Config, slice_: Slice) -> Mesh:
+    """Return a mesh of all devices of a slice, with the axes and sizes that training uses.
+
+    mp is the config's `cores_per_replica`, cp its `context_parallel`, and dp is the number of
+    devices divided by both.
+
+    Raises:
+      InputError: if the number of devices is not a multiple of mp times cp.
+    """
+    mp, cp = config.cores_per_replica, config.context_parallel
+    if slice_.devices % (mp * cp):
+        own = f"mp is {mp}" if cp == 1 else f"mp x cp is {mp} x {cp}"
+        raise InputError(
+            f"topology {slice_.name} has {slice_.devices} devices, but {own}; set "
+            f"{'--mp' if cp == 1 else '--mp and --cp'} to a divisor of {slice_.devices}"
+        )
+    return slice_.mesh(mp, cp)
 
 
 def local_devices(name: str) -> LocalDevices | None:

@@ -99,7 +99,7 @@ def main() -> int:
     differences = 0
     for mp in (8, 4, 1):
         slice_ = slice_named(f"{args.platform}-{mp}")
-        mesh = slice_.mesh(1, mp)
+        mesh = slice_.mesh(mp)
         config = Config(**SMALL, cores_per_replica=mp, tpu_size=mp)
         layout = step.StateLayout(config, mesh)
         arguments = layout.abstract, plan.abstract_batch(layout)

@@ -66,13 +66,13 @@ def test_an_unknown_slice_name_is_refused(name):
     [(None, None, 4), (None, 2, 2), (4, None, 2), (2, 4, 4), (1, 8, 8)],
 )
 def test_missing_mesh_sizes_are_computed(dp, mp, expected):
-    assert script.replica_size(dp, mp, default=4, devices=8) == expected
+    assert script.model_shards(dp, 1, mp, default=4, devices=8) == expected
 
 
 @pytest.mark.parametrize(("dp", "mp"), [(3, None), (16, None), (0, None), (2, 2), (None, 3)])
 def test_a_mesh_that_does_not_fit_the_slice_is_refused(dp, mp):
     with pytest.raises(InputError, match=r"--dp .* must equal the slice's 8 devices"):
-        script.replica_size(dp, mp, default=4, devices=8)
+        script.model_shards(dp, 1, mp, default=4, devices=8)
 
 
 @pytest.mark.parametrize("name", ["cpu-0", "cpu-9", "cpu-x"])
@@ -106,7 +106,7 @@ class Gpu(SimpleNamespace):
     ],
 )
 def test_an_unsupported_gpu_is_refused_before_compiling(monkeypatch, kind, stats, reason):
-    gpu, mesh = Gpu(platform="gpu", device_kind=kind, stats=stats), slice_named("cpu").mesh(1, 1)
+    gpu, mesh = Gpu(platform="gpu", device_kind=kind, stats=stats), slice_named("cpu").mesh(1)
     monkeypatch.setattr(LocalDevices, "_list", lambda self: [gpu])
     monkeypatch.setattr(LocalDevices, "mesh", lambda *_: mesh)
     monkeypatch.setattr(plan, "compiled", lambda *_, **__: pytest.fail("compiled"))
@@ -557,10 +557,10 @@ from mesh_transformer.generation.pool import server_pool
 from mesh_transformer.generation.weights import weight_layout
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.performance import device_arrays, plan
-from mesh_transformer.performance.topology import topology
+from mesh_transformer.performance.topology import mesh_of, topology
 
 config, own = Config(**json.loads(sys.argv[1])), topology(sys.argv[2])
-layout = weight_layout(Layout(config, plan.mesh_of(config, own)))
+layout = weight_layout(Layout(config, mesh_of(config, own)))
 pool = server_pool(config, 8)
 rows = device_arrays.abstract_rows(layout, 8, pool)
 weights = device_arrays.abstract_weights(layout)
