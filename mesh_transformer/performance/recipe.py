@@ -342,11 +342,10 @@ def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any]
       InputError: if no setting fits into the devices' memory.
     """
     least, rejected = math.inf, None
-    sizes = itertools.product(
-        (n for n in range(1, device.count + 1) if device.count % n == 0),
-        context_sizes(config.seq, device.count),
-    )
-    for replica, cp in sizes:
+    own = config.context_parallel  # 1 is the default, and any other number as set
+    contexts = [own] if own > 1 else context_sizes(config.seq, device.count)
+    replicas = [n for n in range(1, device.count + 1) if device.count % n == 0]
+    for replica, cp in itertools.product(replicas, contexts):
         if replica % cp:
             continue
         share = max(1, sequences * replica // device.count)  # sequences per replica and step

@@ -118,6 +118,21 @@ def test_gpt_j_on_a_v3_8_is_the_shipped_config():
     assert values.lr == pytest.approx(5e-5, rel=0.05)  # 0.4 * 1.2e-4
 
 
+def test_long_records_are_split_if_the_model_alone_is_not_enough():
+    """Adapters of an 8B model, on records of 32,768 tokens; short records are never split."""
+    base, lora = Config.load("8B_v6e-8").replace(seq=2**17), {"lora_rank": 8}
+    for seq, changes, mesh in (
+        (2**15, {}, (2, 4)),
+        (2**15, {"context_parallel": 4}, (4, 2)),
+        (2**13, {}, (1, 4)),
+    ):
+        result = recipe(SetSize(4000, seq), None, tpu("v5e-8"), base=base, changes=lora | changes)
+        config = Config.from_dict(result.values)
+        assert (config.context_parallel, config.cores_per_replica) == mesh
+        assert ("context_parallel" in result.values) == (mesh[0] > 1)
+        assert (f"as dp 1 x cp {mesh[0]} x mp {mesh[1]};" in result.reasons[2]) == (mesh[0] > 1)
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(InputError, match=r"at least \d+\.\d GiB per device, but on gpu .* of 15"):
         recipe(corpus(1e6), None, T4, base=GPT_J)

@@ -85,6 +85,33 @@ def test_neighbours_follow_each_other(sizes, cores, kind, mp):
     assert max(hosts) == max(1, mp // (4 * cores))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kind", "cp", "mp"),
+    [
+        ((2, 4), "TPU v5 lite", 8, 1),
+        ((2, 4), "TPU v5 lite", 4, 2),
+        ((16, 16), "TPU v5 lite", 16, 4),
+        ((8, 8), "TPU v5 lite", 4, 4),
+        ((4, 4, 4), "TPU v5", 8, 4),
+        ((4, 4, 2), "TPU v5", 8, 1),
+        ((4, 4, 2), "TPU v5", 2, 8),
+    ],
+)
+def test_the_devices_that_split_a_sequence_are_a_ring(sizes, kind, cp, mp):
+    """Along cp, the next device is as near as blocks of mp devices allow, and so is the first."""
+    devices = chips(sizes, kind=kind)
+    mesh = arranged(devices, mp, cp)
+    assert mesh.shape == (math.prod(sizes) // (cp * mp), cp, mp)
+    assert sorted(mesh.flat) == sorted(devices)
+    chosen, plain = hops(devices, mesh)
+    assert chosen["mp"] == hops(devices, arranged(devices, mp))[0]["mp"]  # mp comes first
+    assert chosen["cp"].ring <= plain["cp"].ring
+    if mp == 1:
+        assert chosen["cp"] == Hops(cp, 1)
+    else:  # a block of 2 or 4 devices is 2 chips long, one of 8 devices 4
+        assert chosen["cp"].most <= max(mp // 2, 2)
+
+
 def test_hops_count_the_links_of_a_ring():
     """Four chips in a row, of which the last is linked to the first only in a full torus."""
     for kind, sizes, wraps, ring in (("TPU v4", (4, 4, 4), True, 4), ("TPU v3", (4, 1), False, 6)):

@@ -320,7 +320,7 @@ def test_one_device_has_no_variants_that_change_all_reduces():
         ("--set layers", "--set layers: expected KEY=VALUE"),
         ("--set layer=2", "--set layer=2: unknown key 'layer'; did you mean 'layers'?"),
         ("--set layers=many", "--set layers=many: expected int"),
-        ("--dp 3 --mp 8", "--dp 3 x --mp 8 need 24 devices, but there are 8"),
+        ("--dp 3 --mp 8", "--dp 3 x --cp 1 x --mp 8 need 24 devices, but there are 8"),
         ("--warmup -1", "--warmup is -1"),
         ("--decode --prompt 60", "exceed the window of 64"),
         ("--loader --profile x", "records no --loader; remove one of the flags"),

@@ -75,6 +75,16 @@ def test_a_mesh_that_does_not_fit_the_slice_is_refused(dp, mp):
         script.model_shards(dp, 1, mp, default=4, devices=8)
 
 
+@pytest.mark.parametrize(
+    ("dp", "cp", "mp", "expected"),
+    [(None, 2, None, 4), (None, 4, None, 2), (2, 2, None, 2), (None, 8, None, 1), (2, 4, 1, 1)],
+)
+def test_positions_are_split_over_a_part_of_the_slice(dp, cp, mp, expected):
+    assert script.model_shards(dp, cp, mp, default=4, devices=8) == expected
+    with pytest.raises(InputError, match=r"--dp any x --cp 16 x --mp 0 must equal the slice's 8"):
+        script.model_shards(None, 16, None, default=4, devices=8)
+
+
 @pytest.mark.parametrize("name", ["cpu-0", "cpu-9", "cpu-x"])
 def test_an_invalid_number_of_cpu_devices_is_refused(name):
     with pytest.raises(InputError, match=r"topology is '"):
@@ -462,6 +472,30 @@ def test_collectives_over_replicas_on_tpus():
     summed = {("all-reduce", "f32")}
     split = summed | {("reduce-scatter", "f32"), ("all-gather", "bf16")}
     assert once == [summed, split, summed, split]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_keys_and_values_go_round_cp_on_tpus():
+    """Count what ring attention sends in compiled steps: all arrays are f32 here.
+
+    Keys and values go to each other device, in both passes; in the backward pass, so do their
+    gradients, which then return home.
+    """
+    keys = SMALL | {"gradient_accumulation_steps": 3, "layers": 3, "per_replica_batch": 2}
+    keys |= {"d_model": 512, "n_heads": 4, "seq": 1024, "n_vocab": 1024, "remat": "full"}
+    meshes = [(1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 1, 2)]  # dp, cp, mp
+    variants = [{"context_parallel": cp, "cores_per_replica": mp} for _, cp, mp in meshes]
+    process = run_python("-c", SMALL_ON_A_TPU, json.dumps(keys), json.dumps(variants), "v5e-8")
+    plans = json.loads(process.stdout)
+    for (dp, cp, mp), own in zip(meshes, plans, strict=True):
+        assert (own["dp"], own["cp"], own["mp"], own["fits"]) == (dp, cp, mp, True)
+        exchanges = own["collectives"]["exchanges"]
+        ring = [one for one in exchanges if one["kind"] == "collective-permute"]
+        array = 4 * 2 * (1024 // cp) * (4 // mp) * 128  # bytes of a microbatch's keys in a layer
+        expected = 3 * 3 * array * (2 * (cp - 1) + 2 * (cp - 1) + 2 * cp) if cp > 1 else 0
+        assert sum(one["sent"] for one in ring if one["axis"] == "cp") == expected
+        assert (own["collectives"]["layer_forward"], own["collectives"]["layer_backward"]) == (1, 1)
 
 
 @needs_libtpu

@@ -43,6 +43,7 @@ from scripts import plot_scaling
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+V5P = accelerators.hardware("v5p")
 
 
 @pytest.mark.parametrize(
@@ -383,6 +384,44 @@ def test_only_sums_over_mp_are_those_of_activations(dp, mp, groups, expected):
     assert (result.layer_forward, result.layer_backward) == expected
 
 
+RING = """
+%body (a: (s32[], f32[4])) -> (s32[], f32[4]) {
+  ROOT %a = (s32[], f32[4]{0}) parameter(0)
+}
+
+ENTRY %main (k: bf16[100], t: (s32[], f32[4])) -> bf16[100] {
+  %k = bf16[100]{0} parameter(0)
+  %t = (s32[], f32[4]{0}) parameter(1)
+  %go = (bf16[100]{0}, bf16[100]{0}) collective-permute-start(%k), source_target_pairs=PAIRS
+  %w = (s32[], f32[4]{0}) while(%t), condition=%c, body=%body, ..."known_trip_count":{"n":"3"}
+  %end = bf16[100]{0} collective-permute-done(%go)
+  %on = (bf16[100]{0}, bf16[100]{0}) collective-permute-start(%end), source_target_pairs=PAIRS
+  ROOT %r = bf16[100]{0} collective-permute-done(%on)
+}
+"""
+
+
+@pytest.mark.parametrize("axis", ["dp", "cp", "mp", "cp and mp"])
+def test_what_goes_round_an_axis_is_attributed_to_it(axis):
+    """Of two arrays sent to the next device, one is on its way while a loop runs."""
+    sizes = {"dp": 2, "cp": 2, "mp": 2}
+    numbers = np.arange(8).reshape(2, 2, 2)
+    along = [list(sizes).index(name) for name in axis.split(" and ")]
+    nexts = numbers
+    for index in along:
+        nexts = np.roll(nexts, -1, index)
+    pairs = [f"{{{a},{b}}}" for a, b in zip(numbers.flat, nexts.flat, strict=True)]
+    text = RING.replace("PAIRS", f"{{{','.join(pairs)}}}")
+    config = Config(layers=3, d_model=8, n_heads=2, n_vocab=8, seq=8, cores_per_replica=2)
+    mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(2, 2, 2), tuple(sizes))
+    config = config.replace(context_parallel=2, tpu_size=8)
+    (ring,) = traffic_of(text, Layout(config, mesh)).exchanges
+    assert (ring.kind, ring.axis, ring.count) == ("collective-permute", axis, 2)
+    # One of the two links of a ring is idle, so that each byte takes the time of two.
+    assert (ring.sent, ring.on_links, ring.beside_loops) == (400, 800, 200)
+    assert ring.line().endswith("0.0 MB per step and device, 50% beside a loop")
+
+
 def test_the_estimate_for_gpt_j_on_a_v3_8():
     """58 all-reduces of 2048 x 4096 bf16 over 8 devices send 1.70 GB; there are none over dp."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(gradient_accumulation_steps=1)
@@ -422,6 +461,53 @@ def test_the_estimate_of_dp_bytes_with_zero():
         # mp does not split norms and some biases, 0.06 percent of the parameters of a device.
         assert sent == pytest.approx(width * part * 31 / 32, rel=1e-3)
         assert sent > width * part * 31 / 32
+
+
+@pytest.mark.parametrize("window", [64, 1024])
+def test_the_estimate_of_cp_bytes(window):
+    """Each of 4 devices along cp sends its keys and values to the 3 others, or to those in reach.
+
+    A window of one block of 64 positions needs the keys of the device before it and, as chunks are
+    in zigzag order, of the one after it: of all others but the one at distance 2.
+    """
+    sizes: Any = {"layers": 2, "d_model": 32, "n_heads": 4, "n_vocab": 64, "seq": 1024}
+    config = Config(**sizes, cores_per_replica=2, context_parallel=4, attention_window=window)
+    tokens, part = 3 * 1024 // 4, analytic._part(config)
+    shifts = 3 if window == 1024 else 2
+    # Of 2 heads of 8 entries: bf16 in both passes, f32 gradients, and these once more in bf16.
+    each = 2 * tokens * 2 * 8 * (shifts * (2 + 2 + 4) + 2)
+    assert analytic.cp_bytes(config, tokens) == 2 * 2 * each + 2 * 4 * part * 3 // 4
+    assert analytic.cp_bytes(config.replace(context_parallel=1, tpu_size=2), tokens) == 0
+
+
+def test_splitting_positions_divides_activations_but_not_parameters():
+    config = Config.load(str(CONFIGS / "8B_v5p-64.json"))
+    config = config.replace(seq=2**17, zero=0, remat="full", attention="blocks", tpu_size=1)
+    config = config.replace(gradient_accumulation_steps=1)
+    whole, split, quarter = (
+        analytic.memory_bytes(config.replace(context_parallel=cp, tpu_size=cp), cp, "blocks")
+        for cp in (1, 2, 4)
+    )
+    per_token = 32 * analytic.saved_activation_bytes(config, "blocks")
+    assert split - quarter > 2**15 * per_token
+    assert whole - split == 2 * (split - quarter)
+    speeds = [
+        estimate_step(config.replace(context_parallel=cp, tpu_size=cp), V5P, cp) for cp in (1, 2)
+    ]
+    # Zigzag order: half of the positions are half of the work.
+    assert speeds[1].compute_seconds == pytest.approx(speeds[0].compute_seconds / 2)
+
+
+def test_a_search_splits_only_long_sequences():
+    config = Config.load(str(CONFIGS / "8B_v5p-64.json")).replace(gradient_accumulation_steps=1)
+    for seq, expected in ((2048, {1}), (2**14, {1, 2, 4}), (2**17, {1, 2, 4, 8, 16, 32})):
+        long = config.replace(seq=seq, shard_activations=True)
+        found = search.candidates(long, 32, {"per_replica_batch": 1})
+        sizes = {candidate.context_parallel for candidate in found}
+        assert sizes == expected - ({32, 16, 8, 4, 2} if seq == 2048 else set())
+        assert all(c.tpu_size % c.replica_devices == 0 for c in found)
+        only = search.candidates(long, 32, {"context_parallel": 2})
+        assert {c.context_parallel for c in only} <= {2}
 
 
 def test_the_estimate_counts_copied_keys_and_values_on_every_device():
