@@ -671,6 +671,7 @@ def fake_plan(config: Config, speed: float, *, fits: bool = True, fast: bool = T
     return SimpleNamespace(
         dp=8 // config.cores_per_replica,
         mp=config.cores_per_replica,
+        cp=config.context_parallel,
         zero=config.zero,
         remat=config.remat,
         shard_activations=config.shard_activations,
