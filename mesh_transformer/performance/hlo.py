@@ -311,8 +311,10 @@ def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> 
             loop.collectives += inner.collectives
             loop.loops += inner.loops
     # Of the operations into which the compiler has split a collective, only the first one counts.
-    first = {one.chain: one for one in reversed(loop.collectives)}
-    loop.collectives = [one for one in loop.collectives if one is first[one.chain] or not one.chain]
+    # Those after it may be in a loop with which the collective overlaps.
+    first = {one.chain: one for one in reversed(loop.collectives) if one.chain}
+    for inner in loop.all():
+        inner.collectives = [one for one in inner.collectives if one is first.get(one.chain, one)]
     return loop
 
 
@@ -486,12 +488,14 @@ class Program:
 class _Fusion:
     """The computation of a fusion: what it reads of its parameters, and writes of its results.
 
-    Between its operations the data stays on the chip.
+    Between its operations the data stays on the chip.  A fusion with a piece of a split collective
+    also returns the arrays of that collective as they are, which moves nothing.
     """
 
     def __init__(self, computations: dict[str, Operations], name: str):
         self._computations = computations
         self._operations = computations[name]
+        self._has_piece = any(one.is_piece for one in self._operations.values())
 
     def bytes_read(self, index: int) -> int:
         """Return the bytes that the fusion reads from its parameter `index`."""
@@ -511,6 +515,8 @@ class _Fusion:
         total = 0
         for user in self._operations.values():
             if value.name not in user.operands or user.is_piece:
+                continue
+            if self._has_piece and user.kind == "tuple":
                 continue
             is_first = user.operands[0] == value.name
             if user.kind in RENAMES and not user.root:
@@ -533,7 +539,7 @@ class _Fusion:
         If the fusion itself creates the array, it also writes the whole array once.
         """
         result = self._origin(result)
-        if result.is_piece:
+        if result.is_piece or (self._has_piece and result.kind == "parameter"):
             return 0
         if result.kind in UPDATES:
             target = self._origin(self._operations[result.operands[0]])

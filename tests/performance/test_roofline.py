@@ -332,6 +332,14 @@ def test_a_collective_split_into_pieces_counts_once():
     text = "\n".join(["ENTRY %main (a: f32[8], b: f32[4]) -> f32[8] {", *lines, "}"])
     collectives = hlo.parse(text).collectives
     assert [collective.shape for collective in collectives] == [(8,), (4,), (8,), (4,)]
+    # A piece in a loop belongs to the same all-reduce, unless the collective is in the loop alone.
+    loop = '  %w = s32[] while(%a), condition=%c, body=%body, ..."known_trip_count":{"n":"3"}'
+    for outside, times in ((lines[:1], {1}), (lines[2:], {1, 3})):
+        body = "\n".join(["%body (a: s32[]) -> s32[] {", lines[1], "}"])
+        text = "\n".join([body, "ENTRY %main (a: s32[]) -> s32[] {", *outside, loop, "}"])
+        runs = list(hlo.parse(text).runs())
+        assert {number for _, number in runs} == times
+        assert len(runs) == 2 * len(times)
 
 
 def test_collectives_outside_loops_do_not_belong_to_a_layer():
