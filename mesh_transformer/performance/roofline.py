@@ -325,7 +325,7 @@ def traffic_of(text: str, layout: Layout) -> Traffic:
     """
     program, config, mesh = hlo.parse(text), layout.config, layout.mesh
     rows = config.per_replica_batch * config.virtual_replicas(mesh.shape["dp"])
-    size = rows * config.seq * config.d_model
+    size = rows * config.seq // config.context_parallel * config.d_model
     # The program itself is also a `Loop`, with one iteration.  It is left out, because it would be
     # taken for the loop over layers if the model has only one layer.
     inner = [loop for outer in program.loops for loop in outer.all()]
