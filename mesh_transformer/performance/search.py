@@ -128,8 +128,8 @@ def candidates(config: Config, devices: int, fixed: dict[str, Any] | None = None
     contexts = context_sizes(config.seq, devices)
     if "context_parallel" in fixed:
         contexts = [fixed["context_parallel"]]
-    for mp, cp, *others in itertools.product(sizes, contexts, batches, ZERO, REMAT):
-        (batch, zero, remat), (dp, rest) = others, divmod(devices, mp * cp)
+    for mp, cp, batch, zero, remat in itertools.product(sizes, contexts, batches, ZERO, REMAT):
+        dp, rest = divmod(devices, mp * cp)
         if rest or sequences % (dp * batch) or (zero and dp == 1):
             continue
         changes: dict[str, Any] = {
