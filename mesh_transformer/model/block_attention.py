@@ -197,14 +197,9 @@ def attend_in_blocks(
             k, v, d_k, d_v = par.shift((k, v, d_k, d_v), distance - before)
             (d_q, d_k, d_v), _ = lax.scan(functools.partial(body, k, v), (d_q, d_k, d_v), pairs)
             before = distance
-        d_k, d_v = par.shift((d_k, d_v), -before)
-        return (
-            jnp.moveaxis(blocks.joined(d_q), 1, 2).astype(q_BLHK.dtype),
-            blocks.joined(d_k).astype(k_BJLK.dtype),
-            blocks.joined(d_v).astype(v_BJLK.dtype),
-            None,
-            None,
-        )
+        d_k, d_v = (blocks.joined(x).astype(k_BJLK.dtype) for x in (d_k, d_v))
+        d_q_BLHK = jnp.moveaxis(blocks.joined(d_q), 1, 2).astype(q_BLHK.dtype)
+        return (d_q_BLHK, *par.shift((d_k, d_v), -before), None, None)
 
     run.defvjp(forward, backward)
     return run

@@ -6,6 +6,7 @@
 
 import dataclasses
 import math
+from typing import Self
 
 import jax
 
@@ -13,7 +14,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import Hardware
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.model import flops, transformer
-from mesh_transformer.model.attention import attention_backend
+from mesh_transformer.model.attention import attention_backend, is_ring
 from mesh_transformer.model.block_attention import block_length, block_pairs
 from mesh_transformer.model.heads import key_heads, query_heads
 from mesh_transformer.model.matrices import GROUP
@@ -42,7 +43,7 @@ def estimate_step(config: Config, hardware: Hardware, devices: int) -> Estimate:
         tokens=dp * tokens,
         peak_bytes=memory_bytes(config, devices, attention),
         hbm_traffic_bytes=_traffic(config, own, dp, attention),
-        link_bytes=links + cp_bytes(config, own),
+        link_bytes=links + cp_bytes(config, own, _rings_on(config, hardware)),
         attention=attention,
     )
 
@@ -60,6 +61,15 @@ class _Device:
     device_kind: str
     compute_capability: str
 
+    @classmethod
+    def of(cls, hardware: Hardware) -> Self:
+        """Return the stand-in for a device of some hardware."""
+        platform = "tpu" if hardware.kind.startswith("TPU") else "gpu"
+        if hardware.kind == "cpu":
+            platform = "cpu"
+        capability = "8.0" if hardware.kind.startswith("A100") else "9.0"
+        return cls(platform, hardware.kind, capability)
+
 
 def attention_on(config: Config, hardware: Hardware) -> str:
     """Return the name of the attention backend that the config selects on `hardware`.
@@ -67,15 +77,17 @@ def attention_on(config: Config, hardware: Hardware) -> str:
     The result is "xla" if the config names a backend that the hardware does not support, so that
     one table can compare all TPU generations.
     """
-    platform = "tpu" if hardware.kind.startswith("TPU") else "gpu"
-    if hardware.kind == "cpu":
-        platform = "cpu"
-    capability = "8.0" if hardware.kind.startswith("A100") else "9.0"
-    device = _Device(platform, hardware.kind, capability)
     try:
-        return attention_backend(config, device, config.context_parallel)
+        return attention_backend(config, _Device.of(hardware), config.context_parallel)
     except InputError:
         return "xla"
+
+
+def _rings_on(config: Config, hardware: Hardware) -> bool:
+    try:
+        return is_ring(config, _Device.of(hardware), config.context_parallel)
+    except InputError:
+        return True
 
 
 def mp_bytes(config: Config, tokens: int, mp: int) -> int:
@@ -93,24 +105,32 @@ def mp_bytes(config: Config, tokens: int, mp: int) -> int:
     )
 
 
-def cp_bytes(config: Config, tokens: int) -> int:
+def cp_bytes(config: Config, tokens: int, ring: bool) -> int:
     """Return the bytes that a device sends over the mesh axis cp for its `tokens` tokens in a step.
 
-    They are counted once per link (`bytes_on_links`).  In each layer, keys and values, one per
-    query head, go to every other device that needs them, in the forward and in the backward pass.
-    In the latter, their f32 gradients go with them, and then home in the compute dtype.  The f32
-    gradients of the weights are summed once per microbatch.
+    They are counted once per link (`bytes_on_links`).  With a ring, keys and values go to every
+    other device that needs them in each layer, in the forward and in the backward pass.  In the
+    latter, their f32 gradients go with them, and then home in the compute dtype.  Without, heads of
+    queries, keys, values and results are exchanged in the forward pass, and twice as many in the
+    backward pass, which recomputes it.  The f32 gradients of the weights are summed once per
+    microbatch.
     """
-    cp = config.context_parallel
+    cp, width = config.context_parallel, _width(config)
     if cp == 1:
         return 0
-    block = block_length(config.seq, cp)
-    shifts = [len(block_pairs(config.seq, block, w, cp)) - 1 for w in flops.windows(config)]
-    passes = (2 * _width(config) + F32) * sum(shifts) + _width(config) * sum(map(bool, shifts))
-    pair = 2 * tokens * query_heads(config, config.shards) * config.d_head
+    queries, keys = query_heads(config, config.shards), key_heads(config, config.shards)
+    keys = queries if config.copies_key_heads else keys
+    if ring:
+        block = block_length(config.seq, cp)
+        shifts = [len(block_pairs(config.seq, block, w, cp)) - 1 for w in flops.windows(config)]
+        passes = (2 * width + F32) * sum(shifts) + width * sum(map(bool, shifts))
+        sent = bytes_on_links("collective-permute", 2 * tokens * keys * config.d_head * passes, cp)
+    else:
+        repeated = min(keys * cp // math.gcd(keys, cp), queries)
+        moved = 2 * tokens * (queries + repeated) * config.d_head * width
+        sent = bytes_on_links("all-to-all", 3 * config.layers * moved, cp)
     trained = 0 if config.lora_rank else F32 * _part(config) * config.gradient_accumulation_steps
-    ring = bytes_on_links("collective-permute", passes * pair, cp)
-    return ring + bytes_sent("all-reduce", trained, cp)
+    return sent + bytes_sent("all-reduce", trained, cp)
 
 
 def _width(config: Config) -> int:

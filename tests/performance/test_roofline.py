@@ -484,8 +484,15 @@ def test_the_estimate_of_cp_bytes(window):
     shifts = 3 if window == 1024 else 2
     # Of 2 heads of 8 entries: bf16 in both passes, f32 gradients, and these once more in bf16.
     each = 2 * tokens * 2 * 8 * (shifts * (2 + 2 + 4) + 2)
-    assert analytic.cp_bytes(config, tokens) == 2 * 2 * each + 2 * 4 * part * 3 // 4
-    assert analytic.cp_bytes(config.replace(context_parallel=1, tpu_size=2), tokens) == 0
+    gradients = 2 * 4 * part * 3 // 4
+    assert analytic.cp_bytes(config, tokens, True) == 2 * 2 * each + gradients
+    assert analytic.cp_bytes(config.replace(context_parallel=1, tpu_size=2), tokens, True) == 0
+    # Of 8 query and 2 key heads per device, the latter repeated to 4: a quarter goes to each other
+    # device, over 1, 2 and 1 links.
+    config = config.replace(n_heads=16, head_size=8, key_heads=4)
+    part = analytic._part(config)
+    each = 3 * 2 * tokens * (8 + 4) * 8 * 2
+    assert analytic.cp_bytes(config, tokens, False) == 2 * each + 2 * 4 * part * 3 // 4
 
 
 def test_splitting_positions_divides_activations_but_not_parameters():
