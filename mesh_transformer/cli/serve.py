@@ -61,6 +61,13 @@ def parse_args() -> argparse.Namespace:
         "least the window)",
     )
     parser.add_argument(
+        "--host-cache",
+        type=natural,
+        default=0,
+        metavar="GIB",
+        help="host memory for kept prompts that no longer fit in the devices' memory (default 0)",
+    )
+    parser.add_argument(
         "--chunk",
         type=positive,
         default=256,
@@ -193,6 +200,8 @@ def main() -> None:
 
     # This comes before the model is loaded, which takes long, so that errors appear at once.
     keys = Keys(args.api_key_file)
+    if args.host_cache and (args.tpu or args.local_hosts):
+        raise InputError("--host-cache does not support several hosts; leave it out")
     with listen(args.host, args.port) as socket:
         model = path if config else Source(path)
         own_config = config or Source.of(model).config
@@ -218,9 +227,11 @@ def main() -> None:
                 kept_tokens=args.prefix_cache,
                 cache_tokens=args.cache_tokens,
                 fixed_shapes=args.fixed_shapes,
+                host_bytes=args.host_cache * 2**30,
                 pooling=args.embeddings,
                 stall_seconds=args.stall_seconds,
             )
+            print(engine.capacity, file=sys.stderr)
             engine.warm_up(wait=False)
             max_tokens = args.max_tokens or network.config.window
             ends = ends_of(map(Source, folders))

@@ -126,6 +126,21 @@ class Decode(BatchCall):
     returns_rows: ClassVar[bool] = True
 
 
+@dataclass(frozen=True, eq=False)
+class ReadPages(BatchCall):
+    """See `Batch.read_pages`."""
+
+    pages: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class WritePages(BatchCall):
+    """See `Batch.write_pages`."""
+
+    pages: np.ndarray
+    contents: Any
+
+
 class Batch:
     """Rows that generate text in parallel, each with its own prompt, sampling settings and length.
 
@@ -266,6 +281,20 @@ class Batch:
     def release(self, rows: Sequence[int] | np.ndarray) -> None:
         """Make `rows` idle, so that they generate no more tokens."""
         self.left[np.asarray(rows, np.intp)] = 0
+
+    def read_pages(self, pages: Sequence[int]) -> Any:
+        """Return copies of pages of the pool, as numpy arrays whose first axis is that of `pages`.
+
+        The batch must have one replica, no layers with rings, and all its devices in one process.
+        """
+        return self._run(ReadPages(np.array(pages, np.int32)))
+
+    def write_pages(self, pages: Sequence[int], contents: Any) -> None:
+        """Replace the contents of pages of the pool by what `read_pages` has returned for others.
+
+        Negative page numbers stand for pages that are not written.
+        """
+        self._run(WritePages(np.array(pages, np.int32), contents))
 
     def decode(
         self,

@@ -284,7 +284,7 @@ def _insert(
     if width == slots:  # prompts are computed from their first token, without the cache
         begin_P = jnp.zeros_like(begin_P)
         part = part._replace(begin_P=begin_P)
-        context = context_of(weights, slots_1S, slots_1S, None, config, par, settings.adapter_B)
+        context = context_of(weights, slots_1S, None, None, config, par, settings.adapter_B)
         x_PTD, new_caches = forward(weights, tokens_PS, context, None, config, par)
 
         def filled(old: Cache, new: Cache) -> Cache:
@@ -298,12 +298,8 @@ def _insert(
         caches = tuple(map(filled, caches, new_caches))
     else:
         table = None
-        if is_paged:  # only the pages that this chunk writes to; begin_P may be within a page
-            size = slots // page_PJ.shape[1]
-            at_PJ = jnp.arange(page_PJ.shape[1]) - begin_P[:, None] // size
-            is_written_PJ = (at_PJ >= 0) & (at_PJ <= -(-width // size))
-            written_PJ = jnp.where(is_written_PJ, prompt_PJ, -1)
-            table = paged.Table(prompt_PJ, written=(written_PJ, copied_PJ))
+        if is_paged:
+            table = paged.Table(prompt_PJ, jnp.minimum(begin_P + width, length_P), copied_PJ)
         positions_PT = begin_P[:, None] + jnp.arange(width)  # the last ones may have no slot
         tokens_PT = jnp.take_along_axis(tokens_PS, jnp.minimum(positions_PT, slots - 1), axis=1)
         context = context_of(

@@ -16,7 +16,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation.weights import SCALES, Weights
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import matrices, paged, ring, transformer
-from mesh_transformer.model.attention import causal_bias
+from mesh_transformer.model.attention import LONG, attend_function, causal_bias
 from mesh_transformer.model.layer_values import layer_values
 from mesh_transformer.model.layers import Context
 from mesh_transformer.model.ring import Cache, RingCache
@@ -71,7 +71,7 @@ def forward(
 def context_of(
     weights: Weights,
     positions_BT: Array,
-    key_positions_BS: Array,
+    key_positions_BS: Array | None,
     slots: Array | None,
     config: Config,
     par: Parallel,
@@ -84,11 +84,19 @@ def context_of(
     The bias contains the causal mask and any relative position bias.
 
     Args:
+      key_positions_BS: None if the tokens attend only to each other, and are at 0, 1, ...: then
+        attention to more than `LONG` of them never holds all scores.
       adapter_B: the number of each row's adapter, or one for all, [1]; 0 for none.
     """
+    window = min(config.sliding_window or config.window, config.window)
+    attend = sliding_attend = None
+    if key_positions_BS is None:
+        length, key_positions_BS = positions_BT.shape[1], positions_BT
+        if length > LONG and config.pe != "t5" and par.exact is None:
+            attend = attend_function(config, par, length, None)
+            sliding_attend = attend_function(config, par, length, None, window)
     bias_BHTS, sliding_BHTS = causal_bias(positions_BT, key_positions_BS, config.window), None
     if config.sliding_window is not None:
-        window = min(config.sliding_window, config.window)
         sliding_BHTS = causal_bias(positions_BT, key_positions_BS, window)
     if config.pe == "t5":
         relative = transformer.transforms(config, par)["relative"]
@@ -102,6 +110,8 @@ def context_of(
         table,
         lora_scale=scale,
         sliding_bias_BHTS=sliding_BHTS,
+        attend=attend,
+        sliding_attend=sliding_attend,
     )
 
 

@@ -23,9 +23,11 @@ from mesh_transformer.generation.batch import (
     Embed,
     Insert,
     NewBatch,
+    ReadPages,
     Reserve,
     Run,
     Score,
+    WritePages,
 )
 from mesh_transformer.generation.decode import Chosen, DecodeState, Prompts
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
@@ -309,6 +311,14 @@ class DeviceBatch:
                 return self._reserve(call.positions)
             case BadWeights():
                 return self._generator.cause(self._weights)
+            case ReadPages():
+                caches = self._state.caches, self._state.draft_caches
+                return jax.tree.map(np.asarray, programs.read_pages(caches, call.pages))
+            case WritePages():
+                caches = self._state.caches, self._state.draft_caches
+                own, draft = programs.write_pages(caches, call.pages, call.contents)
+                self._state = self._state._replace(caches=own, draft_caches=draft)
+                return None
         raise TypeError(f"a batch does not run {type(call).__name__}")
 
     def _reserve(self, positions: int) -> None:

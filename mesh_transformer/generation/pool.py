@@ -94,6 +94,16 @@ def _ring_slots(config: Model, guesses: int) -> int:
     return slots if slots < most_slots(config.window, guesses, None) else 0
 
 
+def most_tokens(config: Model, guesses: int, pool: Pool) -> int | None:
+    """Return how many tokens the prompt and answer of one row may have in a pool.
+
+    None stands for no limit: a pool that holds a window has room for every row, as a longer answer
+    is written over the first positions.
+    """
+    room = pool.pages * pool.page
+    return None if room >= most_slots(config.window, guesses, pool) else room - guesses
+
+
 def pages_behind(config: Model, page: int) -> int:
     """Return how many pages before a position the window of a sliding layer may reach into."""
     return -(-(min(config.sliding_window or 1, config.window) - 1) // page)
@@ -129,7 +139,7 @@ def server_pool(
       page: number of tokens per page; None for the default.
 
     Raises:
-      InputError: if the pool has no room for one row.
+      InputError: if the pool has no room for one page.
     """
     page = page or page_size(config)
     usual, any_page = min(config.window, USUAL_TOKENS), Pool(0, page)
@@ -137,10 +147,10 @@ def server_pool(
     least = most_slots(config.window, guesses, any_page)
     if tokens is None:
         tokens = max(rows * most_slots(usual, guesses, any_page) + kept, least)
-    if tokens < least:
+    if tokens < page:
         raise InputError(
-            f"the cache has room for {tokens} tokens, expected at least {least}, enough for one "
-            "request; raise --cache-tokens"
+            f"the cache has room for {tokens} tokens, expected at least {page}, a page; raise "
+            "--cache-tokens"
         )
     pool = Pool(tokens // page, page)
     slots = _ring_slots(config, guesses)

@@ -197,3 +197,19 @@ def compile_decode(
     rows = P("dp")
     specs = (layout.specs_with(draft), state, rows, P(), rows if constrained else None)
     return layout.compiled(function, specs, (state, rows, rows), donate_argnums=1)
+
+
+@jax.jit
+def read_pages(caches: Any, pages: Array) -> Any:
+    """Return the contents of pages of all layers' caches, in the order of `pages`."""
+    return jax.tree.map(lambda x: x[pages], caches)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_pages(caches: Any, pages: Array, contents: Any) -> Any:
+    """Return the caches with the contents of some pages replaced; negative pages are left out."""
+
+    def write(x: Array, new: Array) -> Array:
+        return x.at[jnp.where(pages < 0, len(x), pages)].set(new, mode="drop")
+
+    return jax.tree.map(write, caches, contents)

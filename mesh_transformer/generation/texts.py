@@ -17,6 +17,7 @@ from mesh_transformer.generation.sampling import top_tokens
 from mesh_transformer.generation.weights import Weights
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import transformer
+from mesh_transformer.model.attention import LONG
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.model.loss import cross_entropy
 
@@ -38,7 +39,7 @@ def before(
 ) -> Before:
     """Return the keys and values of the first `length` tokens of a text, for `score`."""
     positions_1S = jnp.arange(tokens_1S.shape[1])[None]
-    context = context_of(weights, positions_1S, positions_1S, None, config, par, adapter_1)
+    context = context_of(weights, positions_1S, None, None, config, par, adapter_1)
     caches: Any = forward(weights, tokens_1S, context, None, config, par)[1]
     return Before(caches, length)
 
@@ -68,7 +69,7 @@ def score(
       A `Chosen` that contains `following_BT`, the logprobs of these tokens [B, T], and the most
       likely tokens at each position [B, T, N].
     """
-    positions_1T = keys_1S = jnp.arange(tokens_BT.shape[1])[None]
+    positions_1T, keys_1S = jnp.arange(tokens_BT.shape[1])[None], None
     if text is not None:
         positions_1T += text.length
         slots = jnp.arange(text.caches_1HSK[0].k_BHSK.shape[2])
@@ -77,15 +78,29 @@ def score(
     context = context_of(weights, positions_1T, keys_1S, None, config, par, adapter_1)
     caches = None if text is None else text.caches_1HSK
     x_BTD, _ = forward(weights, tokens_BT, context, caches, config, par)
-    logits_BTV = own_logits(weights, x_BTD, config, par)
-    loss_BT, log_sum_BT, _ = cross_entropy(logits_BTV, following_BT, par)
-    # Find the most likely tokens of each shard of the vocabulary, then the most likely of these.
-    top_BTN, token_BTN = top_tokens(logits_BTV, min(alternatives, logits_BTV.shape[-1]))
-    token_BTN = par.gather(token_BTN + par.rank() * logits_BTV.shape[-1])
-    top_BTN, at_BTN = jax.lax.top_k(par.gather(top_BTN), alternatives)
-    token_BTN = jnp.take_along_axis(token_BTN, at_BTN, axis=-1)
-    top_logprob_BTN = top_BTN - top_BTN[..., :1] - log_sum_BT[..., None]
-    return Chosen(following_BT, -loss_BT, token_BTN.astype(jnp.uint32), top_logprob_BTN)
+
+    def scored(x_BTD: Array, following_BT: Array) -> Chosen:
+        logits_BTV = own_logits(weights, x_BTD, config, par)
+        loss_BT, log_sum_BT, _ = cross_entropy(logits_BTV, following_BT, par)
+        # Find the most likely tokens of each shard of the vocabulary, then the most likely of all.
+        top_BTN, token_BTN = top_tokens(logits_BTV, min(alternatives, logits_BTV.shape[-1]))
+        token_BTN = par.gather(token_BTN + par.rank() * logits_BTV.shape[-1])
+        top_BTN, at_BTN = jax.lax.top_k(par.gather(top_BTN), alternatives)
+        token_BTN = jnp.take_along_axis(token_BTN, at_BTN, axis=-1)
+        top_logprob_BTN = top_BTN - top_BTN[..., :1] - log_sum_BT[..., None]
+        return Chosen(following_BT, -loss_BT, token_BTN.astype(jnp.uint32), top_logprob_BTN)
+
+    if following_BT.shape[1] <= LONG or following_BT.shape[1] % LONG:
+        return scored(x_BTD, following_BT)
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(len(x), -1, LONG, *x.shape[2:]), 1, 0)
+
+    # A part after the other, because the logits of a long text take more memory than all else.
+    parts = jax.lax.map(lambda part: scored(*part), (split(x_BTD), split(following_BT)))
+    return jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(*following_BT.shape, *x.shape[3:]), parts
+    )
 
 
 def embed(
@@ -108,7 +123,7 @@ def embed(
       pooling: "mean" for the mean over the text's positions, or "last" for its last position.
     """
     positions_1T = jnp.arange(tokens_BT.shape[1])[None]
-    context = context_of(weights, positions_1T, positions_1T, None, config, par, adapter_1)
+    context = context_of(weights, positions_1T, None, None, config, par, adapter_1)
     x_BTD, _ = forward(weights, tokens_BT, context, None, config, par)
     if pooling == "last":
         x_BTD = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)

@@ -513,15 +513,17 @@ class TransformerLayer(hk.Module):
             cache = cache._replace(rows=write(cache.rows, new, context.slots))
             if table is None:
                 return attended(cache.rows), cache
-            assert table.used_B is not None
             return paged.attend_to_rows(q_BTHK, cache.rows, table.used_B, bias_BHTS, cap), cache
         if context.slots is None:
             return attention.attend_after(q_BTHK, cache, new, bias_BHTS, cap), new
         new = new.like(cache)
-        if table is not None and table.written is not None:
-            rows = paged.rows_in_pages(cache, table.page_BJ)
-            rows = write_chunk(rows, new, jnp.arange(len(q_BTHK)), context.slots)
-            return attended(rows), paged.write_pages(cache, rows, *table.written)
+        if table is not None and table.copied_BJ is not None:
+            cache = paged.write_part(cache, new, table.page_BJ, context.slots)
+            if exact is not None:
+                y_BTHK = attended(paged.rows_in_pages(cache, table.page_BJ))
+            else:
+                y_BTHK = paged.attend(q_BTHK, cache, table, self._chunk_bias(context), cap)
+            return y_BTHK, paged.copy_pages(cache, table.page_BJ, table.copied_BJ)
         if table is not None and self.config.paged_attention == "pallas":
             return paged.write_and_attend(q_BTHK, cache, new, context.slots, table, self.par, cap)
         if table is not None:
@@ -535,6 +537,22 @@ class TransformerLayer(hk.Module):
             return attended(rows_of(cache, context.rows)), cache
         cache = write(cache, new, context.slots)
         return attended(cache), cache
+
+    def _chunk_bias(self, context: Context) -> Array | Callable[[Array], Array]:
+        """Return the bias of a chunk of a prompt, for `paged.attend`; slot s holds position s."""
+        c = self.config
+        if c.pe == "t5":
+            assert context.bias_BHTS is not None
+            return context.bias_BHTS
+        window = c.window
+        if (
+            c.sliding_window is not None
+            and context.values is not None
+            and context.values.is_sliding
+        ):
+            window = min(c.sliding_window, window)
+        positions_BT = jnp.repeat(context.positions_BT, c.group, axis=1)
+        return lambda slot_1S: attention.causal_bias(positions_BT, slot_1S, window)
 
 
 def _times(x: Array, factor: float) -> Array:

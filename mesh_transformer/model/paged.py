@@ -21,7 +21,7 @@ from mesh_transformer.mesh.apart import Exact, kept_apart
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model import cache as caches
 from mesh_transformer.model.attention import MASKED, masked, on_matrix_unit, scores_of
-from mesh_transformer.model.cache import LayerCache, write_at, write_rows
+from mesh_transformer.model.cache import LayerCache, write_at, write_in_turn, write_rows
 
 # Attention reads as many pages of each row together as hold this number of slots.  A smaller
 # number reads less beyond the end of the longest row, and makes more steps.
@@ -45,14 +45,14 @@ class Table(NamedTuple):
 
     Attributes:
       page_BJ: the numbers of the pages, or -1.
-      used_B: in a decode step, the number of first slots that each row attends to at most.
-      written: for a chunk of a prompt, where to write the contents of these slots (see
-        `write_pages`); elsewhere None.
+      used_B: the number of first slots that each row attends to at most.
+      copied_BJ: for a chunk of a prompt, the pages to copy those of `page_BJ` to, or -1; elsewhere
+        None.
     """
 
     page_BJ: Array
-    used_B: Array | None = None
-    written: tuple[Array, ...] | None = None
+    used_B: Array
+    copied_BJ: Array | None = None
 
 
 def rows_in_pages(cache: LayerCache, page_PJ: Array) -> LayerCache:
@@ -81,6 +81,22 @@ def write(cache: LayerCache, new: LayerCache, page_BJ: Array, slot_BT: Array) ->
     return write_at(cache, new, jnp.where(page_BT < 0, count, page_BT), slot_BT % size)
 
 
+def write_part(cache: LayerCache, new: LayerCache, page_PJ: Array, slot_P: Array) -> LayerCache:
+    """Return the cache with consecutive slots of each row replaced.
+
+    Args:
+      new: the keys and values to write, [P, H, T, K] each, as in the cache.
+      slot_P: the first slot of each row to write to; nothing is written where a row has no page.
+    """
+    size, width = cache.k_BHSK.shape[2], new.k_BHSK.shape[2]
+    place_PG = slot_P[:, None] // size + jnp.arange(-(-width // size) + 1)
+    page_PG = jnp.take_along_axis(page_PJ, place_PG, axis=1, mode="fill", fill_value=-1)
+    rows = rows_in_pages(cache, page_PG)
+    return write_pages(
+        cache, write_rows(rows, new, jnp.arange(len(slot_P)), slot_P % size), page_PG
+    )
+
+
 def write_pages(cache: LayerCache, rows: LayerCache, *to: Array) -> LayerCache:
     """Return the cache with whole pages replaced.
 
@@ -91,21 +107,44 @@ def write_pages(cache: LayerCache, rows: LayerCache, *to: Array) -> LayerCache:
     size = cache.k_BHSK.shape[2]
     padding = (0, -rows.k_BHSK.shape[2] % size)
     rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), padding, (0, 0))), rows)
+
+    def part(_: LayerCache, at: Array) -> LayerCache:
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis=2), rows
+        )
+
     for page_PJ in to:
-        cache = _write_pages(cache, rows, page_PJ[:, : rows.k_BHSK.shape[2] // size])
+        cache = _write_pages(cache, part, write_rows, page_PJ[:, : rows.k_BHSK.shape[2] // size])
     return cache
 
 
-def _write_pages(cache: LayerCache, rows: LayerCache, page_PJ: Array) -> LayerCache:
-    size, count = cache.k_BHSK.shape[2], len(cache.k_BHSK)
+def copy_pages(cache: LayerCache, page_PJ: Array, to_PJ: Array) -> LayerCache:
+    """Return the cache with the contents of pages copied to others, or to none where that is -1."""
+
+    def part(cache: LayerCache, at: Array) -> LayerCache:
+        return rows_in_pages(cache, jax.lax.dynamic_slice_in_dim(page_PJ, at, 1, axis=1))
+
+    return _write_pages(cache, part, write_in_turn, to_PJ)
+
+
+def _write_pages(
+    cache: LayerCache,
+    part: Callable[[LayerCache, Array], LayerCache],
+    write: Callable[..., LayerCache],
+    page_PJ: Array,
+) -> LayerCache:
+    """Write to pages, one of each row after the other.
+
+    Args:
+      part: a function from the cache and an index along J to the contents of these pages.
+      write: `write_rows`, or a function like it.
+    """
+    count = len(cache.k_BHSK)
 
     def body(at: Array, cache: LayerCache) -> LayerCache:
-        part = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, at * size, size, axis=2), rows
-        )
         page_P = page_PJ[:, at]
         to_P = jnp.where(page_P < 0, count, page_P)  # out of range, so that it is not written
-        return write_rows(cache, part, to_P, jnp.zeros_like(to_P))
+        return write(cache, part(cache, at), to_P, jnp.zeros_like(to_P))
 
     is_written_J = jnp.any(page_PJ >= 0, axis=0)
     place_J = jnp.arange(len(is_written_J))
@@ -127,7 +166,7 @@ def attend(
     q_BTHK: Array,
     cache: LayerCache,
     table: Table,
-    bias_BHTS: Array,
+    bias: Array | Callable[[Array], Array],
     cap: float | None = None,
 ) -> Array:
     """Compute softmax attention of T queries over the slots of each row, as [B, T, H, K].
@@ -140,7 +179,8 @@ def attend(
     Masked keys may be NaN (see `LayerCache.like`).
 
     Args:
-      bias_BHTS: as for `attention.attend`; S is J * C.
+      bias: as for `attention.attend`, where S is J * C.  Or a function from the numbers of some
+        slots [1, S] to the bias of these, so that there is never one of all slots.
       cap: see `attention.capped`.
     """
     page_BJ, size = table.page_BJ, cache.k_BHSK.shape[2]
@@ -148,16 +188,19 @@ def attend(
     together = min(slots_together(len(q_BTHK), size) // size, places)
     more = -places % together
     page_BJ = jnp.pad(page_BJ, ((0, 0), (0, more)))
-    padding = ((0, 0), (0, 0), (0, 0), (0, more * size))
-    bias_BHTS = jnp.pad(bias_BHTS, padding, constant_values=MASKED)
     width = together * size
+    if not callable(bias):
+        padding = ((0, 0), (0, 0), (0, 0), (0, more * size))
+        bias = jnp.pad(bias, padding, constant_values=MASKED)
 
     def read(at: Array) -> tuple[LayerCache, Array]:
         page_BG = jax.lax.dynamic_slice_in_dim(page_BJ, at * together, together, axis=1)
-        bias = jax.lax.dynamic_slice_in_dim(bias_BHTS, at * width, width, axis=3)
-        return rows_in_pages(cache, page_BG), bias
+        if callable(bias):
+            own = bias(at * width + jnp.arange(width)[None])
+        else:
+            own = jax.lax.dynamic_slice_in_dim(bias, at * width, width, axis=3)
+        return rows_in_pages(cache, page_BG), own
 
-    assert table.used_B is not None
     return in_turn(q_BTHK, read, -(-jnp.max(table.used_B) // width), cap)
 
 
@@ -184,7 +227,6 @@ def write_and_attend(
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     size, used_B = cache.k_BHSK.shape[2], table.used_B
-    assert used_B is not None
     place_B1 = slot_B1 // size
     page_B1 = jnp.take_along_axis(table.page_BJ, place_B1, axis=1)
     page = caches.write(rows_in_pages(cache, page_B1), new, slot_B1 % size)

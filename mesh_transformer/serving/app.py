@@ -347,13 +347,12 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     """Add OpenAI's endpoints under /v1, and the original mesh-transformer-jax's /complete."""
 
     def model(name: str) -> dict[str, Any]:
-        config = service.engine.network.config
         return {
             "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "mesh-transformer",
-            "context_window": config.window,
+            "context_window": service.context,
             "chat": service.template is not None,
             "thinking": service.template is not None and service.template.takes("enable_thinking"),
             "sampling": {
@@ -447,7 +446,7 @@ async def _answered(
         is when the request arrived, as a value of `time.perf_counter`.
     """
     began = time.perf_counter()
-    content = await read_json(request)
+    content = await read_json(request, service.context)
 
     async def response() -> Response:
         body = await service.parsed(kind, content)

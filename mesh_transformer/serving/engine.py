@@ -42,13 +42,14 @@ from mesh_transformer.serving.progress import (
     tokens_of,
 )
 from mesh_transformer.serving.speculation import Speculation
-from mesh_transformer.util import NonFiniteError, bucket, start_thread
+from mesh_transformer.util import InputError, NonFiniteError, bucket, start_thread
 
 STOPPING = "the server is stopping"
 # While requests run, chunks take at most this share of a decode call's time, as far as possible,
 # and the decode calls between them make half as many steps.
 CHUNK_SHARE = 0.75
 STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as stalled
+READ_TOKENS = 8192  # up to so many, programs that score or embed a text are compiled in advance
 COMPILING = 10  # how many times as long a turn may take while some programs are not compiled
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class Engine:
         for; None lets every row have as many as the window.
       fixed_shapes: whether to compute each prompt alone, in equal chunks, so that an answer does
         not depend on other requests even by rounding.
+      host_bytes: bytes of host memory for kept prompts that no longer fit in the devices' memory.
       pooling: how a prompt's vector is made (see `Network.embed`); None: no request may
         set `embed`.
       stall_seconds: time after which `health_problem` reports that a turn (a prefill or scoring
@@ -153,6 +155,7 @@ class Engine:
         kept_tokens: int | None = None,
         cache_tokens: int | None = None,
         fixed_shapes: bool = False,
+        host_bytes: int = 0,
         pooling: str | None = None,
         stall_seconds: float = STALL_SECONDS,
     ):
@@ -174,6 +177,7 @@ class Engine:
             cache_tokens=cache_tokens,
             fixed_shapes=fixed_shapes,
             guesses=speculate,
+            host_bytes=host_bytes,
         )
         self._prefiller = self._new_prefiller()
         self.failure: Exception | None = None
@@ -206,6 +210,16 @@ class Engine:
     def active(self) -> int:
         """Number of batch rows with a request."""
         return len(self._active) + len(self._filling)
+
+    @property
+    def room(self) -> int | None:
+        """Number of tokens that a prompt and its answer may have together; None for no limit."""
+        return self._prefiller.room
+
+    @property
+    def capacity(self) -> str:
+        """See `Prefiller.capacity`."""
+        return self._prefiller.capacity
 
     @property
     def health_problem(self) -> str | None:
@@ -252,7 +266,8 @@ class Engine:
     def _other_programs(self) -> list[Callable[[], Any]]:
         """Return functions that each compile a program for prompts, for short ones first."""
         seq = self.network.config.seq
-        widths = sorted({bucket(n, MIN_WIDTH, seq) for n in range(1, seq + 1)})
+        # Longer texts are rarely read at once, and would make new requests wait too long.
+        widths = sorted({bucket(n, MIN_WIDTH, seq) for n in range(1, min(seq, READ_TOKENS) + 1)})
         read = [self._score_text] if self.pooling is None else [self._score_text, self._vector]
         programs = [
             *self._prefiller.programs(),
@@ -276,12 +291,20 @@ class Engine:
         """Put all of the requests in the queue, or none of them.
 
         Raises:
+          InputError: if the cache has no room for one of them even alone.
           NonFiniteError: if the weights are known to be NaN or infinite.
           QueueFullError: if there is no room for all of the requests.
           StoppedEngineError: if the engine accepts no more requests.
         """
         if self._bad_weights:
             raise self._not_finite()
+        for request in requests:
+            tokens = min(len(request.prompt), self.network.config.window) + request.length
+            if request.length and self.room is not None and tokens > self.room:
+                raise InputError(
+                    f"a prompt and its answer have {tokens} tokens, but the cache has room for "
+                    f"{self.room}; shorten them, or raise --cache-tokens"
+                )
         with self._wake:
             if self._closing or self.failure is not None:
                 raise StoppedEngineError(STOPPING)
@@ -478,11 +501,15 @@ class Engine:
     def _fill(self) -> None:
         """Insert the next chunks of prompts; after a prompt's last one, deliver its first token."""
         seconds = CHUNK_SHARE * self._step_seconds * self.steps if self._active else None
-        left = self._prefiller.chunk(seconds)
+        left = 1.0  # share of these seconds
         for _ in range(min(len(self._filling), PREFILL_SIZES[0])):
             request = self._filling[0]
-            computed, chosen = self._prefiller.insert_chunk(request, left)
-            left -= self._prefiller.cost(computed)
+            if self._prefiller.restore(request):
+                self._filling.rotate(-1)
+                break
+            most = self._prefiller.chunk(seconds, self._prefiller.share(request))
+            computed, chosen = self._prefiller.insert_chunk(request, max(int(left * most), 1))
+            left -= self._prefiller.cost(computed) / most
             self._filling.popleft()
             if chosen is None:
                 self._filling.append(request)

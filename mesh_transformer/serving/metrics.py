@@ -44,6 +44,10 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed")
         cached = "Prompt tokens whose keys and values were kept from earlier prompts"
         self.cached_tokens = counter("cached_prompt_tokens", cached)
+        spilled = "Prompt tokens whose keys and values were copied to host memory"
+        self.spilled_tokens = counter("spilled_prompt_tokens", spilled)
+        restored = "Prompt tokens whose keys and values were copied back from host memory"
+        self.restored_tokens = counter("restored_prompt_tokens", restored)
         self._tokens = counter("generated_tokens", "Generated tokens")
         guessed = "Guessed tokens, except those of an answer's last call"
         self.guessed_tokens = counter("guessed_tokens", guessed)

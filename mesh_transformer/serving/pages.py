@@ -7,6 +7,7 @@ that begin with the same tokens use them too.
 """
 
 import collections
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,39 @@ from mesh_transformer.generation.pool import Chunks, Pool
 
 class NoPageError(Exception):
     """The pool has too few free pages."""
+
+
+class Prompt:
+    """The tokens of a prompt, and a key for each of its complete pages.
+
+    Keys and values in a page depend on all tokens before its end, and on the LoRA adapter.  So does
+    its key: the SHA-256 digest of the previous page's key and the page's tokens.  Each is computed
+    once, so that the time for all pages is linear in the length.
+
+    Args:
+      tokens: token ids [T].
+      adapter: the adapter's number; 0 for none.
+    """
+
+    def __init__(self, tokens: np.ndarray, adapter: int = 0):
+        self.tokens = tokens
+        self._keys = [
+            adapter.to_bytes(8, "little")
+        ]  # the key of the end of no page, and of each page
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def key(self, pages: int, size: int) -> bytes:
+        """Return the key of the last of the prompt's first `pages` pages.
+
+        Args:
+          size: number of tokens of a page, the same in all calls.
+        """
+        for page in range(len(self._keys) - 1, pages):
+            tokens = np.ascontiguousarray(self.tokens[page * size : (page + 1) * size], np.int64)
+            self._keys.append(hashlib.sha256(self._keys[-1] + tokens.tobytes()).digest())
+        return self._keys[pages]
 
 
 class Row:
@@ -89,28 +123,63 @@ class KeptPages:
             self._pages[key] = page
 
 
+class HostPages:
+    """Contents of pages in host memory, by their keys.
+
+    When there is no room, those that were not used for the longest time are dropped.
+
+    Args:
+      most_bytes: maximum number of bytes.
+    """
+
+    def __init__(self, most_bytes: int):
+        self._most, self.bytes = most_bytes, 0
+        self._contents: collections.OrderedDict[bytes, list[np.ndarray]] = collections.OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._contents
+
+    def get(self, key: bytes) -> list[np.ndarray]:
+        """Return the contents of a page, the arrays of all layers."""
+        self._contents.move_to_end(key)
+        return self._contents[key]
+
+    def put(self, key: bytes, arrays: list[np.ndarray]) -> None:
+        """Add the contents of a page that is not there."""
+        size = sum(x.nbytes for x in arrays)
+        while self._contents and self.bytes + size > self._most:
+            _, dropped = self._contents.popitem(last=False)
+            self.bytes -= sum(x.nbytes for x in dropped)
+        if size <= self._most:
+            self._contents[key] = arrays
+            self.bytes += size
+
+
 class Pages:
     """The pages in the pool of one replica: which are free, in use, or kept for later prompts.
 
-    A page's keys and values depend on all tokens before its end.  It is found by exactly these
-    tokens, so a prompt never gets the page of another one, or of another adapter (see
-    `of_adapter`).  If no page is free, the kept one that was not used for the longest time is
-    given away.
+    A page is found by its key, which depends on all tokens before its end and on the adapter (see
+    `Prompt`).  If no page is free, the kept one that was not used for the longest time is given
+    away.
 
     Args:
       pool: the size of the pool.
       slots: number of slots of a row (see `Pool.slots`).
       keep: whether pages are shared and kept.
       behind: number of pages that the window of a layer with rings may reach into; 0 without any.
+
+    Attributes:
+      given: {page: its key} of kept pages that were given away, but are not written over yet.
     """
 
     def __init__(self, pool: Pool, slots: int, *, keep: bool = True, behind: int = 0):
+        self.given: dict[int, bytes] = {}
         self.pool = pool
         self._for_rings = KeptPages(pool.kept, behind)
         self._places, self._keep = slots // pool.page, keep
         self._free = list(reversed(range(pool.pages)))
         self._users = [0] * pool.pages  # number of rows that use each page
-        self._pages: dict[bytes, int] = {}  # each kept page, by the tokens up to its end
+        self._pages: dict[bytes, int] = {}  # each kept page, by its key
         self._keys: dict[int, bytes] = {}  # the reverse
         # Kept pages that no row uses; the one that was not used for the longest time comes first.
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
@@ -131,12 +200,12 @@ class Pages:
         page_J = np.full(self._places, -1, np.int32)
         return Row(page_J, page_J.copy(), shares=False)
 
-    def needed(self, prompt: np.ndarray, positions: int, *, use_kept: bool = True) -> int:
+    def needed(self, prompt: Prompt, positions: int, *, use_kept: bool = True) -> int:
         """Return by how many pages `add_row`, with these arguments, reduces `available`."""
         count, overwritten, kept = self._plan(prompt, positions, use_kept)
         return self._new_pages(count + overwritten, kept)
 
-    def find(self, prompt: np.ndarray) -> list[int]:
+    def find(self, prompt: Prompt) -> list[int]:
         """Return the kept pages that begin a prompt, in order.
 
         Only as many count as a row can use: layers with a sliding window need the pages in
@@ -144,13 +213,10 @@ class Pages:
 
         At least one token of the prompt is in none of these pages, because its logits must be
         computed.
-
-        Args:
-          prompt: token ids [T].
         """
         kept, count, run = [], 0, 0
-        for end in range(self.pool.page, len(prompt), self.pool.page):
-            key = _key(prompt[:end])
+        for end in range(1, (len(prompt) - 1) // self.pool.page + 1):
+            key = self._key(prompt, end)
             page = self._pages.get(key)
             if page is None:
                 break
@@ -160,7 +226,7 @@ class Pages:
                 count = len(kept)
         return kept[:count]
 
-    def add_row(self, prompt: np.ndarray, positions: int, *, use_kept: bool = True) -> Row:
+    def add_row(self, prompt: Prompt, positions: int, *, use_kept: bool = True) -> Row:
         """Return the pages of a new row.
 
         A row with more positions than slots writes over its first ones.  Until its prompt is
@@ -175,7 +241,6 @@ class Pages:
             page_J   = [5, 3]   afterwards; 7 is kept for later prompts, and 5 is written over
 
         Args:
-          prompt: token ids [T].
           positions: number of positions that the row may have, those of the prompt included.
           use_kept: whether the row uses the kept pages that begin its prompt, in place of its own.
 
@@ -197,18 +262,20 @@ class Pages:
         row.shares = self._can_share(len(prompt), positions)
         return row
 
-    def share(self, row: Row, prompt: np.ndarray, filled: int) -> int:
+    def share(self, row: Row, prompt: Prompt, filled: int) -> int:
         """Let a row use the kept pages that begin its prompt, in place of its own.
 
         Args:
-          prompt: token ids [T].
           filled: number of positions that the row holds.  If the kept pages hold no more, the row
             stays as it is.
 
         Returns:
           The number of positions that the row holds now.
         """
-        kept = self.find(prompt) if row.shares else []
+        following = min(filled // self.pool.page + 1, len(prompt) // self.pool.page)
+        if not row.shares or self._key(prompt, following) not in self._pages:
+            return filled
+        kept = self.find(prompt)
         if len(kept) * self.pool.page <= filled:
             return filled
         for at, page in enumerate(kept):
@@ -221,13 +288,12 @@ class Pages:
         self._restore(row, prompt, len(kept))
         return len(kept) * self.pool.page
 
-    def insertion(self, row: Row, prompt: np.ndarray, begin: int, *, is_last: bool) -> Chunks:
+    def insertion(self, row: Row, prompt: Prompt, begin: int, end: int) -> Chunks:
         """Return the argument of `Batch.insert` that computes a part of one prompt.
 
         Args:
-          prompt: token ids [T], up to the last one to compute.
           begin: the first position to compute, from `share`.
-          is_last: whether the part is the prompt's last one.
+          end: the end of these positions.
         """
         size, behind = self.pool.page, self._for_rings.behind
         row.kept = []
@@ -235,31 +301,29 @@ class Pages:
         restored_G[behind - len(row.restored) :] = row.restored
         kept_G = np.full(len(row.page_J) if behind else 0, -1, np.int32)
         first = begin // size
-        for at in range(first, len(prompt) // size if behind and row.shares else first):
-            key = _key(prompt[: (at + 1) * size])
+        for at in range(first, end // size if behind and row.shares else first):
+            key = self._key(prompt, at + 1)
             if not self._for_rings.has(key) and (page := self._for_rings.take()) is not None:
                 row.kept.append((page, key))
                 kept_G[at - first] = page
-        page_J = row.page_J if is_last else row.prompt_J
+        page_J = row.page_J if end == len(prompt) else row.prompt_J
         pages = page_J, row.prompt_J, restored_G, kept_G
         return Chunks(np.array([begin], np.int32), *(each[None] for each in pages))
 
-    def keep(self, row: Row, prompt: np.ndarray) -> None:
+    def keep(self, row: Row, prompt: Prompt, begin: int, end: int) -> None:
         """Keep the complete pages of a prompt that a row now holds.
 
         Args:
-          prompt: token ids [T], up to the last one whose keys and values are computed.
+          begin, end: the positions whose keys and values were computed; see `insertion`.
         """
         self._end_restoring(row)
         for page, key in reversed(row.kept):  # the later ones are useless without those before
             self._for_rings.keep(page, key)
-        stored, row.kept = {key: key for _, key in row.kept}, []
+        row.kept = []
         if not row.shares:
             return
-        size = self.pool.page
-        for at in range(len(prompt) // size):
-            key, page = _key(prompt[: (at + 1) * size]), int(row.prompt_J[at])
-            key = stored.get(key, key)  # one object for both, as it is long
+        for at in range(begin // self.pool.page, end // self.pool.page):
+            key, page = self._key(prompt, at + 1), int(row.prompt_J[at])
             if key not in self._pages and page not in self._keys:
                 self._pages[key], self._keys[page] = page, key
 
@@ -283,19 +347,20 @@ class Pages:
             if page in self._idle and self._keys[page] == key:
                 self._idle.move_to_end(page)
 
-    def _restore(self, row: Row, prompt: np.ndarray, count: int) -> None:
+    def _key(self, prompt: Prompt, pages: int) -> bytes:
+        return prompt.key(pages, self.pool.page)
+
+    def _restore(self, row: Row, prompt: Prompt, count: int) -> None:
         """Let the next call fill a row's rings from the first `count` pages of its prompt."""
         self._end_restoring(row)
         ends = range(max(count - self._for_rings.behind, 0) + 1, count + 1)
-        row.restored = self._for_rings.read([_key(prompt[: end * self.pool.page]) for end in ends])
+        row.restored = self._for_rings.read([self._key(prompt, end) for end in ends])
 
     def _end_restoring(self, row: Row) -> None:
         self._for_rings.end_read(row.restored)
         row.restored = []
 
-    def _plan(
-        self, prompt: np.ndarray, positions: int, use_kept: bool
-    ) -> tuple[int, int, list[int]]:
+    def _plan(self, prompt: Prompt, positions: int, use_kept: bool) -> tuple[int, int, list[int]]:
         """Return a row's number of pages, how many are written over, and the kept ones to use."""
         count = min(-(-positions // self.pool.page), self._places)
         if not self._can_share(len(prompt), positions):
@@ -328,7 +393,8 @@ class Pages:
             page = self._free.pop()
         else:
             page, _ = self._idle.popitem(last=False)
-            del self._pages[self._keys.pop(page)]
+            self.given[page] = key = self._keys.pop(page)
+            del self._pages[key]
         self._users[page] += 1
         return page
 
@@ -340,17 +406,3 @@ class Pages:
                 self._idle[page] = None
             elif not self._users[page]:
                 self._free.append(page)
-
-
-def of_adapter(prompt: np.ndarray, adapter: int) -> np.ndarray:
-    """Return a prompt for `Pages` whose keys and values depend on a LoRA adapter.
-
-    Args:
-      prompt: token ids [T].
-      adapter: the adapter's number; 0 for none.
-    """
-    return prompt.astype(np.int64) | adapter << 32
-
-
-def _key(tokens: np.ndarray) -> bytes:
-    return np.ascontiguousarray(tokens, np.int64).tobytes()

@@ -6,26 +6,31 @@ same tokens as an earlier one uses the pages of that one (see `serving.pages`).
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 
 from mesh_transformer.generation.pool import (
     PAGE,
+    USUAL_TOKENS,
     Chunks,
     most_slots,
+    most_tokens,
     pages_behind,
     server_pool,
+    storage,
 )
 from mesh_transformer.generation.sampling_settings import EVALUATION_DEFAULTS, SamplingOptions
 from mesh_transformer.network import Network
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.serving.pages import NoPageError, Pages, Row, of_adapter
+from mesh_transformer.serving.pages import HostPages, NoPageError, Pages, Prompt, Row
 from mesh_transformer.serving.progress import Request
-from mesh_transformer.util import bucket
+from mesh_transformer.util import InputError, bucket
 
 ALTERNATIVES = 20  # number of most likely tokens delivered with each logprob
 # Allowed numbers of prompts per prefill call, each with its own compiled program.  A call uses the
@@ -59,9 +64,12 @@ class Prefiller:
       fixed_shapes: whether to compute each prompt alone, in chunks that are all padded to `chunk`
         tokens.  The tokens of an answer then do not depend, even by rounding, on other requests or
         on what is kept.
+      host_bytes: bytes of host memory for kept pages that are given away; 0 for none.
 
     Attributes:
       batch: the batch, whose rows have room for as many tokens as the window.
+      pool: the size of each replica's pool.
+      room: number of tokens that a prompt and its answer may have together; None for no limit.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class Prefiller:
         cache_tokens: int | None = None,
         fixed_shapes: bool = False,
         guesses: int = 0,
+        host_bytes: int = 0,
     ):
         window = network.config.window
         self._window, self._fixed, self._metrics = window, fixed_shapes, metrics
@@ -82,9 +91,12 @@ class Prefiller:
         self._longest = min(chunk, window)
         widths = sorted({bucket(n, MIN_WIDTH, window) for n in range(1, self._longest + 1)})
         self._widths = widths[-1:] if fixed_shapes else widths  # that chunks are padded to
-        self._seconds: dict[int, float] = {}  # the time of a chunk's call, on average, by width
+        # The time of a chunk's call, on average, by width: of one with nothing before it, and what
+        # is added to that per token before it, which its tokens attend to.
+        self._seconds: dict[int, float] = {}
+        self._slopes: dict[int, float] = {}
         self._rows, self._rows_per_replica = rows, rows // network.dp
-        pool = server_pool(
+        self.pool = pool = server_pool(
             network.config,
             self._rows_per_replica,
             guesses,
@@ -92,11 +104,33 @@ class Prefiller:
             kept_tokens=kept_tokens,
             page=self._longest if fixed_shapes else None,
         )
+        self.room = most_tokens(network.config, guesses, pool)
         slots, keep = most_slots(window, guesses, pool), kept_tokens != 0
         behind = pages_behind(network.config, pool.page) if pool.kept else 0
         self._pages = [Pages(pool, slots, keep=keep, behind=behind) for _ in range(network.dp)]
+        self._host = HostPages(host_bytes) if host_bytes else None
+        if host_bytes and (network.dp > 1 or storage(network.config, guesses, pool).ring_slots):
+            raise InputError(
+                "--host-cache supports neither several replicas nor layers that store a sliding "
+                "window apart; leave it out"
+            )
+        self._together = max(CHUNK // pool.page, 1)  # pages that are copied to or from it together
+        self._caches: Any = None  # the structure of what is copied
         self._in_rows: dict[int, Row] = {}  # the pages of each row that is in use
         self.batch = network.batch(rows, pool, guesses)
+
+    @property
+    def capacity(self) -> str:
+        """What the pools of all replicas have room for, as a sentence."""
+        tokens, replicas = self.pool.pages * self.pool.page, len(self._pages)
+        sizes = dict.fromkeys(min(size, self._window, tokens) for size in (USUAL_TOKENS, tokens))
+        fits = [
+            f"{min(replicas * (tokens // size), self._rows)} of {size:,} tokens" for size in sizes
+        ]
+        return (
+            f"the cache has room for {replicas * tokens:,} tokens: requests that run together may "
+            f"be {', or '.join(fits)}, each with its answer"
+        )
 
     @property
     def used_tokens(self) -> int:
@@ -109,27 +143,37 @@ class Prefiller:
         Each comes with the width of the prompts that need it, in ascending order.  They may be
         called only while no row is in use.
         """
-        return [
+        programs = [
             (width, functools.partial(self._compile, width, size))
             for width in self._widths
             for size in (*reversed(PREFILL_SIZES), None)
             if size is None or self._fit_one_call(size, min(width, self._longest))
         ]
+        return programs if self._host is None else [(0, self._compile_copies), *programs]
+
+    def _compile_copies(self) -> None:
+        none = self._filled([])
+        self.batch.write_pages(none, self.batch.read_pages(none))
 
     def _compile(self, width: int, size: int | None) -> None:
         """Compile the program for `size` prompts, or for chunks if it is None, and time chunks."""
-        none, prompt = SamplingOptions(), np.zeros(self._window, np.int32)
+        none, prompt = SamplingOptions(), Prompt(np.zeros(self._window, np.int32))
         count = min(width, self._longest)
         if size is not None:
-            self._insert(range(size), [prompt[:count]] * size, [1] * size, [none] * size, 0)
+            self._insert(range(size), [prompt] * size, [count] * size, [1] * size, [none] * size, 0)
             return
-        begin = self._window - count
-        if not begin and self._guesses:  # the cache has more slots than the window
-            begin = min(PAGE, self._window - 1)
-        for _ in range(2 if begin else 0):
-            began = time.perf_counter()
-            self._insert([0], [prompt], [1], [none], begin)
-            self._seconds[width] = time.perf_counter() - began  # of the second call
+        last = self._window - count
+        if not last and self._guesses:  # the cache has more slots than the window
+            last = min(PAGE, self._window - 1)
+        first = min(PAGE, last)
+        seconds = []
+        for begin in (first, first, last) if last else ():  # the first call compiles
+            began, end = time.perf_counter(), min(begin + count, self._window)
+            self._insert([0], [prompt], [end], [1], [none], begin)
+            seconds.append(time.perf_counter() - began)
+        if seconds:
+            self._seconds[width] = seconds[1]
+            self._slopes[width] = max(seconds[2] - seconds[1], 0) / last
 
     def _fit_one_call(self, count: int, longest: int) -> bool:
         """Return whether `insert` may get `count` prompts at once, the longest of this length."""
@@ -139,7 +183,7 @@ class Prefiller:
 
     def in_chunks(self, request: Request) -> bool:
         """Return whether a prompt is for `insert_chunk`, as it is long or its beginning is kept."""
-        prompt = request.named[-self._window :]
+        prompt = self._used(request)
         if self._fixed or len(prompt) > self._longest:
             return True
         kept = max(self._kept(prompt, pages) for pages in self._pages)
@@ -149,17 +193,26 @@ class Prefiller:
         """Return how many positions a call computes for this many tokens, with the padding."""
         return self._longest if self._fixed else bucket(tokens, MIN_WIDTH, self._window)
 
-    def chunk(self, seconds: float | None) -> int:
+    def chunk(self, seconds: float | None, begin: int = 0) -> int:
         """Return how many tokens the next chunks may have together.
 
         Args:
           seconds: the time that they should take at most, as running requests wait for them; None
             if there are none.
+          begin: number of tokens before them.
         """
         if self._fixed or seconds is None:
             return self._longest
-        fast = [width for width in self._widths if self._seconds.get(width, 0) <= seconds]
-        return min(max([*fast, SHORTEST_CHUNK]), self._longest)
+        fast = [width for width in self._widths if sum(self._cost(width, begin)) <= seconds]
+        least = SHORTEST_CHUNK
+        # Half as long chunks take half as long if most of their time is attention.
+        while least > MIN_WIDTH and (cost := self._cost(least, begin))[1] > cost[0]:
+            least //= 2
+        return min(max([*fast, least]), self._longest)
+
+    def _cost(self, width: int, begin: int) -> tuple[float, float]:
+        """Return the time of a chunk, and what attention to the tokens before it adds."""
+        return self._seconds.get(width, 0.0), self._slopes.get(width, 0.0) * begin
 
     def place(self, requests: Sequence[Request], free: Sequence[int], *, chunks: bool) -> list[int]:
         """Give rows and pages to the first of some requests, and return these rows.
@@ -172,7 +225,7 @@ class Prefiller:
           free: the rows that are not in use.
           chunks: whether all of the requests are for `insert_chunk`; if not, all are for `insert`.
         """
-        prompts = [request.named[-self._window :] for request in requests]
+        prompts = [self._used(request) for request in requests]
         positions = [
             len(prompt) + request.length + self._guesses
             for prompt, request in zip(prompts, requests, strict=True)
@@ -194,7 +247,7 @@ class Prefiller:
         return rows
 
     def _rows_for(
-        self, prompts: list[np.ndarray], positions: list[int], free: Sequence[int], use_kept: bool
+        self, prompts: list[Prompt], positions: list[int], free: Sequence[int], use_kept: bool
     ) -> list[int]:
         """Return rows for the first of some prompts, as many as there seems to be room for."""
         rows: list[int] = []
@@ -223,22 +276,80 @@ class Prefiller:
         See `Batch.insert`.
         """
         began = time.perf_counter()
-        prompts = [request.prompt[-self._window :] for request in requests]
+        prompts = [self._used(request) for request in requests]
+        for request in requests:
+            self._spill(self._in_rows[request.row].page_J.tolist())
         chosen = self._insert(
             [request.row for request in requests],
             prompts,
+            [len(prompt) for prompt in prompts],
             [request.length for request in requests],
             [request.settings for request in requests],
             0,
             allowed_in(requests),
         )
-        for request in requests:
+        for request, prompt in zip(requests, prompts, strict=True):
             pages, own = self._pages[self._replica(request.row)], self._in_rows[request.row]
-            pages.keep(own, request.named[-self._window :])
+            pages.keep(own, prompt, 0, len(prompt))
             pages.end_prompt(own)
         self._metrics.prefill_seconds.observe(time.perf_counter() - began)
         self._metrics.prompt_tokens.inc(sum(map(len, prompts)))
         return chosen
+
+    def share(self, request: Request) -> int:
+        """Let a row from `place` use what is kept of its prompt; return how much the row holds."""
+        own, pages = self._in_rows[request.row], self._pages[self._replica(request.row)]
+        begin = pages.share(own, self._used(request), request.filled)
+        self._metrics.cached_tokens.inc(begin - request.filled)
+        request.cached += begin - request.filled
+        request.filled = begin
+        return begin
+
+    def restore(self, request: Request) -> bool:
+        """Copy the next pages of a prompt, up to `CHUNK` tokens, from host memory to its row.
+
+        Returns:
+          Whether there were any.
+        """
+        own, prompt, size = self._in_rows[request.row], self._used(request), self.pool.page
+        begin = self.share(request)
+        if self._host is None or not own.shares or begin % size:
+            return False
+        first = begin // size
+        last = min(first + self._together, (len(prompt) - 1) // size)
+        keys = [prompt.key(place + 1, size) for place in range(first, last)]
+        keys = list(itertools.takewhile(self._host.__contains__, keys))
+        if not keys:
+            return False
+        contents = [self._host.get(key) for key in keys]
+        pages = own.prompt_J[first : first + len(keys)].tolist()
+        self._spill(pages)
+        contents += contents[:1] * (self._together - len(keys))
+        arrays = map(np.stack, zip(*contents, strict=True))
+        self.batch.write_pages(self._filled(pages), jax.tree.unflatten(self._caches, arrays))
+        end = begin + len(keys) * size
+        self._pages[0].keep(own, prompt, begin, end)
+        self._metrics.restored_tokens.inc(end - begin)
+        self._metrics.cached_tokens.inc(end - begin)
+        request.filled, request.cached = end, request.cached + end - begin
+        return True
+
+    def _spill(self, pages: Sequence[int]) -> None:
+        """Copy what is still kept in pages that will be written over to host memory."""
+        if self._host is None:
+            return
+        given, together = self._pages[0].given, self._together
+        keys = {page: given.pop(page) for page in pages if page in given}
+        new = [page for page, key in keys.items() if key not in self._host]
+        for part in (new[at : at + together] for at in range(0, len(new), together)):
+            leaves, self._caches = jax.tree.flatten(self.batch.read_pages(self._filled(part)))
+            for at, page in enumerate(part):
+                self._host.put(keys[page], [x[at].copy() for x in leaves])
+            self._metrics.spilled_tokens.inc(len(part) * self.pool.page)
+
+    def _filled(self, pages: list[int]) -> list[int]:
+        """Return page numbers for a program that copies as many as hold `CHUNK` tokens."""
+        return pages + [-1] * (self._together - len(pages))
 
     def insert_chunk(self, request: Request, most: int) -> tuple[int, Any]:
         """Put the next chunk of a prompt, at most `most` tokens, into a row from `place`.
@@ -250,72 +361,77 @@ class Prefiller:
           before the prompt's end.
         """
         began, row, settings = time.perf_counter(), request.row, request.settings
-        prompt, named = request.prompt[-self._window :], request.named[-self._window :]
+        prompt = self._used(request)
         unused = dataclasses.replace(EVALUATION_DEFAULTS, adapter=settings.adapter)
         own, pages = self._in_rows[row], self._pages[self._replica(row)]
-        begin = pages.share(own, named, request.filled)
+        begin = self.share(request)
         end = min(begin + most, len(prompt))
-        last = end == len(prompt)
+        last, first = end == len(prompt), begin // self.pool.page
+        # With the last chunk, the row also gets the pages of its answer.
+        stop = None if last else (begin + self.cost(end - begin)) // self.pool.page + 1
+        self._spill([*own.prompt_J[first:stop].tolist(), *(own.page_J.tolist() if last else ())])
         chosen = self._insert(
             [row],
-            [prompt[:end]],
+            [prompt],
+            [end],
             [request.length if last else 1],
             [settings if last else unused],
             begin,
             allowed_in([request] if last else []),
-            is_last=last,
         )
-        pages.keep(own, named[:end])
+        pages.keep(own, prompt, begin, end)
         if last:
             pages.end_prompt(own)
         took = time.perf_counter() - began
         self._metrics.prefill_seconds.observe(took)
         self._metrics.prompt_tokens.inc(end - begin)
-        self._metrics.cached_tokens.inc(begin - request.filled)
         if begin:
-            self._observe(self.cost(end - begin), took)
-        request.filled, request.cached = end, request.cached + begin - request.filled
+            self._observe(self.cost(end - begin), took, begin)
+        request.filled = end
         return end - begin, chosen if last else None
 
-    def _observe(self, width: int, took: float) -> None:
-        """Take account of the time that a chunk of `width` tokens took."""
-        old = self._seconds.get(width, took)
-        self._seconds[width] = average = old + SMOOTHING * (took - old)
+    def _observe(self, width: int, took: float, begin: int = 0) -> None:
+        """Take account of the time that a chunk of `width` tokens took, after `begin` others."""
+        known, added = self._cost(width, begin)
+        self._seconds.setdefault(width, took)
+        expected = known + added or took
+        # Each part of the time changes in proportion to its share of it.
+        change = SMOOTHING * (took / expected - 1)
+        self._seconds[width] *= 1 + change * (1 - added / expected)
+        if width in self._slopes:
+            self._slopes[width] *= 1 + change * added / expected
         # Wider chunks take at most proportionally longer.  Without this limit, a width that was
         # slow once would not be used, and thus not be timed, for as long as requests run.
-        for wider in self._seconds:
-            if wider > width:
-                self._seconds[wider] = min(self._seconds[wider], average * wider / width)
+        for times in (self._seconds, self._slopes):
+            for wider in times:
+                if wider > width in times:
+                    times[wider] = min(times[wider], times[width] * wider / width)
 
     def _insert(
         self,
         rows: Sequence[int],
-        prompts: Sequence[np.ndarray],
+        prompts: Sequence[Prompt],
+        ends: Sequence[int],
         lengths: Sequence[int],
         settings: Sequence[SamplingOptions],
         begin: int,
         allowed: Mapping[int, np.ndarray] = MappingProxyType({}),
-        is_last: bool = True,
     ) -> Any:
-        """Call `Batch.insert` for the positions from `begin` on.
+        """Call `Batch.insert` for the positions of each prompt from `begin` to one of `ends`.
 
         Args:
           allowed: see `Batch.insert`.  All calls have this argument, so that one program suffices.
-          is_last: whether the prompts are complete after this call.
         """
         none = self._pages[0].no_row  # of rows that are not in use, when the programs are compiled
         chunks = [
             self._pages[self._replica(row)].insertion(
-                self._in_rows.get(row, none),
-                of_adapter(prompt, own.adapter),
-                begin,
-                is_last=is_last,
+                self._in_rows.get(row, none), prompt, begin, end
             )
-            for row, prompt, own in zip(rows, prompts, settings, strict=True)
+            for row, prompt, end in zip(rows, prompts, ends, strict=True)
         ]
         return self.batch.insert(
             rows,
-            prompts,
+            [prompt.tokens[:end] for prompt, end in zip(prompts, ends, strict=True)],
             np.array(lengths, np.int32),
             SamplingOptions.stacked(settings),
             alternatives=ALTERNATIVES,  # even if unused: one program per width
@@ -324,7 +440,14 @@ class Prefiller:
             longest=self._longest if self._fixed else None,
         )
 
-    def _kept(self, prompt: np.ndarray, pages: Pages) -> int:
+    def _used(self, request: Request) -> Prompt:
+        """Return the tokens of a request's prompt that are used, at most those of the window."""
+        if request.used is None:
+            tokens = request.prompt[-self._window :]
+            request.used = Prompt(tokens, request.settings.adapter)
+        return request.used
+
+    def _kept(self, prompt: Prompt, pages: Pages) -> int:
         """Return how many of the prompt's first tokens a replica keeps."""
         return len(pages.find(prompt)) * pages.pool.page
 

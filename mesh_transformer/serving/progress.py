@@ -1,7 +1,6 @@
 """Requests to the engine, and what it delivers: tokens, with logprobs, in updates on requests."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mesh_transformer.generation.sampling_settings import SamplingOptions
-from mesh_transformer.serving.pages import of_adapter
+from mesh_transformer.serving.pages import Prompt
 
 
 class Token(NamedTuple):
@@ -91,6 +90,7 @@ class Request:
       chunks: whether the prompt is inserted in chunks, once it has a row.
       filled: number of prompt tokens in the row's cache.
       cached: number of prompt tokens whose keys and values were not computed for this request.
+      used: the tokens of the prompt that `Prefiller` puts into a row, once it has seen the request.
     """
 
     prompt: np.ndarray
@@ -109,16 +109,12 @@ class Request:
     chunks: bool = False
     filled: int = 0
     cached: int = 0
+    used: Prompt | None = None
 
     @property
     def reads_only(self) -> bool:
         """Whether the next call for this request reads its prompt, and needs no batch row."""
         return self.score or self.embed
-
-    @functools.cached_property
-    def named(self) -> np.ndarray:
-        """The prompt and the number of its adapter, for `Prefiller`."""
-        return of_adapter(self.prompt, self.settings.adapter)
 
 
 def part_of(chosen: Any, index: Any) -> Any:

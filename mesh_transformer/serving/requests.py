@@ -39,12 +39,13 @@ from mesh_transformer.serving.messages import conversation
 from mesh_transformer.serving.prefill import ALTERNATIVES
 from mesh_transformer.util import InputError, brief
 
-BODY_BYTES = 2**21  # maximum size of a body
+# Maximum size of a body: this, or so many bytes per token of the context if that is more.
+BODY_BYTES, TOKEN_BYTES = 2**21, 16
 BODY_SECONDS = 20.0  # maximum time for a body to arrive
 # Maximum number of texts, lists and objects in a body.  Making more of them takes long, and stops
 # all other threads.
 MOST_VALUES = 2**15
-# A body larger than `BODY_BYTES` is still read up to this size, and discarded.  If the connection
+# A larger body than allowed is still read up to this size, and discarded.  If the connection
 # were closed while the client is still sending, the client could not read the error.
 DRAINED_BYTES = 2**26
 
@@ -106,12 +107,15 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def read_json(request: Request) -> bytes:
+async def read_json(request: Request, context: int) -> bytes:
     """Return the raw body of a request with the content type application/json.
 
+    Args:
+      context: number of tokens of the model's context.
+
     Raises:
-      ApiError: with status 415 for another content type, 413 for a body of more than `BODY_BYTES`,
-        or 408 for a body that takes longer than `BODY_SECONDS` to arrive.
+      ApiError: with status 415 for another content type, 413 for a body that is too large, or 408
+        for one that takes longer than `BODY_SECONDS` to arrive.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
@@ -121,22 +125,22 @@ async def read_json(request: Request) -> bytes:
             415,
             f"Content-Type: found {brief(media) or 'none'}, expected application/json",
         )
-    body, size = bytearray(), 0
+    body, size, most = bytearray(), 0, max(BODY_BYTES, TOKEN_BYTES * context)
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
-                if size <= BODY_BYTES:
+                if size <= most:
                     body += part
-                elif size > DRAINED_BYTES:
+                elif size > max(DRAINED_BYTES, 2 * most):
                     break
     except TimeoutError:
         raise ApiError(
             408,
             f"the body did not arrive within {BODY_SECONDS:.0f} seconds; send the request again",
         ) from None
-    if size > BODY_BYTES:
-        raise ApiError(413, f"the body is longer than {BODY_BYTES} bytes; send a shorter one")
+    if size > most:
+        raise ApiError(413, f"the body is longer than {most} bytes; send a shorter one")
     return bytes(body)
 
 

@@ -60,7 +60,7 @@ class Service:
     Args:
       names: the names that requests may choose, each with the number of its adapter, 0 for none.
         The first name is the default.
-      most_tokens: maximum number of tokens per answer.
+      most_tokens: maximum number of tokens per answer, as far as the engine has room for them.
       template: renders conversations; None for a model that cannot chat.
       any_name: whether all other names mean the model without an adapter.
       ends: {number of an adapter: the `end_tokens` of its config}, for those whose config has some.
@@ -86,7 +86,9 @@ class Service:
         self.words = TokenTexts(tokenizer, engine.network.config)
         own = end_tokens(tokenizer, None)
         self.words.ends_of = {number: own | frozenset(ids) for number, ids in ends.items()}
-        self.most_tokens = most_tokens
+        window, room = engine.network.config.window, engine.room
+        self.context = window if room is None else min(window, room)
+        self.most_tokens = most_tokens if room is None else min(most_tokens, room - 1)
         self.template = template
         if template is not None and template.thinks:
             self.words.special = without_marks(self.words.special)
@@ -182,8 +184,7 @@ class Service:
             raise ApiError(400, message, param="messages") from None
         prompt = await self.tokens(text, length or 1, "messages", special=False)
         if length is None:
-            window = self.engine.network.config.window
-            most = longest_text(self.engine.network.config) or window
+            most = longest_text(self.engine.network.config) or self.context
             length = max(1, min(self.most_tokens, most - len(prompt)))
         form = await self._formats.format(body.response_format)
         continued = body.messages[-1]["content"] if body.continue_final_message else ""
@@ -228,7 +229,9 @@ class Service:
         """
         length = body.length or min(ORIGINAL_LENGTH, self.most_tokens)
         self._check_length(length, "length")
-        window = self.engine.network.config.window
+        window = self.context
+        if self.engine.room is not None:
+            window = min(window, self.engine.room - length)
         tokens = await self._encoded(body.context[-window * self.words.longest :])
         prompt = self._checked(tokens[-window:], length)
         seed = answer_seed(body.seed, 0)
@@ -297,15 +300,19 @@ class Service:
                 f"{config.n_vocab} tokens; use the model's own tokenizer",
                 param=param,
             )
-        longest = longest_text(config)
-        if longest is not None and len(tokens) + length > longest:
-            raise ApiError(
-                400,
-                f"{param}: {len(tokens)} tokens and {length} for the answer, but this model allows "
-                f"at most {longest} together; shorten the {param} or the answer",
-                param=param,
-                code="context_length_exceeded",
-            )
+        limits = {
+            "this model allows": longest_text(config),
+            "the server's cache has room for": self.engine.room if length else None,
+        }
+        for whose, longest in limits.items():
+            if longest is not None and len(tokens) + length > longest:
+                raise ApiError(
+                    400,
+                    f"{param}: {len(tokens)} tokens and {length} for the answer, but {whose} at "
+                    f"most {longest} together; shorten the {param} or the answer",
+                    param=param,
+                    code="context_length_exceeded",
+                )
         return np.array(tokens, np.int32)
 
 

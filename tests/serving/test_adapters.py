@@ -10,7 +10,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.generation.pool import Pool
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import transformer
-from mesh_transformer.serving.pages import Pages, of_adapter
+from mesh_transformer.serving.pages import Pages, Prompt
 from mesh_transformer.util import InputError
 
 pytest_plugins = ["tests.support.live_fixtures"]
@@ -77,10 +77,10 @@ def test_kept_beginnings_belong_to_one_adapter(live):
 
 def test_the_keys_of_different_adapters_differ():
     pages, tokens = Pages(Pool(9, 2), 8), np.array([3, 1, 4, 1, 5, 9])
-    pages.keep(pages.add_row(tokens, 8), of_adapter(tokens, 1))
-    assert len(pages.find(of_adapter(tokens, 1))) == 2
-    for other in (tokens, of_adapter(tokens, 0), of_adapter(tokens, 2), of_adapter(tokens, 2**20)):
-        assert pages.find(other) == []
+    pages.keep(pages.add_row(Prompt(tokens, 1), 8), Prompt(tokens, 1), 0, 6)
+    assert len(pages.find(Prompt(tokens, 1))) == 2
+    for other in (0, 2, 2**20):
+        assert pages.find(Prompt(tokens, other)) == []
 
 
 def test_names_are_parsed_and_must_differ(monkeypatch, capsys):

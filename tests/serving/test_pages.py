@@ -10,7 +10,7 @@ from mesh_transformer.generation.batch import MOST_STEPS
 from mesh_transformer.generation.generator import SMALLEST_CACHE
 from mesh_transformer.generation.pool import Chunks, Pool, Storage
 from mesh_transformer.generation.sampling import sampler_settings
-from mesh_transformer.serving.pages import NoPageError, Pages
+from mesh_transformer.serving.pages import NoPageError, Pages, Prompt
 from mesh_transformer.transformer_shard import CausalTransformer
 from tests.generation.test_decode import (
     EVERYWHERE,
@@ -36,10 +36,11 @@ def insert_in_parts(batch, number, prompt, parts, pages, **options):
     Returns:
       The pages of the row, the first token and all calls' parts.
     """
-    row = pages.add_row(prompt, len(prompt) + options["length"])
+    named = Prompt(prompt)
+    row = pages.add_row(named, len(prompt) + options["length"])
     begin, calls = 0, []
     while begin < len(prompt):
-        begin = pages.share(row, prompt, begin)
+        begin = pages.share(row, named, begin)
         end = min(begin + parts, len(prompt))
         chosen = batch.insert(
             [number],
@@ -47,10 +48,10 @@ def insert_in_parts(batch, number, prompt, parts, pages, **options):
             options["length"] if end == len(prompt) else 1,
             options["settings"],
             alternatives=options["alternatives"],
-            chunks=pages.insertion(row, prompt[:end], begin, is_last=end == len(prompt)),
+            chunks=pages.insertion(row, named, begin, end),
         )
         calls.append((begin, end))
-        pages.keep(row, prompt[:end])
+        pages.keep(row, named, begin, end)
         begin = end
     pages.end_prompt(row)
     return row, chosen, calls
@@ -135,20 +136,21 @@ def test_pages_hold_the_tokens_of_their_rows(seed):
     shared = shared_by_wrapped = refused = 0
     for _ in range(300):
         prompt = rng.integers(0, 2, rng.integers(1, slots + 1))
+        named = Prompt(prompt)
         positions = len(prompt) + int(rng.integers(0, 6))
-        while pages.needed(prompt, positions) > pages.available:
+        while pages.needed(named, positions) > pages.available:
             with pytest.raises(NoPageError):
-                pages.add_row(prompt, positions)
+                pages.add_row(named, positions)
             refused += 1
             pages.remove_row(rows.pop(int(rng.integers(len(rows))))[0])
-        expected = pages.available - pages.needed(prompt, positions)
-        row = pages.add_row(prompt, positions)
+        expected = pages.available - pages.needed(named, positions)
+        row = pages.add_row(named, positions)
         assert pages.available == expected
         # Some prompts are inserted in two calls, the first of which ends anywhere.
         begin = 0
         for end in sorted({int(rng.integers(1, len(prompt) + 1)), len(prompt)}):
-            filled = pages.share(row, prompt, begin)
-            chunk = pages.insertion(row, prompt[:end], filled, is_last=end == len(prompt))
+            filled = pages.share(row, named, begin)
+            chunk = pages.insertion(row, named, filled, end)
             assert chunk.restored_PG is not None
             assert chunk.kept_PG is not None
             if filled > begin:  # the ring is filled with the pages before
@@ -169,7 +171,7 @@ def test_pages_hold_the_tokens_of_their_rows(seed):
             # What is written from here on belongs to no other row, and is not kept.
             for at in range(begin, end):
                 contents[int(row.prompt_J[at // size]), at % size] = prompt[at]
-            pages.keep(row, prompt[:end])
+            pages.keep(row, named, begin, end)
             begin = end
         for at in range(len(prompt)):  # what is not in the row's own pages is copied there
             contents[int(row.page_J[at // size]), at % size] = contents[
@@ -198,14 +200,14 @@ def test_the_least_recently_used_pages_are_given_away():
     pages = Pages(Pool(pages=4, page=2), 8)
 
     def insert(*prompt):
-        tokens = np.array(prompt)
+        tokens = Prompt(np.array(prompt))
         row = pages.add_row(tokens, len(prompt))
         pages.share(row, tokens, 0)
-        pages.keep(row, tokens)
+        pages.keep(row, tokens, 0, len(prompt))
         pages.remove_row(row)
 
     def kept(*prompt):
-        return len(pages.find(np.array([*prompt, 0])))
+        return len(pages.find(Prompt(np.array([*prompt, 0]))))
 
     insert(1, 1, 2, 2)
     insert(3, 3, 4, 4)
@@ -218,10 +220,10 @@ def test_the_least_recently_used_pages_are_given_away():
 
 
 def test_pages_are_neither_shared_nor_kept_if_not_wanted():
-    prompt, pages = np.arange(8), Pages(Pool(pages=4, page=2), 8, keep=False)
+    prompt, pages = Prompt(np.arange(8)), Pages(Pool(pages=4, page=2), 8, keep=False)
     row = pages.add_row(prompt, 12)
     assert pages.available == 0
-    pages.keep(row, prompt)
+    pages.keep(row, prompt, 0, 8)
     assert pages.find(prompt) == []
     pages.remove_row(row)
     assert pages.available == 4
