@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from mesh_transformer.config import Config
 from mesh_transformer.generation.sampling_settings import SamplingOptions
@@ -100,11 +101,14 @@ def measure(args: argparse.Namespace, engine: Engine) -> None:
         engine.submit([long.request])
         # When each quarter of the prompt was computed.
         ends = [began]
+        bar = tqdm(total=args.prompt, unit="token", desc="long prompt", file=sys.stderr)
         while not long.ended.wait(0.005):
+            bar.update(long.request.filled - bar.n)
             while len(ends) <= QUARTERS and long.request.filled * QUARTERS >= (
                 args.prompt * len(ends)
             ):
                 ends.append(time.perf_counter())
+        bar.close()
         ended = time.perf_counter()
         for client in clients:
             engine.cancel(client.request)

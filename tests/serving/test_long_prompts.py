@@ -137,7 +137,7 @@ def test_layers_with_rings_do_not_use_host_memory():
     config = small_config(
         seq=512, sliding_window=32, sliding_layers=[0], attention_window=None, pe="rotary"
     )
-    with pytest.raises(InputError, match="--host-cache .* sliding window apart; leave it out"):
+    with pytest.raises(InputError, match=r"--host-cache .* sliding window apart; leave it out"):
         Engine(network_of(config), Metrics(4), rows=4, host_bytes=1)
 
 
