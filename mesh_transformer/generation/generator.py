@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.calls import Call
@@ -282,6 +283,29 @@ def _identical(one: Sequence[Array | None] | None, other: list[Array]) -> bool:
     return one is not None and list(map(id, one)) == list(map(id, other))
 
 
+def check_memory(state: Any, tokens: int, mesh: Mesh) -> None:
+    """Check that the devices have memory for a batch, if they say how much they have.
+
+    Args:
+      state: the shapes of the batch's arrays.
+      tokens: number of tokens that each replica's pool has room for.
+
+    Raises:
+      InputError: if they have not; it says how many tokens fit.
+    """
+    memory = mesh.local_devices[0].memory_stats() or {}
+    if not {"bytes_limit", "bytes_in_use"} <= memory.keys():
+        return
+    free = memory["bytes_limit"] - memory["bytes_in_use"]
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / mesh.size
+    if needed > free:
+        raise InputError(
+            f"a cache of {tokens:,} tokens needs {needed / 2**30:.2f} GiB per device, and "
+            f"{free / 2**30:.2f} are free, which about {int(tokens * free / needed):,} tokens fit "
+            "in; lower --cache-tokens"
+        )
+
+
 class DeviceBatch:
     """The rows of a `Batch` in this process, and their keys and values on the devices."""
 
@@ -298,7 +322,10 @@ class DeviceBatch:
             check_kernel(generator.config, generator.layout.mesh, call.rows, call.guesses, pool)
         slots = bucket(1, SMALLEST_CACHE, self._most_slots) if pool is None else self._most_slots
         empty = generator.empty(self._storage, drafts=self._drafts)
-        self._state: DecodeState = empty(self._size * generator.rows.dp, slots, pool)
+        create = functools.partial(empty, self._size * generator.rows.dp, slots, pool)
+        if pool is not None:
+            check_memory(jax.eval_shape(create), pool.pages * pool.page, generator.layout.mesh)
+        self._state: DecodeState = create()
 
     def run(self, call: Call[Any]) -> Any:
         """Run a call of the batch; its rows are those of this process."""

@@ -519,11 +519,11 @@ class TransformerLayer(hk.Module):
         new = new.like(cache)
         if table is not None and table.copied_BJ is not None:
             cache = paged.write_part(cache, new, table.page_BJ, context.slots)
+            # Read after all is written, so that the cache need not be copied.
+            cache = paged.copy_pages(cache, table.page_BJ, table.copied_BJ)
             if exact is not None:
-                y_BTHK = attended(paged.rows_in_pages(cache, table.page_BJ))
-            else:
-                y_BTHK = paged.attend(q_BTHK, cache, table, self._chunk_bias(context), cap)
-            return y_BTHK, paged.copy_pages(cache, table.page_BJ, table.copied_BJ)
+                return attended(paged.rows_in_pages(cache, table.page_BJ)), cache
+            return paged.attend(q_BTHK, cache, table, self._chunk_bias(context), cap), cache
         if table is not None and self.config.paged_attention == "pallas":
             return paged.write_and_attend(q_BTHK, cache, new, context.slots, table, self.par, cap)
         if table is not None:

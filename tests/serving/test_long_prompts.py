@@ -1,6 +1,9 @@
 """Long prompts beside short ones: their memory, the time they take, and where they are kept."""
 
 import hashlib
+import re
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.generation import forward, texts
+from mesh_transformer.generation.generator import check_memory
 from mesh_transformer.generation.sampling_settings import SamplingOptions
 from mesh_transformer.model import block_attention, paged
 from mesh_transformer.model.attention import causal_bias
@@ -26,26 +30,33 @@ def value_of(metrics, name):
     return metrics.registry.get_sample_value(f"mesh_transformer_{name}")
 
 
-def test_a_chunk_holds_scores_of_some_slots_only():
+def test_a_chunk_holds_scores_of_some_slots_only_and_copies_no_cache():
     """The scores and the mask of a chunk of 256 tokens over 65,536 slots would be 64 MiB each."""
     queries, slots, size = 256, 65536, 16
-    shapes = (1, queries, 1, 8), (slots // size, 1, size, 8), (1, slots // size)
-    q, kv, table = (jax.ShapeDtypeStruct(x, t) for x, t in zip(shapes, "ffi", strict=True))
+    kv_shape = (slots // size, 1, size, 8)
+    table_1J = jax.ShapeDtypeStruct((1, slots // size), "int32")
+    q, new = (jax.ShapeDtypeStruct(x, "f") for x in ((1, queries, 1, 8), (1, 1, queries, 8)))
+    kv = jax.ShapeDtypeStruct(kv_shape, "f")
 
-    def run(q_BTHK, k_LHCK, v_LHCK, page_BJ, begin):
-        positions_1T = begin + jnp.arange(queries)[None]
-        used_1 = jnp.full(1, begin + queries)
-
+    def run(cache, new, q_BTHK, page_1J, copied_1J, begin):
         def bias(slot_1S):
-            return causal_bias(positions_1T, slot_1S, slots)
+            return causal_bias(begin + jnp.arange(queries)[None], slot_1S, slots)
 
-        cache, table = LayerCache(k_LHCK, v_LHCK), paged.Table(page_BJ, used_1)
-        return paged.attend(q_BTHK, cache, table, bias)
+        table = paged.Table(page_1J, jnp.full(1, begin + queries), copied_1J)
+        cache = paged.write_part(cache, new, page_1J, begin[None])
+        cache = paged.copy_pages(cache, page_1J, copied_1J)
+        return paged.attend(q_BTHK, cache, table, bias), cache
 
+    arguments = LayerCache(kv, kv), LayerCache(new, new), q, table_1J, table_1J
     begin = jax.ShapeDtypeStruct((), "int32")
-    memory = jax.jit(run).lower(q, kv, kv, table, begin).compile().memory_analysis()
+    compiled = jax.jit(run, donate_argnums=0).lower(*arguments, begin).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
+    assert text is not None
     assert memory.temp_size_in_bytes < 4 * 2**20
+    cache = f"f32[{','.join(map(str, kv_shape))}]"
+    assert cache in text
+    assert not [line for line in text.splitlines() if re.search(r" copy\(", line) and cache in line]
 
 
 def test_each_token_of_a_prompt_is_hashed_once(monkeypatch):
@@ -159,6 +170,23 @@ def test_what_the_cache_has_no_room_for_is_refused_at_once():
     enough = Engine(network_of(small_config(seq=512)), Metrics(4), rows=4, cache_tokens=512)
     assert enough.room is None
     enough.submit([request(150, 10**6)])
+
+
+def test_a_cache_that_devices_have_no_memory_for_is_refused_with_what_fits():
+    memory = {"bytes_limit": 2**30, "bytes_in_use": 2**29}
+    device = types.SimpleNamespace(memory_stats=lambda: memory)
+    mesh: Any = types.SimpleNamespace(local_devices=[device], size=4)
+    state = {"k": jax.ShapeDtypeStruct((2**19, 512), "float32")}  # 1 GiB on 4 devices
+    check_memory(state, 2**19, mesh)
+    memory["bytes_in_use"] += 3 * 2**27
+    message = (
+        "a cache of 524,288 tokens needs 0.25 GiB per device, and 0.12 are free, which about "
+        "262,144 tokens fit in; lower --cache-tokens"
+    )
+    with pytest.raises(InputError, match=message):
+        check_memory(state, 2**19, mesh)
+    memory.clear()
+    check_memory(state, 2**19, mesh)
 
 
 @pytest.mark.parametrize("sliding", [False, True])
