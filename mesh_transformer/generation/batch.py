@@ -138,7 +138,7 @@ class WritePages(BatchCall):
     """See `Batch.write_pages`."""
 
     pages: np.ndarray
-    contents: Any
+    contents: list[np.ndarray]
 
 
 class Batch:
@@ -282,14 +282,14 @@ class Batch:
         """Make `rows` idle, so that they generate no more tokens."""
         self.left[np.asarray(rows, np.intp)] = 0
 
-    def read_pages(self, pages: Sequence[int]) -> Any:
-        """Return copies of pages of the pool, as numpy arrays whose first axis is that of `pages`.
+    def read_pages(self, pages: Sequence[int]) -> list[np.ndarray]:
+        """Return copies of pages of the pool: of each array of the cache those with these numbers.
 
         The batch must have one replica, no layers with rings, and all its devices in one process.
         """
         return self._run(ReadPages(np.array(pages, np.int32)))
 
-    def write_pages(self, pages: Sequence[int], contents: Any) -> None:
+    def write_pages(self, pages: Sequence[int], contents: list[np.ndarray]) -> None:
         """Replace the contents of pages of the pool by what `read_pages` has returned for others.
 
         Negative page numbers stand for pages that are not written.

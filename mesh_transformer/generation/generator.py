@@ -340,10 +340,13 @@ class DeviceBatch:
                 return self._generator.cause(self._weights)
             case ReadPages():
                 caches = self._state.caches, self._state.draft_caches
-                return jax.tree.map(np.asarray, programs.read_pages(caches, call.pages))
+                return [
+                    np.asarray(x) for x in jax.tree.leaves(programs.read_pages(caches, call.pages))
+                ]
             case WritePages():
                 caches = self._state.caches, self._state.draft_caches
-                own, draft = programs.write_pages(caches, call.pages, call.contents)
+                contents = jax.tree.unflatten(jax.tree.structure(caches), call.contents)
+                own, draft = programs.write_pages(caches, call.pages, contents)
                 self._state = self._state._replace(caches=own, draft_caches=draft)
                 return None
         raise TypeError(f"a batch does not run {type(call).__name__}")

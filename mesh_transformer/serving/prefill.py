@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 
 from mesh_transformer.generation.pool import (
@@ -115,7 +114,6 @@ class Prefiller:
                 "window apart; leave it out"
             )
         self._together = max(CHUNK // pool.page, 1)  # pages that are copied to or from it together
-        self._caches: Any = None  # the structure of what is copied
         self._in_rows: dict[int, Row] = {}  # the pages of each row that is in use
         self.batch = network.batch(rows, pool, guesses)
 
@@ -311,9 +309,11 @@ class Prefiller:
         Returns:
           Whether there were any.
         """
+        if self._host is None:
+            return False
         own, prompt, size = self._in_rows[request.row], self._used(request), self.pool.page
         begin = self.share(request)
-        if self._host is None or not own.shares or begin % size:
+        if not own.shares or begin % size:
             return False
         first = begin // size
         last = min(first + self._together, (len(prompt) - 1) // size)
@@ -325,8 +325,8 @@ class Prefiller:
         pages = own.prompt_J[first : first + len(keys)].tolist()
         self._spill(pages)
         contents += contents[:1] * (self._together - len(keys))
-        arrays = map(np.stack, zip(*contents, strict=True))
-        self.batch.write_pages(self._filled(pages), jax.tree.unflatten(self._caches, arrays))
+        arrays = [np.stack(x) for x in zip(*contents, strict=True)]
+        self.batch.write_pages(self._filled(pages), arrays)
         end = begin + len(keys) * size
         self._pages[0].keep(own, prompt, begin, end)
         self._metrics.restored_tokens.inc(end - begin)
@@ -342,9 +342,9 @@ class Prefiller:
         keys = {page: given.pop(page) for page in pages if page in given}
         new = [page for page, key in keys.items() if key not in self._host]
         for part in (new[at : at + together] for at in range(0, len(new), together)):
-            leaves, self._caches = jax.tree.flatten(self.batch.read_pages(self._filled(part)))
+            contents = self.batch.read_pages(self._filled(part))
             for at, page in enumerate(part):
-                self._host.put(keys[page], [x[at].copy() for x in leaves])
+                self._host.put(keys[page], [x[at].copy() for x in contents])
             self._metrics.spilled_tokens.inc(len(part) * self.pool.page)
 
     def _filled(self, pages: list[int]) -> list[int]:
@@ -404,7 +404,7 @@ class Prefiller:
         # slow once would not be used, and thus not be timed, for as long as requests run.
         for times in (self._seconds, self._slopes):
             for wider in times:
-                if wider > width in times:
+                if wider > width and times.get(width):
                     times[wider] = min(times[wider], times[width] * wider / width)
 
     def _insert(

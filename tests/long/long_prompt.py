@@ -25,6 +25,7 @@ from mesh_transformer.serving.progress import Progress
 from mesh_transformer.transformer_shard import CausalTransformer
 
 SHORT_PROMPT, LONG_ANSWER = 64, 16
+RUNNING = 8000  # tokens of short answers that run all the time; they are cancelled
 QUARTERS = 4  # of the long prompt, for each of which the times are reported
 
 
@@ -91,7 +92,7 @@ def measure(args: argparse.Namespace, engine: Engine) -> None:
     beside: list[list[np.ndarray]] = [[] for _ in range(QUARTERS)]
     after: list[np.ndarray] = []
     for number in range(args.rounds):
-        clients = short_clients(args, args.seq)  # which never end by themselves
+        clients = short_clients(args, RUNNING)
         engine.submit([client.request for client in clients])
         while min(len(client.times) for client in clients) < 2 + args.deliveries:
             time.sleep(0.1)
@@ -197,7 +198,7 @@ def main() -> None:
     print(f"weights: {memory():.2f} GiB of memory")
     rows = args.short + 1
     if args.only != "answers":
-        tokens = args.seq + rows * 2048
+        tokens = args.seq + rows * (RUNNING + SHORT_PROMPT)
         engine = Engine(network, Metrics(rows), rows=rows, kept_tokens=0, cache_tokens=tokens)
         pool = engine._prefiller._pages[0].pool
         state = abstract_rows(network._generator.layout, rows, pool)
@@ -207,7 +208,7 @@ def main() -> None:
             break  # the second one is for logprobs
         # A long prompt needs those for chunks and for a single prompt.
         for _, compile_program in engine._prefiller.programs():
-            if compile_program.args[1] in (None, 1):
+            if compile_program.args[1] in (None, 1) or compile_program.args[0] == SHORT_PROMPT:
                 compile_program()
         print(f"seconds per chunk: {engine._prefiller._seconds}, {engine._prefiller._slopes}")
         print(f"pool and programs: {memory():.2f} GiB of memory", flush=True)

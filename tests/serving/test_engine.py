@@ -23,6 +23,7 @@ from mesh_transformer.serving.engine import (
     Token,
 )
 from mesh_transformer.serving.metrics import Metrics
+from mesh_transformer.serving.pages import Prompt
 from mesh_transformer.serving.prefill import ALTERNATIVES, PREFILL_TOKENS
 from mesh_transformer.serving.speculation import Speculation
 from mesh_transformer.transformer_shard import CausalTransformer
@@ -580,7 +581,10 @@ def test_a_request_waits_if_another_of_its_turn_takes_what_it_was_to_share():
     insert(0, running, 32)  # its answer is written over two pages, so it has these twice at first
     insert(1, ended, 1)
     prefiller.release([1])
-    assert prefiller._rows_for([other, running], [120, 192], [1, 2, 3], True) == [1, 2]
+    assert prefiller._rows_for([Prompt(other), Prompt(running)], [120, 192], [1, 2, 3], True) == [
+        1,
+        2,
+    ]
     both = [Client(other, 20).request, Client(running, 32).request]
     assert prefiller.place(both, [1, 2, 3], chunks=True) == [1]
     prefiller.release([1])

@@ -27,7 +27,7 @@ from tests.support.mixes import ROWS, answers
 
 
 def value_of(metrics, name):
-    return metrics.registry.get_sample_value(f"mesh_transformer_{name}")
+    return metrics.registry.get_sample_value(f"mesh_transformer_{name}") or 0.0
 
 
 def test_a_chunk_holds_scores_of_some_slots_only_and_copies_no_cache():
