@@ -530,7 +530,10 @@ class TransformerLayer(hk.Module):
             cache = paged.write(cache, new, table.page_BJ, context.slots)
             if exact is not None:
                 return attended(paged.rows_in_pages(cache, table.page_BJ)), cache
-            return paged.attend(q_BTHK, cache, table, bias_BHTS, cap), cache
+            # The compiler can split rows over dp together, but not one after the other.
+            by_rows = self.par.dp == 1 or "dp" in self.par.axes
+            y_BTHK = paged.attend(q_BTHK, cache, table, bias_BHTS, cap, by_rows=by_rows)
+            return y_BTHK, cache
         if context.rows is not None:
             cache = write_chunk(cache, new, context.rows, context.slots)
             # The rows are read after they were written, so that the cache need not be copied.

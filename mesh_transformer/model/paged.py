@@ -168,6 +168,8 @@ def attend(
     table: Table,
     bias: Array | Callable[[Array], Array],
     cap: float | None = None,
+    *,
+    by_rows: bool = False,
 ) -> Array:
     """Compute softmax attention of T queries over the slots of each row, as [B, T, H, K].
 
@@ -182,7 +184,34 @@ def attend(
       bias: as for `attention.attend`, where S is J * C.  Or a function from the numbers of some
         slots [1, S] to the bias of these, so that there is never one of all slots.
       cap: see `attention.capped`.
+      by_rows: whether to read, on CPUs, no more slots of a row than it has.  Otherwise, and on
+        other devices, rows are read together, as many slots of each as the longest one has.
     """
+
+    def alone(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> Array:
+        def row(own: tuple[Array, Array, Array, Array]) -> Array:
+            q_1THK, page_1J, used_1, bias_1HTS = (x[None] for x in own)
+            return _attend(q_1THK, cache, Table(page_1J, used_1), bias_1HTS, cap)[0]
+
+        return jax.lax.map(row, (q_BTHK, table.page_BJ, table.used_B, bias_BHTS))
+
+    def together(q_BTHK: Array, cache: LayerCache, table: Table, bias_BHTS: Array) -> Array:
+        return _attend(q_BTHK, cache, table, bias_BHTS, cap)
+
+    if callable(bias) or len(q_BTHK) == 1 or not by_rows:
+        return _attend(q_BTHK, cache, table, bias, cap)
+    bias = jnp.broadcast_to(bias, (len(q_BTHK), *bias.shape[1:]))
+    return jax.lax.platform_dependent(q_BTHK, cache, table, bias, cpu=alone, default=together)
+
+
+def _attend(
+    q_BTHK: Array,
+    cache: LayerCache,
+    table: Table,
+    bias: Array | Callable[[Array], Array],
+    cap: float | None,
+) -> Array:
+    """Compute `attend` for all rows together: as many slots of each row as the longest one has."""
     page_BJ, size = table.page_BJ, cache.k_BHSK.shape[2]
     places = page_BJ.shape[1]
     together = min(slots_together(len(q_BTHK), size) // size, places)

@@ -92,6 +92,9 @@ def test_attention_in_pages_is_that_of_rows(queries, in_8_bits, limit, monkeypat
     longer = table._replace(used_B=jnp.full(ROWS, SLOTS))
     # Slots that are masked add exactly 0.
     assert_equal(paged.attend(q_BTHK, cache, longer, bias_BHTS), actual)
+    by_rows = paged.attend(q_BTHK, cache, table, bias_BHTS, by_rows=True)
+    np.testing.assert_allclose(by_rows, expected, atol=2e-6)
+    assert_equal(paged.attend(q_BTHK, cache, longer, bias_BHTS, by_rows=True), by_rows)
 
 
 @pytest.mark.parametrize(("group", "cap"), [(1, None), (3, 5.0)])
