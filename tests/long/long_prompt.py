@@ -1,6 +1,6 @@
 """Serves short requests while a long prompt is computed beside them.
 
-`python -m tests.long.long_prompt` takes about 20 minutes on 2 cores.  It reports the time between
+`python -m tests.long.long_prompt` takes some minutes on 2 free cores.  It reports the time between
 two deliveries of the short answers without and with the long prompt, in turn, and the memory.  Then
 all answers must equal those of a server that has no other request, which `fixed_shapes` promises.
 """
