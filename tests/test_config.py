@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mesh_transformer.checkpoint.state_tree import check_same_model
+from mesh_transformer.checkpoint.state_tree import check_same_model, check_same_run
 from mesh_transformer.config import Config
 from mesh_transformer.model import transformer
 from mesh_transformer.util import InputError
@@ -325,6 +325,18 @@ def test_only_a_window_smaller_than_seq_must_match_the_model():
     for expected, actual in ((config, narrow), (narrow, config)):
         with pytest.raises(InputError, match=r"^there: its model has attention_window \d+, but "):
             check_same_model(expected, actual.as_dict(), "there")
+
+
+def test_rotary_scaling_may_be_added_to_a_model_but_not_left_out_or_changed_in_a_run():
+    plain = Config(**SMALL)
+    scaled = plain.replace(seq=32, rotary_scaling=LINEAR)
+    check_same_model(scaled, plain.as_dict(), "there")
+    with pytest.raises(InputError, match=r"^there: its model has rotary_scaling {.*, but .* None"):
+        check_same_model(plain, scaled.as_dict(), "there")
+    check_same_run(scaled, scaled.as_dict(), "there")
+    for one, other in ((plain, scaled), (scaled, plain)):
+        with pytest.raises(InputError, match=r"^there.* rotary_scaling .*; "):
+            check_same_run(one, other.as_dict(), "there")
 
 
 def test_the_model_is_what_its_keys_say():

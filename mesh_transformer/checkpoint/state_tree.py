@@ -33,6 +33,8 @@ def check_same_model(config: Config, saved: dict[str, Any], where: str) -> None:
         free |= {"pe_rotary_dims", "rotary_pairs"}
     if all(c.window == c.seq for c in (config, saved_config)):
         free.add("attention_window")  # by default all of seq, which may change from run to run
+    if config.rotary_scaling is not None:
+        free.add("rotary_scaling")  # of a longer window than that of the saved weights
     keys = differing_keys(saved_config, config, free)
     # If only the new config has adapters, the saved weights become their base model.  If only the
     # saved one has them, they are merged into their base model.
@@ -61,6 +63,11 @@ def check_same_run(config: Config, saved: dict[str, Any], where: str) -> None:
     check_same_model(config, saved, where)
     saved_config = Config.from_dict(saved, f"{where}: saved config")
     advice = "choose another model folder, and give this checkpoint as --tune-model-path"
+    if saved_config.rotary_scaling != config.rotary_scaling:
+        raise InputError(
+            f"{where} was saved by a run with rotary_scaling {saved_config.rotary_scaling}, but "
+            f"the config has {config.rotary_scaling}; change it back, or {advice}"
+        )
     if config.lora_rank and config.frozen_bits != saved_config.frozen_bits:
         raise InputError(
             f"{where} was saved by a run with frozen_bits {saved_config.frozen_bits}, but the "

@@ -1,6 +1,7 @@
 """Command-line flags shared by several commands, and their conversion to configs and options."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -276,6 +277,22 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, Config | None]:
     if "tokenizer" in changes:  # it brings a template of its own
         changes = {"chat_template": None} | changes
     return args.model_path, Source(args.model_path).config.replace(**changes)
+
+
+def check_output(args: argparse.Namespace, *names: str) -> None:
+    """Raise InputError if a flag's file, if it is given, could not be written after the work.
+
+    Args:
+      names: the names of the flags, without hyphens.
+    """
+    from mesh_transformer.storage.access import check_bucket, is_uri
+
+    for name in names:
+        if path := getattr(args, name):
+            check_bucket(path)
+            folder = os.path.dirname(path) or "."
+            if not is_uri(folder) and not os.access(folder, os.W_OK):
+                raise InputError(f"--{name} {path}: {folder} is no folder to write to; create it")
 
 
 def add_key_arguments(parser: argparse.ArgumentParser):

@@ -4,11 +4,10 @@ import argparse
 import functools
 import json
 import operator
-import os
 import re
 from typing import Any
 
-from mesh_transformer.cli.arguments import model_arguments, model_parser
+from mesh_transformer.cli.arguments import check_output, model_arguments, model_parser
 from mesh_transformer.cli.machines import add_host_arguments, running_model
 from mesh_transformer.evaluation.harness import DEFAULT_TASKS, Harness, write
 from mesh_transformer.util import InputError
@@ -88,16 +87,8 @@ def main() -> None:
     path, config = model_arguments(args)
 
     from mesh_transformer.checkpoint.source import Source
-    from mesh_transformer.storage.access import check_bucket, is_uri
 
-    if args.output:
-        check_bucket(args.output)
-        folder = os.path.dirname(args.output) or "."
-        if not is_uri(folder) and not os.access(folder, os.W_OK):  # not after hours
-            raise InputError(
-                f"--output {args.output}: {folder} is no folder to write to; create it"
-            )
-
+    check_output(args, "output")
     model = path if config else Source(path)
     model_config = config or Source.of(model).config
     names = args.tasks.split(",") if args.tasks else model_config.eval_harness_tasks

@@ -22,6 +22,7 @@ COMMANDS = {
     "sample": "sample",
     "serve": "serve",
     "eval": "evaluate",
+    "long-context": "long_context",
     "answers": "answers",
     "score": "score",
     "convert": "convert",

@@ -18,7 +18,7 @@ from mesh_transformer.data.record_set import check_preferences, check_tokenizer
 from mesh_transformer.data.tokenizer import bytes_of_tokens, load_tokenizer
 from mesh_transformer.evaluation import harness
 from mesh_transformer.generation.finite import check_finite
-from mesh_transformer.network import TrainableNetwork
+from mesh_transformer.network import Network, TrainableNetwork
 from mesh_transformer.util import InputError, InterruptedWorkError
 
 POSITIONS = "val_position/"  # the beginning of the names of metrics by position
@@ -121,7 +121,7 @@ HEADING = (
 
 
 def open_set(
-    network: TrainableNetwork, source: Any, *, reference: bool = False
+    network: Network, source: Any, *, reference: bool = False
 ) -> TFRecordNewInputs | InOrder:
     """Open a validation set, to be read once in its order.
 
@@ -135,7 +135,7 @@ def open_set(
     if not isinstance(source, str):
         return InOrder(source, config.seq, rows, document_end(config))
     check_tokenizer(source, config.tokenizer)
-    if network.objective is None:
+    if getattr(network, "objective", None) is None:  # only a `TrainableNetwork` may have one
         check_preferences(source, config)
     return TFRecordNewInputs(
         source,
@@ -149,7 +149,7 @@ def open_set(
     )
 
 
-def batch_size(network: TrainableNetwork) -> int:
+def batch_size(network: Network) -> int:
     """Return the number of sequences per validation batch, a multiple of the number of replicas."""
     replicas = network.config.replicas(network.dp)
     rows = network.batch_size // replicas
@@ -171,10 +171,11 @@ def pad_batch(sample: dict[str, np.ndarray], size: int) -> dict[str, np.ndarray]
 
 
 def score(
-    network: TrainableNetwork,
+    network: Network,
     source: Any,
     *,
     bytes_of: np.ndarray | None = None,
+    by_position: bool = False,
     show: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Scores:
@@ -183,6 +184,7 @@ def score(
     Args:
       source: the validation set; see `open_set`.
       bytes_of: the number of bytes of each token id's text, [n_vocab]; None: bytes are not counted.
+      by_position: whether to count losses by position, as with `config.val_by_position`.
       show: whether to show a progress bar.
       stopped: function that is called before each batch; if it returns True, scoring ends.
 
@@ -190,7 +192,8 @@ def score(
       InterruptedWorkError: if `stopped` returns True.
     """
     config = network.config
-    scores = Scores(by_position=np.zeros((2, RANGES)) if config.val_by_position else None)
+    by_position = by_position or config.val_by_position
+    scores = Scores(by_position=np.zeros((2, RANGES)) if by_position else None)
     pending: deque[tuple[dict[str, np.ndarray], dict[str, Any]]] = deque()
     name = source if isinstance(source, str) else "validation"
     with contextlib.closing(open_set(network, source)) as batches:
