@@ -47,6 +47,7 @@ def forward(
     x_BTD = parts["embed"].apply(weights["embed"], tokens_BT, context.positions_BT)
     filled = []
     caches = caches or (None,) * config.layers
+    attends: Any = {name: getattr(context, name) for name in ("attend", "sliding_attend")}
 
     # Jitted, so that layers of one kind are traced once.  The compiler inlines each call.
     @functools.partial(jax.jit, static_argnames="is_sliding")
@@ -55,13 +56,14 @@ def forward(
     ) -> tuple[Array, Cache]:
         assert context.values is not None
         values = context.values._replace(is_sliding=np.bool_(is_sliding))
-        return parts["layers"].apply(layer, x_BTD, context._replace(values=values), cache)
+        whole = context._replace(values=values, **attends)
+        return parts["layers"].apply(layer, x_BTD, whole, cache)
 
     for layer, values, cache in zip(weights["layers"], layer_values(config), caches, strict=True):
         layer = matrices.after(x_BTD, layer)
         own = ring_context if isinstance(cache, RingCache) else context
         assert own is not None
-        own = own._replace(values=values)
+        own = own._replace(values=values, attend=None, sliding_attend=None)
         y_BTD, cache = run(layer, x_BTD, own, cache, is_sliding=bool(values.is_sliding))
         x_BTD = par.by_rows(jnp.add)(x_BTD, y_BTD)
         filled.append(cache)
@@ -92,7 +94,7 @@ def context_of(
     attend = sliding_attend = None
     if key_positions_BS is None:
         length, key_positions_BS = positions_BT.shape[1], positions_BT
-        if length > LONG and config.pe != "t5" and par.exact is None:
+        if length > LONG and config.pe != "t5" and par.exact is None and par.cp == 1:
             attend = attend_function(config, par, length, None)
             sliding_attend = attend_function(config, par, length, None, window)
     bias_BHTS, sliding_BHTS = causal_bias(positions_BT, key_positions_BS, config.window), None

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_transformer.config import Config
 from mesh_transformer.config_model import Model
 from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import lora, matrices, transformer
 from mesh_transformer.model.lora import Adapter
@@ -171,6 +172,10 @@ class WeightLayout(Layout):
             if bits == 4:
                 declared = weight_declarations(self.config.merged())[part]
                 matrices.check_groups(declared, self.par.shards, "weight_bits")
+
+    def parallel(self, **choices: Any) -> Parallel:
+        # For whole texts of more than `LONG` tokens; see `forward.context_of`.
+        return super().parallel(attention="blocks", **choices)
 
     @functools.cached_property
     def specs(self) -> Weights:

@@ -13,7 +13,7 @@ import pytest
 from mesh_transformer.generation import forward, texts
 from mesh_transformer.generation.generator import check_memory
 from mesh_transformer.generation.sampling_settings import SamplingOptions
-from mesh_transformer.model import block_attention, paged
+from mesh_transformer.model import attention, block_attention, paged
 from mesh_transformer.model.attention import causal_bias
 from mesh_transformer.model.cache import LayerCache
 from mesh_transformer.serving import pages
@@ -192,7 +192,7 @@ def test_a_cache_that_devices_have_no_memory_for_is_refused_with_what_fits():
 @pytest.mark.parametrize("sliding", [False, True])
 def test_long_texts_are_scored_in_blocks_and_parts(monkeypatch, sliding):
     changes = {"sliding_window": 20, "sliding_layers": [1]} if sliding else {}
-    config = small_config(seq=128, attention="blocks", **changes)
+    config = small_config(seq=128, **changes)
     tokens = np.random.default_rng(0).integers(0, config.n_vocab, (2, 97))
     lengths = np.array([96, 50])
 
@@ -205,7 +205,15 @@ def test_long_texts_are_scored_in_blocks_and_parts(monkeypatch, sliding):
     for module in (forward, texts):
         monkeypatch.setattr(module, "LONG", 32)
     monkeypatch.setattr(block_attention, "BLOCK", 16)
+    computed = []
+
+    def attend_in_blocks(*args):
+        computed.append(args[0])
+        return block_attention.attend_in_blocks(*args)
+
+    monkeypatch.setattr(attention, "attend_in_blocks", attend_in_blocks)
     results_of_parts, other = results()
+    assert set(computed) == ({20, 128} if sliding else {128})
     # Sums of up to 96 terms in f32, in another order.
     np.testing.assert_allclose(results_of_parts.logprob, whole.logprob, atol=2e-5)
     np.testing.assert_allclose(results_of_parts.top_logprob, whole.top_logprob, atol=2e-5)
