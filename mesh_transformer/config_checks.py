@@ -319,7 +319,8 @@ def _check_context(c: Any) -> None:
         sizes += f" and virtual_mesh {c.virtual_mesh}"
     if cp % c.context_parallel:
         raise InputError(
-            f"{sizes}, whose cp ({cp}) context_parallel does not divide; set it to [dp, cp, mp]"
+            f"{sizes}, whose cp ({cp}) context_parallel does not divide; set virtual_mesh to "
+            f"[dp, cp, mp] with a cp that is a multiple of {c.context_parallel}"
         )
     if c.tpu_size % c.replica_devices:
         raise InputError(
@@ -333,22 +334,25 @@ def _check_context(c: Any) -> None:
             f"{sizes}, and seq {c.seq} is not a multiple of {c.position_multiple}, the number of "
             "parts of a sequence; change one of them"
         )
-    divides = c.query_heads % cp == 0
+    heads = -(-c.n_heads // c.shards)  # of a shard
+    divides = heads % cp == 0
     if c.context_attention == "all_to_all" and not divides:
         raise InputError(
-            f"{sizes}, and context_attention is all_to_all, but a shard has {c.query_heads} heads, "
+            f"{sizes}, and context_attention is all_to_all, but a shard has {heads} heads, "
             f"not divisible by {cp}; set context_attention to ring"
         )
     ring = c.context_attention == "ring" or not divides
     unsupported = c.attention == "xla" or (ring and c.attention not in ("auto", "blocks"))
-    excluded = {
-        "attention": c.attention if unsupported else None,
-        "pe": "t5" if c.pe == "t5" else None,
-        "exact": c.exact,
-    }
-    for key, value in excluded.items():
-        if value:
-            raise InputError(f"{sizes}, which excludes {key}, but it is {value}; unset one")
+    if unsupported:
+        remedy = "auto" if not divides else "auto, or context_attention to all_to_all"
+        remedy = "auto" if c.attention == "xla" else remedy
+        raise InputError(
+            f"{sizes}, which excludes attention {c.attention}; set attention to {remedy}"
+        )
+    if c.pe == "t5":
+        raise InputError(f"{sizes}, but pe is t5, whose bias is not split; use another pe")
+    if c.exact:
+        raise InputError(f"{sizes}, but exact is true; unset one of them")
 
 
 def _check_length_buckets(c: Any) -> None:
@@ -358,6 +362,16 @@ def _check_length_buckets(c: Any) -> None:
     if not ascending or any(n % multiple for n in lengths):
         kind = f" multiples of {multiple}" if multiple > 1 else " numbers"
         raise InputError(f"{problem}, expected ascending{kind} from 1 to seq ({c.seq})")
+    if c.objective is not None and c.separate_documents:
+        raise InputError(
+            f"objective is {c.objective}, but separate_documents is true, which is for plain text; "
+            "unset one"
+        )
+    if c.objective is not None and not c.has_rollouts and c.val_by_position:
+        raise InputError(
+            f"objective is {c.objective}, but val_by_position is true, which is for losses of "
+            "tokens; unset one"
+        )
     if lengths and c.hosts_read:
         raise InputError(
             f"{problem}, but hosts_read is true, so that no host sees all sequences of a batch; "

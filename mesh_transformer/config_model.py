@@ -113,11 +113,6 @@ class Architecture:
         """Number of shards of the model, on which `copies_key_heads` and one norm depend."""
         return 1
 
-    @property
-    def query_heads(self) -> int:
-        """Number of attention heads of a shard, including padding."""
-        return -(-self.n_heads // self.shards)
-
     def has_bias(self, matrix: str) -> bool:
         """Return whether each layer's matrix with this name, such as "q", has a bias."""
         assert self.biases is not None

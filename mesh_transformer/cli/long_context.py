@@ -145,14 +145,14 @@ def main() -> None:
     source = args.perplexity and long_context.text_or_records(tokenizer, args.perplexity)
     losses: dict[str, float] = {}
     with running_model(args, model, config) as network:
-        rows = long_context.accuracies(network, tokenizer, cells, args.questions, args.seed)
-        if rows:
-            print(table(rows))
-        if source is not None:
+        if source is not None:  # first, as questions take longer than errors should
             scores = validation.score(network, source, by_position=True, show=True)
             metrics = scores.position_metrics("text").items()
             losses = {name.rpartition("/")[2]: loss for name, loss in metrics}
             print(f"{validation.HEADING}\n{scores.row('perplexity')}")
+        rows = long_context.accuracies(network, tokenizer, cells, args.questions, args.seed)
+        if rows:
+            print(table(rows))
     if args.output:
         results = {"seed": args.seed, "accuracy": rows, "loss": losses}
         files.write_text(args.output, json.dumps(results, indent=2) + "\n")

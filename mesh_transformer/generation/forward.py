@@ -94,9 +94,10 @@ def context_of(
     attend = sliding_attend = None
     if key_positions_BS is None:
         length, key_positions_BS = positions_BT.shape[1], positions_BT
-        if length > LONG and config.pe != "t5" and par.exact is None and par.cp == 1:
-            attend = attend_function(config, par, length, None)
-            sliding_attend = attend_function(config, par, length, None, window)
+        if length > LONG and config.pe != "t5" and par.exact is None:
+            whole = par.without_cp()
+            attend = attend_function(config, whole, length, None)
+            sliding_attend = attend_function(config, whole, length, None, window)
     bias_BHTS, sliding_BHTS = causal_bias(positions_BT, key_positions_BS, config.window), None
     if config.sliding_window is not None:
         sliding_BHTS = causal_bias(positions_BT, key_positions_BS, window)

@@ -297,7 +297,8 @@ def check_memory(state: Any, tokens: int, mesh: Mesh) -> None:
     if not {"bytes_limit", "bytes_in_use"} <= memory.keys():
         return
     free = memory["bytes_limit"] - memory["bytes_in_use"]
-    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / mesh.size
+    parts = mesh.size // mesh.shape.get("cp", 1)  # devices along cp hold the same
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / parts
     if needed > free:
         raise InputError(
             f"a cache of {tokens:,} tokens needs {needed / 2**30:.2f} GiB per device, and "

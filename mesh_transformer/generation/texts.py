@@ -90,16 +90,18 @@ def score(
         top_logprob_BTN = top_BTN - top_BTN[..., :1] - log_sum_BT[..., None]
         return Chosen(following_BT, -loss_BT, token_BTN.astype(jnp.uint32), top_logprob_BTN)
 
-    if following_BT.shape[1] <= LONG or following_BT.shape[1] % LONG:
+    length = following_BT.shape[1]
+    if length <= LONG:
         return scored(x_BTD, following_BT)
 
     def split(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, -length % LONG), *((0, 0),) * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(len(x), -1, LONG, *x.shape[2:]), 1, 0)
 
     # A part after the other, because the logits of a long text take more memory than all else.
     parts = jax.lax.map(lambda part: scored(*part), (split(x_BTD), split(following_BT)))
     return jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 1).reshape(*following_BT.shape, *x.shape[3:]), parts
+        lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length], parts
     )
 
 

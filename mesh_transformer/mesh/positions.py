@@ -18,8 +18,10 @@ class Positions(abc.ABC):
       cp: number of devices that the positions of each sequence are split over.
       mp: size of the mesh axis mp; 1 if the compiler partitions over mp.
       shards: size of the mesh axis mp, also if the compiler partitions over mp.
+      axes: the mesh axes over which collectives are explicit.
     """
 
+    axes: tuple[str, ...]
     cp: int
     mp: int
     shards: int
@@ -112,6 +114,12 @@ class Positions(abc.ABC):
         """Return a copy for code whose arrays have all positions, though cp splits others."""
         par = copy.copy(self)
         par.cp = 1
+        return par
+
+    def without_cp(self) -> Self:
+        """Return a copy for code whose arrays are equal on all devices along cp."""
+        par = self.with_whole_positions()
+        par.axes = tuple(axis for axis in self.axes if axis != "cp")
         return par
 
     def shift(self, x: Any, distance: int) -> Any:

@@ -30,7 +30,7 @@ from mesh_transformer.mesh.accelerators import Device
 from mesh_transformer.mesh.parallel import Axes, Parallel
 from mesh_transformer.model.block_attention import ATTENDED, MASKED, attend_in_blocks, capped
 from mesh_transformer.model.cache import LayerCache
-from mesh_transformer.model.heads import Heads
+from mesh_transformer.model.heads import Heads, query_heads
 from mesh_transformer.model.layer_values import frequencies
 from mesh_transformer.util import InputError
 
@@ -246,7 +246,8 @@ def is_ring(config: Model, device: Device, cp: int) -> bool:
     """
     if config.context_attention is not None:
         return config.context_attention == "ring"
-    return config.query_heads % cp > 0 or _whole_backend(config, device) in ("xla", "blocks")
+    heads = query_heads(config, config.shards)
+    return heads % cp > 0 or _whole_backend(config, device) in ("xla", "blocks")
 
 
 def _whole_backend(config: Model, device: Device) -> str:

@@ -14,7 +14,7 @@ divisor of H), N blocks, T queries of a block, S keys of a block, K head size.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +54,23 @@ def block_length(length: int, cp: int = 1) -> int:
             f"which no block of {KEYS} to {most} tokens divides; use a multiple of {2 * cp * KEYS}"
         )
     return size
+
+
+def check_lengths(lengths: Iterable[int], cp: int, *, drops: bool) -> None:
+    """Check that a ring of `cp` devices can have sequences of some lengths.
+
+    Args:
+      drops: whether attention has dropout.
+
+    Raises:
+      InputError: if it cannot.
+    """
+    for length in lengths:
+        if block_length(length, cp) % KEYS and drops:
+            raise InputError(
+                f"dropout_attention with context_parallel {cp} requires sequences that are a "
+                f"multiple of {2 * cp * KEYS} tokens, but they have {length}"
+            )
 
 
 class Pair(NamedTuple):
@@ -226,11 +243,8 @@ class _Blocks:
     ):
         self.length = q_BLHK.shape[1]
         self.size = block_length(self.length * par.cp, par.cp)
-        if key_BH is not None and par.cp > 1 and self.size % KEYS:
-            raise InputError(
-                f"dropout_attention with context_parallel {par.cp} requires sequences that are a "
-                f"multiple of {2 * par.cp * KEYS} tokens, but they have {self.length * par.cp}"
-            )
+        if par.cp > 1:
+            check_lengths([self.length * par.cp], par.cp, drops=key_BH is not None)
         self.q = self.split(jnp.moveaxis(q_BLHK, 2, 1))
         self.texts = None if text is None else self.split(text[:, None])
         self.key_BH = key_BH

@@ -386,6 +386,7 @@ class Engine:
     def _start_over(self) -> None:
         """Create a new batch and compile all programs; on failure, stop the engine permanently."""
         try:
+            del self._prefiller.batch  # the devices may not have memory for two
             self._prefiller = self._new_prefiller()
             self.warm_up()  # restarted hosts have no compiled programs
         except Exception as failure:  # any error must be reported to the waiting clients

@@ -145,14 +145,18 @@ class HostPages:
         return self._contents[key]
 
     def put(self, key: bytes, arrays: list[np.ndarray]) -> None:
-        """Add the contents of a page that is not there."""
+        """Add the contents of a page, unless they are there."""
+        if key in self._contents:
+            self._contents.move_to_end(key)
+            return
         size = sum(x.nbytes for x in arrays)
-        while self._contents and self.bytes + size > self._most:
+        if size > self._most:
+            return
+        while self.bytes + size > self._most:
             _, dropped = self._contents.popitem(last=False)
             self.bytes -= sum(x.nbytes for x in dropped)
-        if size <= self._most:
-            self._contents[key] = arrays
-            self.bytes += size
+        self._contents[key] = arrays
+        self.bytes += size
 
 
 class Pages:

@@ -113,6 +113,8 @@ class Prefiller:
                 "--host-cache supports neither several replicas nor layers that store a sliding "
                 "window apart; leave it out"
             )
+        if host_bytes and not keep:
+            raise InputError("--host-cache needs kept beginnings; leave out --prefix-cache 0")
         self._together = max(CHUNK // pool.page, 1)  # pages that are copied to or from it together
         self._in_rows: dict[int, Row] = {}  # the pages of each row that is in use
         self.batch = network.batch(rows, pool, guesses)
@@ -276,7 +278,8 @@ class Prefiller:
         began = time.perf_counter()
         prompts = [self._used(request) for request in requests]
         for request in requests:
-            self._spill(self._in_rows[request.row].page_J.tolist())
+            own = self._in_rows[request.row]
+            self._spill([*own.prompt_J.tolist(), *own.page_J.tolist()])
         chosen = self._insert(
             [request.row for request in requests],
             prompts,

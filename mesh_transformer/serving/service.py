@@ -184,8 +184,9 @@ class Service:
             raise ApiError(400, message, param="messages") from None
         prompt = await self.tokens(text, length or 1, "messages", special=False)
         if length is None:
-            most = longest_text(self.engine.network.config) or self.context
-            length = max(1, min(self.most_tokens, most - len(prompt)))
+            longest = longest_text(self.engine.network.config) or self.context
+            room = min(longest, self.context) - len(prompt)
+            length = max(1, min(self.most_tokens, room))
         form = await self._formats.format(body.response_format)
         continued = body.messages[-1]["content"] if body.continue_final_message else ""
         new = functools.partial(self.template.reasoning, text, continued)

@@ -29,6 +29,7 @@ from mesh_transformer.mesh.program import Layout, compiler_options
 from mesh_transformer.mesh.virtual import on_every_device
 from mesh_transformer.model import matrices, transformer
 from mesh_transformer.model.attention import attention_backend, is_ring
+from mesh_transformer.model.block_attention import check_lengths
 from mesh_transformer.model.casts import to_bf16, to_f32
 from mesh_transformer.model.dropout import sequence_keys
 from mesh_transformer.model.loss import Teacher, loss_weights, losses, train_loss
@@ -117,6 +118,9 @@ class StateLayout(Layout):
         if self.config.frozen_bits == 4:
             layers = transformer.declarations(self.config)["layers"]
             matrices.check_groups(layers, self.par.shards, "frozen_bits")
+        if (cp := self.par.cp) > 1 and self.attention_choices["ring"]:
+            drops = self.config.dropout_attention > 0
+            check_lengths((self.config.seq, *self.config.length_buckets), cp, drops=drops)
         if not self.config.zero:
             return
         dp = self.par.dp

@@ -141,7 +141,9 @@ def test_host_memory_is_limited():
     host.put(b"2", arrays[2])
     assert (b"0" in host, b"1" in host, b"2" in host, host.bytes) == (True, False, True, 80)
     host.put(b"3", [np.zeros(30, np.int32)])  # more than there is room for
-    assert (b"3" in host, host.bytes) == (False, 0)
+    assert (b"3" in host, host.bytes) == (False, 80)
+    host.put(b"2", arrays[3])  # it is there
+    assert (host.get(b"2")[0][0], host.bytes) == (2, 80)
 
 
 def test_layers_with_rings_do_not_use_host_memory():
@@ -150,6 +152,11 @@ def test_layers_with_rings_do_not_use_host_memory():
     )
     with pytest.raises(InputError, match=r"--host-cache .* sliding window apart; leave it out"):
         Engine(network_of(config), Metrics(4), rows=4, host_bytes=1)
+
+
+def test_host_memory_needs_kept_beginnings():
+    with pytest.raises(InputError, match="leave out --prefix-cache 0"):
+        Engine(network_of(small_config()), Metrics(4), rows=4, kept_tokens=0, host_bytes=1)
 
 
 def test_what_the_cache_has_no_room_for_is_refused_at_once():
@@ -175,7 +182,7 @@ def test_what_the_cache_has_no_room_for_is_refused_at_once():
 def test_a_cache_that_devices_have_no_memory_for_is_refused_with_what_fits():
     memory = {"bytes_limit": 2**30, "bytes_in_use": 2**29}
     device = types.SimpleNamespace(memory_stats=lambda: memory)
-    mesh: Any = types.SimpleNamespace(local_devices=[device], size=4)
+    mesh: Any = types.SimpleNamespace(local_devices=[device], size=8, shape={"dp": 2, "cp": 2, "mp": 2})
     state = {"k": jax.ShapeDtypeStruct((2**19, 512), "float32")}  # 1 GiB on 4 devices
     check_memory(state, 2**19, mesh)
     memory["bytes_in_use"] += 3 * 2**27

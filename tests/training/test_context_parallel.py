@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.generation import forward, texts
 from mesh_transformer.mesh.devices import make_mesh
 from mesh_transformer.model import block_attention, dropout
 from mesh_transformer.performance.hlo import Collective, parse
@@ -211,7 +212,27 @@ def test_checkpoints_are_loaded_onto_other_meshes(tmp_path: Path) -> None:
         np.testing.assert_allclose(other.logits(tokens), expected, rtol=0, atol=1e-4)
 
 
+def test_generation_holds_no_scores_of_whole_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices along cp repeat the work; beyond `LONG` tokens, attention is that of blocks."""
+    tokens = np.random.default_rng(0).integers(0, 128, (2, 41))
+    results = []
+    for cp, partitioning, long in ((1, "shard_map", 99), (2, "shard_map", 16), (2, "jit", 16)):
+        for module in (forward, texts):
+            monkeypatch.setattr(module, "LONG", long)
+        sizes = {"context_parallel": cp, "cores_per_replica": 2, "tpu_size": 2 * cp}
+        config = config_of(**sizes, partitioning=partitioning)
+        network = CausalTransformer(config, devices=jax.devices()[: config.tpu_size])
+        results.append(np.asarray(network.score(tokens, 3).logprob))
+    for actual in results[1:]:  # f32 sums in another order
+        np.testing.assert_allclose(actual, results[0], rtol=0, atol=1e-5)
+
+
 def test_other_lengths_are_refused() -> None:
+    with pytest.raises(InputError, match="sequences of 2036 tokens have chunks of 509"):
+        CausalTransformer(
+            config_of(seq=4096, context_parallel=2, length_buckets=[2036]),
+            devices=jax.devices()[:2],
+        )
     network = CausalTransformer(config_of(context_parallel=2), devices=jax.devices()[:2])
     with pytest.raises(InputError, match="sequences have 30 tokens, not a multiple of twice"):
         network.logits(np.zeros((1, 30), np.uint32))
@@ -224,9 +245,9 @@ def test_other_lengths_are_refused() -> None:
         ({"context_parallel": 2, "tpu_size": 3}, "tpu_size 3 is not divisible by its product"),
         (
             {"context_parallel": 4, "attention": "splash", "context_attention": "ring"},
-            "which excludes attention, but it is splash",
+            "which excludes attention splash; set attention to auto, or context_attention",
         ),
-        ({"context_parallel": 2, "pe": "t5"}, "which excludes pe, but it is t5"),
+        ({"context_parallel": 2, "pe": "t5"}, "but pe is t5, whose bias is not split"),
         (
             {"context_parallel": 4, "context_attention": "all_to_all", "cores_per_replica": 4},
             "a shard has 2 heads, not divisible by 4; set context_attention to ring",
@@ -236,7 +257,7 @@ def test_other_lengths_are_refused() -> None:
             {"context_parallel": 2, "virtual_mesh": [2, 1]},
             "whose cp .1. context_parallel does not divide",
         ),
-        ({"context_parallel": 2, "exact": True}, "which excludes exact"),
+        ({"context_parallel": 2, "exact": True}, "but exact is true"),
     ],
 )
 def test_what_is_not_supported_is_refused(changes: dict[str, Any], words: str) -> None:
