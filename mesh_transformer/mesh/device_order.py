@@ -101,7 +101,8 @@ class Grid:
         for outer, inner in ((self.sizes, replica), (replica, block), (block, (1,) * len(block))):
             places = np.array(_ring(tuple(np.floor_divide(outer, inner)))) * inner
             chips = (chips[:, None] + places).reshape(-1, len(self.sizes))
-        return self.chips[tuple(chips.T)].reshape(-1)
+        index: tuple[Any, ...] = tuple(chips.T)
+        return self.chips[index].reshape(-1)
 
     def hops(self, devices: np.ndarray) -> dict[str, Hops]:
         """Return the hops over each axis of a mesh with these devices, [dp, mp] or [dp, cp, mp]."""
