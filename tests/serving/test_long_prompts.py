@@ -182,7 +182,9 @@ def test_what_the_cache_has_no_room_for_is_refused_at_once():
 def test_a_cache_that_devices_have_no_memory_for_is_refused_with_what_fits():
     memory = {"bytes_limit": 2**30, "bytes_in_use": 2**29}
     device = types.SimpleNamespace(memory_stats=lambda: memory)
-    mesh: Any = types.SimpleNamespace(local_devices=[device], size=8, shape={"dp": 2, "cp": 2, "mp": 2})
+    mesh: Any = types.SimpleNamespace(
+        local_devices=[device], size=8, shape={"dp": 2, "cp": 2, "mp": 2}
+    )
     state = {"k": jax.ShapeDtypeStruct((2**19, 512), "float32")}  # 1 GiB on 4 devices
     check_memory(state, 2**19, mesh)
     memory["bytes_in_use"] += 3 * 2**27
