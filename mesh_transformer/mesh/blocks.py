@@ -133,7 +133,7 @@ class Blocks:
         return Value(jnp.moveaxis(_unmerged(x, at, self.blocks[axis]), at, axes.index(axis)), axes)
 
     def shift(self, value: Value, params: dict[str, Any]) -> Value:
-        """Run the primitive `ppermute`, for the pairs of `Parallel.shift`."""
+        """Run the primitive `ppermute`, for the pairs of `Positions.shift`."""
         (axis,), pairs = axis_names(params), params["perm"]
         size, devices = self.blocks[axis], self.devices[axis]
         distance = pairs[0][1] - pairs[0][0]

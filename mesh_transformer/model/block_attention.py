@@ -36,7 +36,7 @@ def block_length(length: int, cp: int = 1) -> int:
     """Return the number of positions of a block, for sequences of a length.
 
     Args:
-      cp: the number of devices that split the positions, in two chunks each (`Parallel.cut`).
+      cp: the number of devices that split the positions, in two chunks each (`Positions.cut`).
         Blocks then divide the chunks.
 
     Raises:

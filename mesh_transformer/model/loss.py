@@ -211,7 +211,7 @@ def _head_and_input(
 ) -> tuple[Callable[[Array], Array], Array]:
     """Return the output head, from normed x_BTD to f32 logits_BTV, and the normed x_BTD.
 
-    These are of this device's positions (see `Parallel.cut`).
+    These are of this device's positions (see `Positions.cut`).
     """
     dropout = None if key_B is None else Dropout(key_B)
     x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT, dropout)

@@ -297,7 +297,7 @@ def residual_stream(
     """Return the residual stream x_BTD before the last norm, at this device's positions.
 
     Args:
-      tokens_BT: the tokens of whole sequences (see `Parallel.cut`).
+      tokens_BT: the tokens of whole sequences (see `Positions.cut`).
       segments_BT: see `logits`.
       dropout: the microbatch's random numbers; None for no dropout.
     """

@@ -318,7 +318,8 @@ class Pages:
         """Keep the complete pages of a prompt that a row now holds.
 
         Args:
-          begin, end: the positions whose keys and values were computed; see `insertion`.
+          begin: the first position whose keys and values were computed; see `insertion`.
+          end: the end of these positions.
         """
         self._end_restoring(row)
         for page, key in reversed(row.kept):  # the later ones are useless without those before
