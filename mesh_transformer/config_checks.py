@@ -362,16 +362,6 @@ def _check_length_buckets(c: Any) -> None:
     if not ascending or any(n % multiple for n in lengths):
         kind = f" multiples of {multiple}" if multiple > 1 else " numbers"
         raise InputError(f"{problem}, expected ascending{kind} from 1 to seq ({c.seq})")
-    if c.objective is not None and c.separate_documents:
-        raise InputError(
-            f"objective is {c.objective}, but separate_documents is true, which is for plain text; "
-            "unset one"
-        )
-    if c.objective is not None and not c.has_rollouts and c.val_by_position:
-        raise InputError(
-            f"objective is {c.objective}, but val_by_position is true, which is for losses of "
-            "tokens; unset one"
-        )
     if lengths and c.hosts_read:
         raise InputError(
             f"{problem}, but hosts_read is true, so that no host sees all sequences of a batch; "
@@ -472,6 +462,16 @@ def _check_objective(c: Any) -> None:
         )
     if c.has_rollouts and c.reward is None:
         raise InputError("objective is grpo, but reward is null; set it to FILE.py:FUNCTION")
+    if c.objective is not None and c.separate_documents:
+        raise InputError(
+            f"objective is {c.objective}, but separate_documents is true, which is for plain text; "
+            "unset one"
+        )
+    if c.objective is not None and not c.has_rollouts and c.val_by_position:
+        raise InputError(
+            f"objective is {c.objective}, but val_by_position is true, which is for losses of "
+            "tokens; unset one"
+        )
 
 
 def typed(key: str, value: Any, annotation: Any) -> Any:

@@ -129,11 +129,13 @@ class Network:
       config: the config, as a `Config`.
       dp: number of data-parallel replicas; each holds the same number of batch rows.
       batch_size: number of sequences per microbatch, summed over all replicas.
+      objective: see `TrainableNetwork.set_objective`; None for a network that does not train.
     """
 
     config: Config
     dp: int
     batch_size: int
+    objective: Callable[[Any], Any] | None = None
 
     def run(self, call: Call[Result]) -> Result:
         """Run a call, and return its result."""
@@ -374,11 +376,9 @@ class TrainableNetwork(Network):
       step: number of completed optimizer updates.
       notice: the event that announces the shutdown of a host's machine, such as "host 1 received
         SIGTERM"; "" if there is none.
-      objective: see `set_objective`.
     """
 
     step: int
-    objective: Callable[[Any], Any] | None = None
     notice: str = ""
     noise_batches: tuple[int, int]
     peak_flops: float | None

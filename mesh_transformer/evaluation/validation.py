@@ -135,7 +135,7 @@ def open_set(
     if not isinstance(source, str):
         return InOrder(source, config.seq, rows, document_end(config))
     check_tokenizer(source, config.tokenizer)
-    if getattr(network, "objective", None) is None:  # only a `TrainableNetwork` may have one
+    if network.objective is None:
         check_preferences(source, config)
     return TFRecordNewInputs(
         source,

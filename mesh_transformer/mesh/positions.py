@@ -75,8 +75,8 @@ class Positions(abc.ABC):
         x = x.reshape(B, self.cp, 2, T // (2 * self.cp), *x.shape[2:])
         return jnp.concatenate((x[:, :, 0], x[:, ::-1, 1]), axis=1).reshape(B, T, *x.shape[4:])
 
-    def _in_turn(self, x: Array) -> Array:
-        """Undo `_in_order`."""
+    def _by_device(self, x: Array) -> Array:
+        """Undo `_in_order`: return the positions of one device after those of another."""
         B, T = x.shape[:2]
         x = x.reshape(B, 2, self.cp, T // (2 * self.cp), *x.shape[2:])
         return jnp.stack((x[:, 0], x[:, 1, ::-1]), axis=2).reshape(B, T, *x.shape[4:])
@@ -100,7 +100,7 @@ class Positions(abc.ABC):
         """Undo `heads_for_positions`."""
         B, T, H = x.shape[:3]
         shards = self.shards // self.mp
-        x = self._in_turn(x).reshape(B, T, shards, -1, *x.shape[3:])
+        x = self._by_device(x).reshape(B, T, shards, -1, *x.shape[3:])
         x = lax.all_to_all(self.shard(x, "dp", None, "mp"), "cp", 1, 3, tiled=True)
         return x.reshape(B, T // self.cp, H * self.cp, *x.shape[4:])
 

@@ -55,7 +55,7 @@ def virtual_mesh(shape: Sequence[int]) -> AbstractMesh:
 
 
 def _axes(shape: Sequence[int]) -> Axes:
-    """Return the axes of a virtual mesh, of which cp may be missing."""
+    """Return the axes of a virtual mesh, which may lack cp."""
     return AXES if len(shape) == len(AXES) else ("dp", "mp")
 
 

@@ -42,7 +42,7 @@ from mesh_transformer.performance.roofline import (
     estimate,
     traffic_of,
 )
-from mesh_transformer.performance.topology import Slice, mesh_of
+from mesh_transformer.performance.topology import Slice, format_mesh, mesh_of
 from mesh_transformer.training import step
 from mesh_transformer.training.distillation import teacher_layout
 from mesh_transformer.training.objectives import Head, head_of
@@ -127,9 +127,9 @@ class Plan:
     def setting(self) -> str:
         """The mesh, batch size and other settings of the plan, as one line of text."""
         return (
-            f"{format_mesh(self)}, {self.partitioning}, ZeRO {self.zero}, remat {self.remat}, "
-            f"{'sharded' if self.shard_activations else 'whole'} activations, loss "
-            f"in chunks of {self.loss_chunk}, batch {self.per_replica_batch} per replica x "
+            f"{format_mesh(self.dp, self.cp, self.mp)}, {self.partitioning}, ZeRO {self.zero}, "
+            f"remat {self.remat}, {'sharded' if self.shard_activations else 'whole'} activations, "
+            f"loss in chunks of {self.loss_chunk}, batch {self.per_replica_batch} per replica x "
             f"{self.accumulation} microbatches"
         )
 
@@ -178,11 +178,6 @@ class Plan:
             f"{self.peak_bytes / plain.peak_bytes:.2f} of the memory{more}, and "
             f"{min(ratios):.2f} to {max(ratios):.2f} of the time"
         )
-
-
-def format_mesh(plan: "Plan | DecodePlan") -> str:
-    """Format the sizes of a plan's mesh as text."""
-    return f"dp {plan.dp} x {f'cp {plan.cp} x ' if plan.cp > 1 else ''}mp {plan.mp}"
 
 
 def format_memory(state: int, peak: int, limit: int, *, fits: bool) -> str:
@@ -443,7 +438,8 @@ class DecodePlan:
         weights = f"{self.weight_bits}-bit weights" if self.weight_bits else "weights"
         cache = "8-bit cache" if self.int8_cache else "cache"
         lines = [
-            f"{self.topology}: {self.devices} devices, {format_mesh(self)}, generation of "
+            f"{self.topology}: {self.devices} devices, "
+            f"{format_mesh(self.dp, self.cp, self.mp)}, generation of "
             f"{self.rows} rows with {self.cache_length} positions each"
             + (f", in pages for {self.cache_tokens} per replica" if self.cache_tokens else "")
             + (f", {self.guesses} guesses per step" if self.guesses else ""),

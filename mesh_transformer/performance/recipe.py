@@ -32,7 +32,7 @@ from mesh_transformer.performance.analytic import (
     estimate_step,
     memory_bytes,
 )
-from mesh_transformer.performance.topology import LocalDevices, Slice
+from mesh_transformer.performance.topology import LocalDevices, Slice, format_mesh
 from mesh_transformer.util import InputError
 
 TOKENS_PER_PARAMETER = 20
@@ -310,8 +310,7 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
         f"data: {corpus.sequences:,} sequences of {corpus.seq} tokens, "
         f"{_millions(request.tokens)} in all",
         reason,
-        f"batch: {sequences} sequences per step, on {device.name} as dp {dp} x "
-        f"{f'cp {cp} x ' if cp > 1 else ''}mp {mp}; "
+        f"batch: {sequences} sequences per step, on {device.name} as {format_mesh(dp, cp, mp)}; "
         f"at least {needed} per device",
         f"steps: {steps}{limit}; an epoch is {epoch:.1f} steps, so these are {steps / epoch:.2f} "
         "epochs",

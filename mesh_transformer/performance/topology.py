@@ -218,6 +218,11 @@ def mesh_of(config: Config, slice_: Slice) -> Mesh:
     return slice_.mesh(mp, cp)
 
 
+def format_mesh(dp: int, cp: int, mp: int) -> str:
+    """Format the sizes of a mesh as text."""
+    return f"dp {dp} x {f'cp {cp} x ' if cp > 1 else ''}mp {mp}"
+
+
 def local_devices(name: str) -> LocalDevices | None:
     """Return the devices named by `cpu`, `cpu-<N>` or `gpu`; None for any other name.
 

@@ -33,9 +33,7 @@ class Prompt:
 
     def __init__(self, tokens: np.ndarray, adapter: int = 0):
         self.tokens = tokens
-        self._keys = [
-            adapter.to_bytes(8, "little")
-        ]  # the key of the end of no page, and of each page
+        self._keys = [adapter.to_bytes(8, "little")]  # of no pages, then of each page
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -104,7 +102,7 @@ class KeptPages:
         return pages
 
     def end_read(self, pages: Sequence[int]) -> None:
-        """Let pages that `read` returned be given away."""
+        """Let pages that `read` returned be evicted."""
         self._readers.subtract(pages)
 
     def take(self) -> int | None:
@@ -163,8 +161,7 @@ class Pages:
     """The pages in the pool of one replica: which are free, in use, or kept for later prompts.
 
     A page is found by its key, which depends on all tokens before its end and on the adapter (see
-    `Prompt`).  If no page is free, the kept one that was not used for the longest time is given
-    away.
+    `Prompt`).  If no page is free, the kept one that was not used for the longest time is evicted.
 
     Args:
       pool: the size of the pool.
@@ -173,11 +170,11 @@ class Pages:
       behind: number of pages that the window of a layer with rings may reach into; 0 without any.
 
     Attributes:
-      given: {page: its key} of kept pages that were given away, but are not written over yet.
+      evicted: {page: its key} of pages that are no longer kept, but not written over yet.
     """
 
     def __init__(self, pool: Pool, slots: int, *, keep: bool = True, behind: int = 0):
-        self.given: dict[int, bytes] = {}
+        self.evicted: dict[int, bytes] = {}
         self.pool = pool
         self._for_rings = KeptPages(pool.kept, behind)
         self._places, self._keep = slots // pool.page, keep
@@ -255,7 +252,7 @@ class Pages:
         needed = self._new_pages(count + overwritten, kept)
         if needed > self.available:
             raise NoPageError(f"{needed} pages are needed, and {self.available} available")
-        for page in kept:  # before any is given away
+        for page in kept:  # before any is evicted
             self._add_user(page)
         row = self.no_row
         self._restore(row, prompt, len(kept))
@@ -398,13 +395,13 @@ class Pages:
             page = self._free.pop()
         else:
             page, _ = self._idle.popitem(last=False)
-            self.given[page] = key = self._keys.pop(page)
+            self.evicted[page] = key = self._keys.pop(page)
             del self._pages[key]
         self._users[page] += 1
         return page
 
     def _give_back(self, pages: np.ndarray) -> None:
-        # Later pages are useless without the earlier ones, so they are the first to be given away.
+        # Later pages are useless without the earlier ones, so they are evicted first.
         for page in reversed(pages.tolist()):
             self._users[page] -= 1
             if not self._users[page] and page in self._keys:

@@ -63,7 +63,7 @@ class Prefiller:
       fixed_shapes: whether to compute each prompt alone, in chunks that are all padded to `chunk`
         tokens.  The tokens of an answer then do not depend, even by rounding, on other requests or
         on what is kept.
-      host_bytes: bytes of host memory for kept pages that are given away; 0 for none.
+      host_bytes: bytes of host memory for evicted pages; 0 for none.
 
     Attributes:
       batch: the batch, whose rows have room for as many tokens as the window.
@@ -341,8 +341,8 @@ class Prefiller:
         """Copy what is still kept in pages that will be written over to host memory."""
         if self._host is None:
             return
-        given, together = self._pages[0].given, self._together
-        keys = {page: given.pop(page) for page in pages if page in given}
+        evicted, together = self._pages[0].evicted, self._together
+        keys = {page: evicted.pop(page) for page in pages if page in evicted}
         new = [page for page, key in keys.items() if key not in self._host]
         for part in (new[at : at + together] for at in range(0, len(new), together)):
             contents = self.batch.read_pages(self._filled(part))

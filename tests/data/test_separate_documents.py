@@ -29,7 +29,7 @@ SEQ = 64
 TOKENS = {"tokenizer": "bytes", "n_vocab": 257, "separate_documents": True, "seq": SEQ}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
-# Kinds of positions of which only differences matter.
+# Position embeddings that depend on differences of positions only.
 RELATIVE: dict[str, dict[str, Any]] = {
     "rotary": {},
     "window": {"attention_window": 5, "block": "neox"},
@@ -183,7 +183,8 @@ def test_learned_positions_restart_or_continue(positions):
             embedding = embedding | {"pos_embs": jnp.roll(table, -start, axis=0)}
         own = params | {"embed": params["embed"] | {"embedding": embedding}}
         expected = logits(own, tokens[start:end], config, None)
-        np.testing.assert_allclose(actual[start:end], expected, rtol=0, atol=1e-5)  # f32
+        # f32, in which the sums of attention are over more positions, most of them 0.
+        np.testing.assert_allclose(actual[start:end], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -205,7 +206,8 @@ def test_training_and_evaluation_use_the_positions_of_the_config():
         ]
         expected = -np.take_along_axis(np.stack(probabilities), targets[..., None], -1)[..., 0]
         evaluated = network.eval({key: x[0] for key, x in batch.items()})["all_loss"]
-        np.testing.assert_allclose(evaluated, expected, rtol=0, atol=1e-5)  # f32
+        # f32, in which the sums of attention are over more positions, most of them 0.
+        np.testing.assert_allclose(evaluated, expected, rtol=0, atol=1e-5)
         losses[positions] = float(network.train(batch)["loss"])
         assert losses[positions] == pytest.approx(expected.mean(), rel=1e-6)
     assert abs(losses["restart"] - losses["continue"]) > 1e-5

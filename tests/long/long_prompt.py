@@ -26,7 +26,7 @@ from mesh_transformer.transformer_shard import CausalTransformer
 
 SHORT_PROMPT, LONG_ANSWER = 64, 16
 RUNNING = 8000  # tokens of short answers that run all the time; they are cancelled
-QUARTERS = 4  # of the long prompt, for each of which the times are reported
+QUARTERS = 4  # of the long prompt; times are reported per quarter
 
 
 class Client:

@@ -517,10 +517,10 @@ def test_a_search_splits_only_long_sequences():
     config = Config.load(str(CONFIGS / "8B_v5p-64.json")).replace(gradient_accumulation_steps=1)
     for seq, expected in ((2048, {1}), (2**14, {1, 2, 4}), (2**17, {1, 2, 4, 8, 16, 32})):
         long = config.replace(seq=seq, shard_activations=True)
-        found = search.candidates(long, 32, {"per_replica_batch": 1})
-        sizes = {candidate.context_parallel for candidate in found}
+        candidates = search.candidates(long, 32, {"per_replica_batch": 1})
+        sizes = {candidate.context_parallel for candidate in candidates}
         assert sizes == expected
-        assert all(32 % c.replica_devices == 0 for c in found)
+        assert all(32 % c.replica_devices == 0 for c in candidates)
         only = search.candidates(long, 32, {"context_parallel": 2})
         assert {c.context_parallel for c in only} <= {2}
 

@@ -98,7 +98,7 @@ def test_chunks_are_shorter_after_more_tokens():
 
 
 def requests_of(config, count):
-    """Return requests of which the last ones repeat the prompts of the first ones."""
+    """Return requests whose last ones repeat the prompts of the first ones."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, config.n_vocab, 100, np.int32) for _ in range(count)]
     return [
