@@ -202,6 +202,7 @@ class Batch:
         longest: int | None = None,
         most: int | None = None,
         reach: int | None = None,
+        smallest: int = SMALLEST_PROMPT,
     ) -> Chosen:
         """Put prompts into `rows`, and choose the first token of each prompt's answer.
 
@@ -231,6 +232,7 @@ class Batch:
             if the processes insert different numbers of prompts; some may then insert none.
           reach: length in tokens of the longest prompt in any process, if `chunks` begin after the
             first position in any process.  Required only with several processes.
+          smallest: number of tokens that shorter prompts or chunks are padded to.
 
         Returns:
           A `Chosen` with the first token of each answer, as numpy arrays in the order of `prompts`.
@@ -263,7 +265,7 @@ class Batch:
                 chunks,
                 allowed,
                 alternatives,
-                width=bucket(min(longest, window), SMALLEST_PROMPT, window),
+                width=bucket(min(longest, window), smallest, window),
                 most=most or int(np.bincount(row_ids // self._size).max()),
                 reach=reach,
             )

@@ -28,6 +28,8 @@ from mesh_transformer.model.cache import LayerCache, write_at, write_in_turn, wr
 SLOTS_TOGETHER = 256
 # The same for all rows together: so much stays in a TPU's vector memory until it is used.
 SLOTS_OF_ALL_ROWS = 8192
+# The same for a chunk of a prompt, for all of its positions together: fewer steps for narrow ones.
+SLOTS_OF_CHUNK, MOST_SLOTS_OF_CHUNK = 16384, 1024
 
 # Dimension numbers for gathering pages of [L, H, C, K] as [P, H, J, C, K], so that no axes need be
 # exchanged afterwards.  H is a batching dimension, as in `cache.write_at`.
@@ -214,7 +216,11 @@ def _attend(
     """Compute `attend` for all rows together: as many slots of each row as the longest one has."""
     page_BJ, size = table.page_BJ, cache.k_BHSK.shape[2]
     places = page_BJ.shape[1]
-    together = min(slots_together(len(q_BTHK), size) // size, places)
+    together = slots_together(len(q_BTHK), size) // size
+    if callable(bias):
+        most = min(SLOTS_OF_CHUNK // math.prod(q_BTHK.shape[:2]), MOST_SLOTS_OF_CHUNK)
+        together = max(together, most // size)
+    together = min(together, places)
     more = -places % together
     page_BJ = jnp.pad(page_BJ, ((0, 0), (0, more)))
     width = together * size

@@ -40,6 +40,9 @@ PREFILL_TOKENS = 512
 MIN_WIDTH = 16  # the smallest width that prompts are padded to
 CHUNK = 256  # default maximum number of tokens of a prompt per prefill call
 SHORTEST_CHUNK = 32  # to which chunks may shrink so that running requests do not wait long
+# Where attention takes most of a chunk's time, chunks may become shorter.  With a window of at
+# least `LONG_WINDOW` tokens there are programs for chunks that have fewer than `MIN_WIDTH`.
+LONG_WINDOW, NARROWEST_CHUNK = 16384, 8
 SMOOTHING = 0.2  # weight of the newest call in the average times of the chunks
 # A short prompt is inserted alone, after its kept beginning, if this saves so many positions.
 # Otherwise it may share a call with others.
@@ -88,7 +91,8 @@ class Prefiller:
         self._window, self._fixed, self._metrics = window, fixed_shapes, metrics
         self._guesses = guesses
         self._longest = min(chunk, window)
-        widths = sorted({bucket(n, MIN_WIDTH, window) for n in range(1, self._longest + 1)})
+        self._narrowest = NARROWEST_CHUNK if window >= LONG_WINDOW else MIN_WIDTH
+        widths = sorted({bucket(n, self._narrowest, window) for n in range(1, self._longest + 1)})
         self._widths = widths[-1:] if fixed_shapes else widths  # that chunks are padded to
         # The time of a chunk's call, on average, by width: of one with nothing before it, and what
         # is added to that per token before it, which its tokens attend to.
@@ -147,7 +151,8 @@ class Prefiller:
             (width, functools.partial(self._compile, width, size))
             for width in self._widths
             for size in (*reversed(PREFILL_SIZES), None)
-            if size is None or self._fit_one_call(size, min(width, self._longest))
+            if size is None
+            or (width >= MIN_WIDTH and self._fit_one_call(size, min(width, self._longest)))
         ]
         return programs if self._host is None else [(0, self._compile_copies), *programs]
 
@@ -191,7 +196,7 @@ class Prefiller:
 
     def cost(self, tokens: int) -> int:
         """Return how many positions a call computes for this many tokens, with the padding."""
-        return self._longest if self._fixed else bucket(tokens, MIN_WIDTH, self._window)
+        return self._longest if self._fixed else bucket(tokens, self._narrowest, self._window)
 
     def chunk(self, seconds: float | None, begin: int = 0) -> int:
         """Return how many tokens the next chunks may have together.
@@ -206,7 +211,7 @@ class Prefiller:
         fast = [width for width in self._widths if sum(self._cost(width, begin)) <= seconds]
         least = SHORTEST_CHUNK
         # Half as long chunks take half as long if most of their time is attention.
-        while least > MIN_WIDTH and (cost := self._cost(least, begin))[1] > cost[0]:
+        while least > self._narrowest and (cost := self._cost(least, begin))[1] > cost[0]:
             least //= 2
         return min(max([*fast, least]), self._longest)
 
@@ -441,6 +446,7 @@ class Prefiller:
             chunks=Chunks(*map(np.concatenate, zip(*chunks, strict=True))),
             allowed=dict(allowed),
             longest=self._longest if self._fixed else None,
+            smallest=self._narrowest if begin else MIN_WIDTH,
         )
 
     def _used(self, request: Request) -> Prompt:

@@ -97,6 +97,40 @@ def test_chunks_are_shorter_after_more_tokens():
     assert sum(prefiller._cost(64, 50_000)) == pytest.approx(0.148, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 20, "sliding_layers": [0]}])
+def test_narrow_chunks_give_the_same_answer(monkeypatch, changes):
+    """Chunks of 8 tokens, with ends inside and between pages, against the whole prompt."""
+    monkeypatch.setattr("mesh_transformer.serving.prefill.LONG_WINDOW", 128)
+    network = network_of(small_config(seq=128, n_vocab=64, **changes))
+    prompt = np.random.default_rng(3).integers(0, 64, 60, np.int32)
+    results, widths = [], []
+    for sizes in [[60], [16, 8, 5, 8, 7, 8, 8]]:
+        prefiller = Engine(network, Metrics(ROWS), rows=ROWS)._prefiller
+        prefiller._seconds = dict.fromkeys(prefiller._widths, 0.01)
+        prefiller._slopes = {width: width / 16 for width in prefiller._widths}
+        assert prefiller.chunk(1e-9, 10**6) == 8
+        run, own = prefiller.batch._run, []
+
+        def noted(call, own=own, run=run):
+            own.append(call.width)
+            return run(call)
+
+        monkeypatch.setattr(prefiller.batch, "_run", noted)
+        request = Request(prompt, 5, SamplingOptions(temp=0.0), lambda _: None)
+        prefiller.place([request], [1], chunks=True)
+        for size in sizes:
+            _, first = prefiller.insert_chunk(request, size)
+        monkeypatch.setattr(prefiller.batch, "_run", run)
+        later = prefiller.batch.decode(4, 20, allowed={})
+        results.append([first, jax.tree.map(lambda x: x[1], later)])
+        widths.append(own)
+    assert widths == [[64], [16, *[8] * 6]]
+    for whole, parts in zip(*results, strict=True):
+        assert np.array_equal(whole.token, parts.token)
+        np.testing.assert_allclose(whole.logprob, parts.logprob, atol=1e-5)  # f32, in other sums
+
+
 def requests_of(config, count):
     """Return requests whose last ones repeat the prompts of the first ones."""
     rng = np.random.default_rng(0)
