@@ -45,7 +45,7 @@ ROOMS = {
     "evaluation": "extras util storage config data generation network | lm_eval numpy tqdm",
     "training": (
         "extras util storage config config_model mesh data model generation network evaluation | "
-        "etils jax numpy optax tqdm wandb"
+        "etils jax numpy optax prometheus_client tqdm wandb"
     ),
     "checkpoint": (
         "util storage families config config_model mesh data model generation training | etils "
@@ -128,6 +128,7 @@ HOMES = {
     "prometheus_client": {
         "mesh_transformer/serving/app.py",
         "mesh_transformer/serving/metrics.py",
+        "mesh_transformer/training/exporter.py",
     },
     "paramiko": {"mesh_transformer/pod/tpu/spec.py", "mesh_transformer/pod/tpu/ssh.py"},
     "google.api_core": {"mesh_transformer/pod/tpu/api.py"},

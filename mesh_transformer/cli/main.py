@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "train",
     "pod": "pod",
     "plot": "plot",
+    "runs": "runs",
     "sample": "sample",
     "serve": "serve",
     "eval": "evaluate",

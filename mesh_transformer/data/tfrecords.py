@@ -403,13 +403,23 @@ message_type {name: "Example" field {name: "features" number: 1 type_name: "Feat
 
 
 @functools.cache
-def _example() -> Any:
-    """Return the protobuf class of `tf.train.Example`, without TensorFlow."""
+def message_class(description: str, name: str) -> Any:
+    """Return the protobuf class of a message.
+
+    Args:
+      description: the text of the FileDescriptorProto that describes it.
+      name: its full name.
+    """
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto()))
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("mesh_transformer.Example"))
+    pool.Add(text_format.Parse(description, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
+
+
+def _example() -> Any:
+    """Return the protobuf class of `tf.train.Example`, without TensorFlow."""
+    return message_class(_EXAMPLE, "mesh_transformer.Example")
 
 
 def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]) -> int:
@@ -435,7 +445,7 @@ def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndar
         with _convert_errors(line):
             with open(partial, "wb") as file:
                 for count, record in enumerate(records, 1):  # noqa: B007
-                    file.write(_framed(_payload(record)))
+                    file.write(framed(_payload(record)))
             os.replace(partial, path)
     finally:
         Path(partial).unlink(missing_ok=True)
@@ -489,7 +499,7 @@ def _payload(record: np.ndarray | Mapping[str, np.ndarray]) -> bytes:
     return example.SerializeToString(deterministic=True)
 
 
-def _framed(payload: bytes) -> bytes:
+def framed(payload: bytes) -> bytes:
     """Return a payload as TFRecord files store it: length, its checksum, payload, its checksum."""
     length = struct.pack("<Q", len(payload))
     parts = (length, payload)

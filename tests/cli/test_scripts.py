@@ -19,6 +19,7 @@ import device_sample
 import device_train
 from mesh_transformer.cli import plot
 from mesh_transformer.serving.repl import COMPILING
+from mesh_transformer.training.runs import read_rows
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, run_script
 from tests.conftest import QUICK_COMPILATION
@@ -555,7 +556,7 @@ def test_files_that_are_no_metrics_are_refused(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{line}\n", encoding="latin-1")
     with pytest.raises(InputError, match=r"metrics\.jsonl: not a metrics.jsonl \(line 1: .*give a"):
-        plot.read_rows(str(tmp_path))
+        read_rows(str(tmp_path))
 
 
 @pytest.mark.slow

@@ -1,0 +1,178 @@
+"""Compare runs in a table and a picture, or publish their metrics while they train.
+
+A run is a folder with a metrics.jsonl, which may be in a bucket.  Runs are looked for in the given
+folders and in their subfolders.  With --follow, the command waits for new metrics until it is
+interrupted.
+"""
+
+import argparse
+import contextlib
+import datetime
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from mesh_transformer.cli.arguments import Parser, natural
+from mesh_transformer.performance import pictures
+from mesh_transformer.storage import files
+from mesh_transformer.training import runs
+from mesh_transformer.util import InputError
+
+if TYPE_CHECKING:
+    from mesh_transformer.training.exporter import Newest
+
+LOSS = "train/loss"
+SMOOTHED = 50  # points of a curve, about
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="folder that contains runs")
+    parser.add_argument("--picture", help="PNG or SVG file in which to draw a metric of all runs")
+    parser.add_argument(
+        "--metric", default=LOSS, help="metric to draw, such as val/loss_NAME (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tensorboard", metavar="DIR", help="folder in which to write all metrics for TensorBoard"
+    )
+    parser.add_argument(
+        "--port",
+        type=natural,
+        help="port at which to serve the newest metrics to Prometheus; implies --follow",
+    )
+    parser.add_argument("--follow", action="store_true", help="wait for new metrics and new runs")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how often to look for new metrics (default %(default)s)",
+    )
+    return parser.parse_args()
+
+
+class Watched:
+    """The runs in some folders, and what is published of them.
+
+    Args:
+      tensorboard: the folder for TensorBoard's files, or None.
+      newest: gets the newest metrics, or None.
+
+    Attributes:
+      rows: the rows of each run, by its name.
+    """
+
+    def __init__(
+        self,
+        folders: list[str],
+        tensorboard: str | None = None,
+        newest: "Newest | None" = None,
+    ):
+        self._folders, self._tensorboard, self._newest = folders, tensorboard, newest
+        self._files: dict[str, runs.MetricsFile] = {}
+        self._events: dict[str, runs.EventFile] = {}
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+
+    def update(self) -> None:
+        """Look for new runs and new rows.
+
+        Raises:
+          InputError: if a file cannot be read.
+        """
+        for folder in self._folders:
+            for name, file in runs.find_runs(folder).items():
+                unique = name if len(self._folders) == 1 else os.path.join(folder, name)
+                self._files.setdefault(unique, file)
+        for name, file in self._files.items():
+            rows, is_first = file.new_rows()
+            if not rows:
+                continue
+            self.rows[name] = rows if is_first else self.rows[name] + rows
+            if self._newest is not None:
+                self._newest.update(name, rows, is_first=is_first)
+            if self._tensorboard is not None:
+                if name not in self._events:
+                    folder = os.path.join(self._tensorboard, name.strip("/").replace("://", "/"))
+                    self._events[name] = runs.EventFile(folder)
+                changed = files.status(file.path)[1] / 1e9
+                self._events[name].write(rows, changed, is_first=is_first)
+
+    def table(self) -> str:
+        """Return a table with a line per run."""
+        lines = []
+        for name, rows in self.rows.items():
+            changed = files.status(self._files[name].path)[1] / 1e9
+            when = datetime.datetime.fromtimestamp(changed).strftime("%Y-%m-%d %H:%M")
+            lines.append([name, *map(_text, runs.summary(rows).items()), when])
+        columns = ["run", *runs.summary([]), "last change"]
+        widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
+        aligned = [
+            [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]
+            for cells in (columns, *lines)
+        ]
+        return "\n".join("  ".join(cells) for cells in aligned)
+
+
+def _text(item: tuple[str, Any]) -> str:
+    name, value = item
+    if value is None:
+        return "-"
+    formats = {"tokens/s": ",.0f", "MFU": ".1%", "hours": ".2f"}
+    return format(value, formats.get(name, ",d" if isinstance(value, int) else ".4f"))
+
+
+def draw(rows: dict[str, list[dict[str, Any]]], metric: str, picture: str) -> None:
+    """Draw a metric of all runs by step; frequent values are averaged.
+
+    Raises:
+      InputError: if no run has it.
+    """
+    figure, axes = pictures.pyplot().subplots(figsize=(8, 4.5), layout="constrained")
+    for name, own in rows.items():
+        points = [(row["step"], row[metric]) for row in own if metric in row]
+        size = -(-len(points) // SMOOTHED)
+        parts = [points[at : at + size] for at in range(0, len(points), size or 1)]
+        means = [[sum(values) / len(part) for values in zip(*part, strict=True)] for part in parts]
+        if means:
+            axes.plot(*zip(*means, strict=True), label=name, marker="." if size == 1 else None)
+    if not axes.lines:
+        known = sorted({key for own in rows.values() for row in own for key in row} - {"step"})
+        raise InputError(f"--metric {metric}: no run has it; expected one of {', '.join(known)}")
+    axes.set(xlabel="step", ylabel=metric)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    pictures.save(figure, picture)
+
+
+def main() -> None:
+    args = parse_args()
+    newest = None
+    if args.port is not None:
+        from mesh_transformer.training.exporter import Newest
+
+        newest = Newest()
+    watched = Watched(args.folders, args.tensorboard, newest)
+    watched.update()
+    follow = args.follow or newest is not None
+    if not watched.rows and not follow:
+        raise InputError(
+            f"{args.folders[0]}: no metrics.jsonl with rows in this folder or its subfolders; give "
+            "a folder that contains model folders"
+        )
+    if watched.rows:
+        print(watched.table(), flush=True)
+        if args.picture:
+            draw(watched.rows, args.metric, args.picture)
+    if newest is not None:
+        port = newest.serve(args.port or 0)
+        print(f"metrics for Prometheus: http://localhost:{port}/metrics", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        while follow:
+            time.sleep(args.every)
+            try:
+                watched.update()
+                if args.picture and watched.rows:
+                    draw(watched.rows, args.metric, args.picture)
+            except InputError as error:  # such as a bucket that does not answer
+                print(f"{error}; trying again", file=sys.stderr)
