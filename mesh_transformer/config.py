@@ -140,9 +140,10 @@ class Config(Model):
     seed: int = 0  # of the initial weights and adapters, the order of the data, and dropout
     bucket: str | None = None  # Google Cloud Storage bucket, URI or local folder
     model_dir: str | None = None  # folder of the checkpoints and metrics in `bucket`
-    # The path of an index or a folder of records, or a mixture: {path: weight}.  A relative path
-    # that does not exist is looked up in data/.
-    train_set: str | dict[str, float] | None = field(default=None, hash=False)
+    # The path of an index or a folder of records, or a mixture: {path: weight}, where a weight may
+    # be pairs of a number of updates and a weight.  A relative path that does not exist is looked
+    # up in data/.
+    train_set: str | dict[str, float | list[list[float]]] | None = field(default=None, hash=False)
     # Documents of plain text, which end with the tokenizer's end-of-text token, do not attend to
     # each other.
     separate_documents: bool = False

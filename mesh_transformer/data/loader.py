@@ -6,27 +6,19 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.mixture import Mixture, MixturePosition, Weight
 from mesh_transformer.data.prefetch import Prefetch
-from mesh_transformer.data.record_set import (
-    Position,
-    RecordSet,
-    Row,
-    check_preferences,
-    check_tokenizer,
-    random,
-)
+from mesh_transformer.data.record_set import RecordSet, Row, check_preferences, check_tokenizer
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.storage.access import AnyPath
-from mesh_transformer.util import InputError, brief
+from mesh_transformer.util import InputError
 
 BATCHES_AHEAD = 4
-# In a mixture, each random generator chooses the record sets for this many consecutive records.
-CHOICES_PER_BLOCK = 4096
 
 
 class TFRecordNewInputs:
@@ -45,9 +37,9 @@ class TFRecordNewInputs:
     Args:
       index_path: the path of an index (a text file that lists TFRecord files) or of a folder of
         TFRecord files, which are read in order of their names; or a mixture: a mapping from such
-        paths to weights.  In a mixture, each record is read from a randomly chosen index, with
-        probability proportional to the index's weight.  With `repeat`, each index restarts after
-        its last record, independently of the others.
+        paths to weights (see `Weight`).  In a mixture, each record is read from a randomly chosen
+        index, with probability proportional to the index's weight.  With `repeat`, each index
+        restarts after its last record, independently of the others.
       batch_size: the leading dimensions of a batch; with `first_size`, of the largest one.
       sample_size: T, the number of tokens per sequence.
       n_vocab: the size of the vocabulary; token ids outside of it raise InputError.
@@ -75,7 +67,7 @@ class TFRecordNewInputs:
 
     def __init__(
         self,
-        index_path: AnyPath | Mapping[str, float],
+        index_path: AnyPath | Mapping[str, Weight],
         batch_size: Sequence[int] | int,
         sample_size: int,
         *,
@@ -144,9 +136,10 @@ class TFRecordNewInputs:
         self._batches += 1
         return batch
 
-    def _batches_from(self, first: int) -> Iterator[tuple[Row, "MixturePosition"]]:
+    def _batches_from(self, first: int) -> Iterator[tuple[Row, MixturePosition]]:
         """Yield (batch, position of the record after it), after `first` earlier batches."""
-        records = self._mixture.records(self._place, repeat=self._repeat)
+        number = first
+        records = self._mixture.records(self._place, lambda: number, repeat=self._repeat)
         for number in count(first):
             rows = self._shape[0] if self._first_size is None else self._first_size(number)
             size = rows * math.prod(self._shape[1:])
@@ -179,7 +172,8 @@ class TFRecordNewInputs:
         """Continue from a position that was returned by the method `state`; None: the first record.
 
         Args:
-          batches: the number of batches before this position; used only with `first_size`.
+          batches: the number of batches before this position; used only with `first_size` and
+            with weights that change.
 
         Raises:
           InputError: if the position is damaged, or was saved with other indexes or other shuffle
@@ -260,7 +254,7 @@ def document_end(config: Config) -> int | None:
 
 
 def describe_batch(
-    train_set: str | Mapping[str, float], before: dict[str, Any], after: dict[str, Any]
+    train_set: str | Mapping[str, Weight], before: dict[str, Any], after: dict[str, Any]
 ) -> str:
     """Describe which records a batch consists of, for error messages.
 
@@ -273,7 +267,7 @@ def describe_batch(
         return f"sequences {before['sequence']} to {after['sequence'] - 1} of the data"
     if "rollout" in after:
         return f"update {after['update']} of rollout {after['rollout']}"
-    indexes = [train_set] if isinstance(train_set, str) else list(train_set)
+    indexes = _indexes(train_set)
     positions = zip(before.get("sets", [before]), after.get("sets", [after]), strict=True)
     return " and ".join(
         f"{index} from {_describe(first)} to before {_describe(end)}"
@@ -282,111 +276,29 @@ def describe_batch(
     )
 
 
+def _indexes(train_set: str | Mapping[str, Weight]) -> list[str]:
+    return [train_set] if isinstance(train_set, str) else list(train_set)
+
+
+def epochs(train_set: str | Mapping[str, Weight] | None, after: dict[str, Any]) -> dict[str, int]:
+    """Return how often each index of a mixture has been read completely, by its name.
+
+    Args:
+      train_set, after: as for `describe_batch`.
+
+    Returns:
+      An empty dict if the training set is not a mixture.
+    """
+    if train_set is None or len(after.get("sets", ())) != len(indexes := _indexes(train_set)):
+        return {}
+    names = [os.path.basename(index.rstrip("/")).removesuffix(".index") for index in indexes]
+    if len(set(names)) < len(names):
+        names = indexes
+    return {name: each["epoch"] for name, each in zip(names, after["sets"], strict=True)}
+
+
 def _describe(state: dict[str, Any]) -> str:
     """Describe a position in a record set, saved by `RecordSet.state`, for error messages."""
     block = f" (after {state['taken']} records of the shuffled block that starts there)"
     taken = block if state["taken"] else ""
     return f"epoch {state['epoch']}, file {state['file']}, record {state['record']}{taken}"
-
-
-class MixturePosition(NamedTuple):
-    """A position in a `Mixture`, from which reading can resume.
-
-    Attributes:
-      drawn: the number of records read so far, summed over all record sets.
-      positions: the position in each record set.
-    """
-
-    drawn: int
-    positions: tuple[Position, ...]
-
-
-class Mixture:
-    """The records of one or several record sets, interleaved at random.
-
-    The probability that the next record comes from a record set is proportional to the set's
-    weight.  Within a record set, the records are in the order of `RecordSet.records`.
-
-    Raises:
-      InputError: at construction, if a weight is negative or all weights are 0.
-    """
-
-    def __init__(self, sets: Sequence[RecordSet], weights: Sequence[float], seed: int):
-        self.sets, self.seed = sets, seed
-        self.extras = frozenset[str]().union(*(record_set.extras for record_set in sets))
-        total = sum(weights)
-        # The total is 0 also if there are no sets, and NaN if a weight is.
-        if not 0 < total < math.inf or min(weights) < 0:
-            raise InputError(
-                f"train_set: the weights are {list(weights)}, expected finite ones, none below 0 "
-                "and at least one above 0"
-            )
-        self.shares = np.cumsum(np.array(weights) / total)
-        self.shares[-1] = 1.0  # the sum may differ from 1 by rounding
-        self.beginning = MixturePosition(0, (Position(),) * len(sets))
-
-    def records(
-        self, place: MixturePosition, *, repeat: bool
-    ) -> Iterator[tuple[Callable[[], Row], MixturePosition]]:
-        """Yield (function, next position) for each record, starting at the position `place`.
-
-        The function takes no arguments.  It parses the record and returns a dict of arrays (see
-        `RecordSet.row`).
-        """
-        drawn, positions = place.drawn, list(place.positions)
-        sources = [
-            record_set.records(position, repeat=repeat)
-            for record_set, position in zip(self.sets, positions, strict=True)
-        ]
-        for chosen in self._choices(drawn):
-            drawn_record = next(sources[chosen], None)
-            if drawn_record is None:
-                return
-            record, positions[chosen] = drawn_record
-            drawn += 1
-            row = functools.partial(self.sets[chosen].row, record, self.extras)
-            yield row, MixturePosition(drawn, tuple(positions))
-
-    def _choices(self, drawn: int) -> Iterator[int]:
-        """Yield the index in `sets` of each record's set, endlessly, after `drawn` records."""
-        while True:
-            block, past = divmod(drawn, CHOICES_PER_BLOCK)
-            numbers = random(self.seed, "sets", block).random(CHOICES_PER_BLOCK)
-            yield from np.searchsorted(self.shares, numbers[past:], side="right").tolist()
-            drawn += CHOICES_PER_BLOCK - past
-
-    def state(self, place: MixturePosition) -> dict[str, Any]:
-        """Return the position `place` as a JSON-serialisable dict, which `checked_place` reads.
-
-        For a single record set, this is the dict that `RecordSet.state` returns.
-        """
-        states = [
-            record_set.state(position)
-            for record_set, position in zip(self.sets, place.positions, strict=True)
-        ]
-        return states[0] if len(states) == 1 else {"drawn": place.drawn, "sets": states}
-
-    def checked_place(self, state: dict[str, Any]) -> MixturePosition:
-        """Return the position that is stored in a dict returned by the method `state`.
-
-        Raises:
-          InputError: if the dict is damaged, or was saved with other indexes or shuffle settings.
-        """
-        if not isinstance(state, dict) or "file_idx" in state:
-            raise InputError(
-                f"the data position is {brief(repr(state))}, expected what `state` has returned; "
-                "positions of the original mesh-transformer-jax cannot be continued from"
-            )
-        states = state.get("sets", [state])
-        drawn = state.get("drawn", 0)
-        if len(states) != len(self.sets) or not isinstance(drawn, int) or drawn < 0:
-            raise InputError(
-                f"the checkpoint's data position is for a mixture of {len(states)} sets, but "
-                f"train_set now has {len(self.sets)}; change train_set back, or start over in "
-                "another model folder"
-            )
-        positions = (
-            record_set.checked_position(saved)
-            for record_set, saved in zip(self.sets, states, strict=True)
-        )
-        return MixturePosition(drawn, tuple(positions))

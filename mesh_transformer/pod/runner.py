@@ -22,6 +22,7 @@ import mesh_transformer
 from mesh_transformer.calls import Call, Result
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.data.mixture import Weight
 from mesh_transformer.generation.batch import BatchCall, NewBatch, Run
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.jax_versions import bind_collectives
@@ -283,7 +284,7 @@ class NetworkRunner:
         return self.network
 
     def open_train_set(
-        self, train_set: str | dict[str, float], state: dict[str, Any] | None, batches: int
+        self, train_set: str | dict[str, Weight], state: dict[str, Any] | None, batches: int
     ) -> dict[str, Any]:
         """Open the training set, to read only this process's batch rows.
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mesh_transformer.data.loader import describe_batch
+from mesh_transformer.data.loader import describe_batch, epochs
 from mesh_transformer.model import flops
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.training.goodput import Ledger
@@ -136,6 +136,8 @@ class MetricsRows:
         sequences = self._sequences(step.number - 1)
         self._tokens += sequences * step.length
         row |= {"train/sequences": sequences, "train/tokens": self._tokens}
+        for name, count in epochs(self.config.train_set, step.after).items():
+            row[f"train/epochs/{name}"] = count
         row["train/tokens_per_sec"] = sequences * step.length / seconds
         if self.peak is not None:
             row["train/mfu"] = flops.mfu(self.config, row["train/tokens_per_sec"], self.peak)

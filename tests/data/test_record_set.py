@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.data import record_set
-from mesh_transformer.data.loader import TFRecordNewInputs
+from mesh_transformer.data.loader import TFRecordNewInputs, epochs
 from mesh_transformer.data.record_set import RecordSet
 from mesh_transformer.data.tfrecords import frames, write_records
 from mesh_transformer.util import InputError
@@ -103,6 +103,46 @@ def test_sets_are_mixed_by_weight(tmp_path):
 def test_weights_need_not_sum_to_one(tmp_path):
     a, b = write_index(tmp_path, "a"), write_index(tmp_path, "b", first=100)
     assert numbers(load({a: 2, b: 6}), 50) == numbers(load({a: 0.25, b: 0.75}), 50)
+
+
+def test_weights_change_linearly_between_updates(tmp_path):
+    """From 0 to the same share of the records as the other set, in updates of 50 records."""
+    a, b = write_index(tmp_path, "a", (97,)), write_index(tmp_path, "b", (31,), first=1000)
+    sets = {a: 2.0, b: [[100, 0], [500, 2]]}
+    batches = [numbers(batch, 1) for batch in [load(sets, 50, seed=1)] for _ in range(600)]
+    shares = np.array([np.mean(np.array(batch) >= 1000) for batch in batches])
+    assert not shares[:101].any()
+    weights = np.interp(np.arange(600), [100, 500], [0, 2])
+    # Means over 5,000 records: a share of at most 0.5 is within 0.03, except for one in 45,000.
+    means = (shares.reshape(6, 100).mean(axis=1), (weights / (weights + 2)).reshape(6, 100))
+    np.testing.assert_allclose(means[0], means[1].mean(axis=1), atol=0.03)
+    every = list(itertools.chain.from_iterable(batches))
+    assert [n for n in every if n < 1000] == [n % 97 for n in range(sum(n < 1000 for n in every))]
+    loader = load(sets, 50, seed=1)
+    numbers(loader, 299)
+    resumed = load(sets, (2, 25), seed=1)
+    resumed.restore(loader.state(), 299)
+    assert numbers(resumed, 301) == every[299 * 50 :]
+
+
+@pytest.mark.parametrize(
+    "weight", [[], [[1, 2], [1, 3]], [[5, 1.0], [2, 1.0]], [[0]], [[-1, 2.0]], [[0, 1.0, 2.0]]]
+)
+def test_invalid_changes_of_weights_are_refused(tmp_path, weight):
+    a, b = write_index(tmp_path, "a"), write_index(tmp_path, "b", first=100)
+    with pytest.raises(InputError, match=r"train_set: the weight .* expected pairs of a number of"):
+        load({a: 1.0, b: weight})
+    with pytest.raises(InputError, match=r"the weights in update 7 are \[0.0, 0.0\], expected fin"):
+        load({a: [[0, 1], [7, 0]], b: 0})
+
+
+def test_epochs_are_counted_by_the_names_of_the_indexes():
+    after = {"sets": [{"epoch": 3}, {"epoch": 0}], "drawn": 9}
+    mixture = {"x/a.index": 1.0, "y/b/": [[0, 1.0], [1, 2.0]]}
+    assert epochs(mixture, after) == {"a": 3, "b": 0}
+    assert epochs({"x/a": 1, "y/a": 1}, after) == {"x/a": 3, "y/a": 0}
+    assert epochs("a.index", {"epoch": 1}) == {}
+    assert epochs(None, {"sequence": 4}) == {}
 
 
 @pytest.mark.quick(1)
