@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
+# Threads that query the sizes of files, and files per task.
+THREADS, FILES = 32, 64
 # The purposes for which random numbers are drawn; each has its own random stream.
 STREAMS = ("files", "records", "sets", "prompts", "answers")
 # One sequence.  obs and target: uint32 [T].  Optional: loss_mask, uint8 [T], 1 where a token bears
@@ -209,8 +212,7 @@ class RecordSet:
         self.source, entries, self.paths = RecordFiles.of(index_path)
         # Hash the entries as written, not as resolved, so that a data folder can be moved.
         self.fingerprint = hashlib.sha256("\n".join(entries).encode()).hexdigest()
-        with ThreadPoolExecutor(16) as pool:  # an index may list thousands of remote files
-            self.sizes = list(pool.map(functools.partial(size, self.source), self.paths))
+        self.sizes = self._sizes()
         self.seq, self.n_vocab = seq, n_vocab
         self.shuffle, self.seed = shuffle, seed
         self.reference, self.teacher, self.document_end = reference, teacher, document_end
@@ -228,6 +230,13 @@ class RecordSet:
                 f"{self.source}: the records have no probabilities of a teacher, but teacher is "
                 "records; give records of `completion-records --teacher-tokens`"
             )
+
+    def _sizes(self) -> list[int]:
+        """Return the size of each file; there may be hundreds of thousands, some of them remote."""
+        parts = [self.paths[at : at + FILES] for at in range(0, len(self.paths), FILES)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            each = pool.map(lambda part: [size(self.source, path) for path in part], parts)
+            return list(itertools.chain.from_iterable(each))
 
     def require(self, count: int) -> None:
         """Raise InputError if the set has fewer than `count` records."""
