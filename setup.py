@@ -48,6 +48,7 @@ PARTS = {
         "prometheus-client>=0.20",
         "llguidance>=1.9,<2",  # answers that fit a JSON schema
     ],
+    "replicas": ["ray[serve]>=2.60,<3"],  # serve --replicas
     "plan": ["matplotlib>=3.9"],
     "records": ["ftfy>=6.2", "zstandard>=0.22", "pyarrow>=16", *BUCKETS],
     "wandb": ["wandb>=0.20"],

@@ -14,6 +14,7 @@ EXTRAS = {
         "gcsfs",
     ),
     "serve": ("fastapi", "starlette", "uvicorn", "prometheus_client", "llguidance"),
+    "replicas": ("grpc_reflection", "mmh3", "watchfiles"),  # of ray.serve
     "plan": ("matplotlib",),
     "records": ("ftfy", "zstandard", "pyarrow"),
     "wandb": ("wandb",),
