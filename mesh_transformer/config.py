@@ -19,6 +19,10 @@ from mesh_transformer.util import InputError, mismatch
 REMOVED = {"memory_every": "set ckpt_every instead: checkpoints are written in the background, too"}
 LISTED = "`mesh-transformer keys` lists the keys"  # the end of errors about unknown keys
 
+# The weight of a record set in a mixture: a number, or pairs of a number of updates and the weight
+# after them, in ascending order.  Between them it is interpolated linearly, elsewhere constant.
+Weight = float | list[list[float]]
+
 
 @dataclass(frozen=True)
 class Config(Model):
@@ -140,10 +144,10 @@ class Config(Model):
     seed: int = 0  # of the initial weights and adapters, the order of the data, and dropout
     bucket: str | None = None  # Google Cloud Storage bucket, URI or local folder
     model_dir: str | None = None  # folder of the checkpoints and metrics in `bucket`
-    # The path of an index or a folder of records, or a mixture: {path: weight}, where a weight may
-    # be pairs of a number of updates and a weight.  A relative path that does not exist is looked
-    # up in data/.
-    train_set: str | dict[str, float | list[list[float]]] | None = field(default=None, hash=False)
+    # The path of an index or a folder of records, or a mixture: {path: weight}, where a weight is a
+    # number, or pairs of a number of updates and the weight after them.  A relative path that does
+    # not exist is looked up in data/.
+    train_set: str | dict[str, Weight] | None = field(default=None, hash=False)
     # Documents of plain text, which end with the tokenizer's end-of-text token, do not attend to
     # each other.
     separate_documents: bool = False

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mesh_transformer.config import Config
-from mesh_transformer.data.mixture import Mixture, MixturePosition, Weight
+from mesh_transformer.config import Config, Weight
+from mesh_transformer.data.mixture import Mixture, MixturePosition
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.record_set import RecordSet, Row, check_preferences, check_tokenizer
 from mesh_transformer.data.tokenizer import load_tokenizer

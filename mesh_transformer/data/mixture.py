@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mesh_transformer.config import Weight
 from mesh_transformer.data.record_set import Position, RecordSet, Row, random
 from mesh_transformer.util import InputError, brief
 
 # Each random generator chooses the record sets of this many consecutive records.
 CHOICES_PER_BLOCK = 4096
-# The weight of a record set: a number, or pairs of a number of updates and the weight after them,
-# in ascending order.  Between them the weight is interpolated linearly, and constant elsewhere.
-Weight = float | Sequence[Sequence[float]]
 
 
 def _points(weight: Weight) -> tuple[list[float], list[float]]:

@@ -20,9 +20,8 @@ import numpy as np
 
 import mesh_transformer
 from mesh_transformer.calls import Call, Result
-from mesh_transformer.config import Config
+from mesh_transformer.config import Config, Weight
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
-from mesh_transformer.data.mixture import Weight
 from mesh_transformer.generation.batch import BatchCall, NewBatch, Run
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.jax_versions import bind_collectives
