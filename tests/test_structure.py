@@ -56,8 +56,8 @@ ROOMS = {
         "| jax numpy"
     ),
     "serving": (
-        "util config data generation network | fastapi h11 llguidance numpy prometheus_client "
-        "pydantic pydantic_core starlette tqdm uvicorn"
+        "util storage config data generation network | fastapi h11 llguidance numpy "
+        "prometheus_client pydantic pydantic_core starlette tqdm uvicorn"
     ),
     "pod": (
         "extras util storage config mesh calls data generation network evaluation training "

@@ -143,6 +143,22 @@ class Source:
             return above.removeprefix("models--").replace("--", "/")
         return name.removesuffix(SUFFIX)
 
+    @property
+    def identity(self) -> list[Any]:
+        """The path of the checkpoint and, if it is local, the size and time of each of its files.
+
+        It differs if the weights may differ.
+        """
+        path = self.checkpoint_path
+        paths = [os.path.join(root, name) for root, _, found in os.walk(path) for name in found]
+        return [
+            path,
+            *(
+                (name, *files.status(name))
+                for name in sorted(paths or [path] * os.path.isfile(path))
+            ),
+        ]
+
     def with_answer_keys(self, config: Config, *, same_tokenizer: bool = False) -> Config:
         """Return a config of the model with the checkpoint's keys about answers that it lacks.
 

@@ -17,7 +17,7 @@ from mesh_transformer.data.file_types import TABLE_TYPES
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, url: str) -> None:
-    """Add the flags of a server and its requests, which `options_of` reads."""
+    """Add the flags of a server, and of the requests to it."""
     parser.add_argument(
         "--url",
         required=url == "--url",
@@ -27,6 +27,11 @@ def add_server_arguments(parser: argparse.ArgumentParser, url: str) -> None:
     parser.add_argument(
         "--in-flight", type=positive, default=8, help="requests at a time (default 8)"
     )
+    add_request_arguments(parser)
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of requests, which `options_of` reads."""
     parser.add_argument(
         "--max-tokens", type=positive, help="tokens per answer (default: the server's)"
     )
@@ -36,17 +41,14 @@ def add_server_arguments(parser: argparse.ArgumentParser, url: str) -> None:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keys of each request that the flags of `add_server_arguments` give."""
+    """Return the keys of each request that the flags of `add_request_arguments` give."""
     options = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     given = {key: value for key, value in options.items() if value is not None}
     return functools.reduce(operator.or_, args.options, given)
 
 
-def main() -> None:
-    parser = Parser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("prompts", help=input_help(TABLE_TYPES))
-    parser.add_argument("answers", help="file for the answers, as JSON lines")
-    add_server_arguments(parser, "--url")
+def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of answers, which `choices_of` reads."""
     parser.add_argument(
         "--samples", type=positive, default=1, help="answers per prompt (default 1)"
     )
@@ -62,12 +64,25 @@ def main() -> None:
         metavar="K",
         help="store those of the K most likely tokens at each position, too (default 0)",
     )
+
+
+def choices_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of `answers.write` that the flags of `add_answer_arguments` give."""
+    names = ("samples", "seed", "chat", "logprobs", "top_logprobs")
+    return {name: getattr(args, name) for name in names}
+
+
+def main() -> None:
+    parser = Parser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("prompts", help=input_help(TABLE_TYPES))
+    parser.add_argument("answers", help="file for the answers, as JSON lines")
+    add_server_arguments(parser, "--url")
+    add_answer_arguments(parser)
     args = parser.parse_args()
 
     from mesh_transformer.evaluation import answers
     from mesh_transformer.evaluation.openai_client import Client
 
-    names = ("samples", "seed", "chat", "logprobs", "top_logprobs", "in_flight")
-    choices = {name: getattr(args, name) for name in names}
+    choices = choices_of(args) | {"in_flight": args.in_flight}
     client = Client(args.url, args.name)
     answers.write(args.prompts, args.answers, client, options_of(args), **choices)

@@ -25,6 +25,7 @@ COMMANDS = {
     "eval": "evaluate",
     "long-context": "long_context",
     "answers": "answers",
+    "batch": "batch",
     "score": "score",
     "convert": "convert",
     "plan": "plan",

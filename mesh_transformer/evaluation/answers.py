@@ -8,28 +8,27 @@ rows.
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import os
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from mesh_transformer.data.chat import ANSWERS
 from mesh_transformer.data.prompts import prompt_of
 from mesh_transformer.data.tables import all_rows
-from mesh_transformer.evaluation.openai_client import Client
+from mesh_transformer.evaluation.openai_client import AnyClient
 from mesh_transformer.evaluation.rewards import Rewards
+from mesh_transformer.storage.journal import write_in_order
 from mesh_transformer.util import InputError
 
 # Those of an answer, which are added to the prompt's row.
-COLUMNS = {"row", "sample", "completion", "finish_reason", "logprobs"}
+COLUMNS = ("row", "sample", "completion", "finish_reason", "logprobs")
+Table = Sequence[tuple[str, Any]]  # the location and the value of each row
 RESAMPLES = 1000  # of the bootstrap
 CHECK_SECONDS = 60.0  # limit of a call that checks an answer
 # The question to a judge.  {prompt}, {first} and {second} are replaced.
@@ -50,9 +49,9 @@ Explain your judgement in a few sentences. Then end with exactly one of these li
 
 
 def write(
-    prompts: str,
+    prompts: str | Table,
     path: str,
-    client: Client,
+    client: AnyClient,
     options: dict[str, Any],
     *,
     samples: int = 1,
@@ -60,12 +59,12 @@ def write(
     chat: bool = False,
     logprobs: bool = False,
     top_logprobs: int = 0,
-    in_flight: int = 8,
+    **more: Any,
 ) -> None:
-    """Ask a server for answers, and write them in the order of the prompts; see `write_in_order`.
+    """Ask for answers, and write them in the order of the prompts; see `write_rows` for `more`.
 
     Args:
-      prompts, path: the paths of the prompts and of the answers.
+      prompts, path: see `write_rows`.
       options: keys of the requests, such as temperature and max_tokens.
       samples: number of answers per prompt, whose seeds are `seed`, `seed` + 1 and so on.
       chat: whether a `prompt` is a conversation of one message.
@@ -75,8 +74,7 @@ def write(
     """
     logprobs = logprobs or bool(top_logprobs)
 
-    def ask(item: tuple[int, int, str, dict[str, Any]]) -> dict[str, Any]:
-        number, sample, where, row = item
+    def ask(where: str, row: Any, sample: int) -> dict[str, Any]:
         own = options | {"seed": seed + sample}
         messages: list[Any] = []
         text, choice, asked = None, {}, prompt_of(row, where)
@@ -91,90 +89,130 @@ def write(
                     more |= {"top_logprobs": top_logprobs} if top_logprobs else {}
                     text, choice = client.answer(where, own | more, messages=messages)
                     messages.append({"role": ANSWERS, "content": text})
-            row = row | {"messages": messages}
         else:
             more = {"logprobs": max(top_logprobs, 1)} if logprobs else {}
             text, choice = client.answer(where, own | more, prompt=asked)
         if text is None:
             raise InputError(f"{where}: messages has no user message without an answer")
-        answer = {"completion": text, "finish_reason": choice.get("finish_reason")}
-        if logprobs:
-            answer["logprobs"] = choice.get("logprobs")
-        return row | {"row": number, "sample": sample} | answer
+        answer = {"messages": messages} if messages else {}
+        answer |= {"completion": text, "finish_reason": choice.get("finish_reason")}
+        return answer | ({"logprobs": choice.get("logprobs")} if logprobs else {})
 
-    rows = all_rows(prompts)
+    settings = [options, seed, chat, logprobs, top_logprobs]
+    write_rows(prompts, path, client, ask, COLUMNS, samples=samples, settings=settings, **more)
+
+
+def write_rows(
+    prompts: str | Table,
+    path: str,
+    client: AnyClient,
+    ask: Callable[[str, Any, int], dict[str, Any]],
+    columns: Sequence[str],
+    *,
+    settings: Any,
+    samples: int | None = None,
+    in_flight: int = 8,
+    keep_errors: bool = False,
+    **more: Any,
+) -> None:
+    """Write the columns `ask(where, row, sample)` beside those of each row of a table.
+
+    Args:
+      prompts: the path of the table, or its rows; see `all_rows`.
+      path: the path of the result; see `write_in_order`, also for `settings`, `in_flight` and
+        `more`.
+      ask: sends requests with `client`.
+      columns: the names of all new columns.
+      samples: the number of results per row, which have the columns `row` and `sample`; None for
+        one without these columns.
+      keep_errors: whether an InputError of a row is its result, the column `error`, instead of the
+        end of the run.
+    """
+    names = {*columns, "error"} if keep_errors else {*columns}
+
+    def result(item: tuple[int, int, str, Any]) -> dict[str, Any]:
+        number, sample, where, row = item
+        place = {} if samples is None else {"row": number, "sample": sample}
+        try:
+            answer = ask(where, row, sample)
+            return row | place | answer
+        except InputError as problem:
+            if not keep_errors:
+                raise
+            error = getattr(problem, "error", {"message": str(problem)})
+            own = row if isinstance(row, dict) else {}
+            return own | dict.fromkeys(columns) | place | {"error": error}
+
+    rows = all_rows(prompts) if isinstance(prompts, str) else prompts
     for where, row in rows:
-        if taken := COLUMNS.intersection(row if isinstance(row, dict) else ()):
+        if taken := names.intersection(row if isinstance(row, dict) else ()):
             raise InputError(
                 f"{where}: the answer would replace the column {min(taken)!r}; rename the column"
             )
-    items = [(n, i, where, row) for n, (where, row) in enumerate(rows) for i in range(samples)]
-    settings = [client.model, options, seed, chat, logprobs, top_logprobs]
-    write_in_order(path, items, ask, client, settings=settings, in_flight=in_flight)
+    numbers = range(samples or 1)
+    items = [(n, sample, where, row) for n, (where, row) in enumerate(rows) for sample in numbers]
+    write_in_order(
+        path,
+        items,
+        result,
+        settings=[client.identity, settings],
+        in_flight=in_flight,
+        size=lambda item: _length(item[-1]),
+        stop=client.stop,
+        **more,
+    )
 
 
-def write_in_order(
+def _length(row: Any) -> int:
+    """Return the number of characters of a row's prompt, about."""
+    row = row if isinstance(row, dict) else {}
+    value = row.get("messages") or row.get("prompt") or ""
+    return len(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def write_vectors(prompts: str | Table, path: str, client: AnyClient, **more: Any) -> None:
+    """Write the column `embedding` beside those of each row of prompts; see `write_rows`."""
+
+    def ask(where: str, row: Any, _: int) -> dict[str, Any]:
+        text = prompt_of(row, where)
+        if not isinstance(text, str):
+            raise InputError(f"{where}: expected `prompt`, a text, to embed; found messages")
+        response = client.send("embeddings", {"model": client.model, "input": text}, where)
+        return {"embedding": response["data"][0]["embedding"]}
+
+    write_rows(prompts, path, client, ask, ("embedding",), settings="embeddings", **more)
+
+
+def write_scores(
+    prompts: str | Table,
     path: str,
-    items: Sequence[Any],
-    ask: Callable[[Any], dict[str, Any]],
-    client: Client,
-    *,
-    settings: Any,
-    in_flight: int,
+    client: AnyClient,
+    encode: Callable[[str, bool], list[int]],
+    **more: Any,
 ) -> None:
-    """Write `ask(item)` of each item as a line of JSON, in order.
+    """Write the log-probabilities of the completion in each row; see `write_rows`.
 
-    The file appears when it is complete.  Until then, the lines are in a hidden file beside it,
-    whose name has a digest of items and settings.  A further call with the same ones continues it.
+    The columns are `tokens`, `token_logprobs` and their sum, `logprob`.
 
     Args:
-      ask: sends requests with `client`.
-      settings: JSON values on which the answers depend, besides the items.
-      in_flight: number of items that are asked at a time.
-
-    Raises:
-      InputError: if the file exists already, is not called .jsonl or cannot be written, or `ask`
-        raises it.
+      encode: returns the token ids of a text; the second argument is whether it begins the text
+        that the model reads.
     """
-    if os.path.exists(path) or not path.endswith(".jsonl"):
-        problem = "exists" if os.path.exists(path) else "does not end in .jsonl"
-        raise InputError(f"{path} {problem}; choose another file")
-    digest = hashlib.sha256(json.dumps([settings, items], default=str).encode()).hexdigest()[:12]
-    folder, name = os.path.split(path)
-    draft = os.path.join(folder, f".{name}.{digest}.partial")
-    try:
-        file = open(draft, "a+b")  # noqa: SIM115
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; choose another file") from None
-    with file:
-        file.seek(0)
-        lines = file.read().splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):  # the process was killed while it wrote
-            lines.pop()
-        file.truncate(sum(map(len, lines)))
-        bar = tqdm(total=len(items), initial=len(lines), unit="answer")
-        pool, pending = ThreadPoolExecutor(in_flight), deque[Future[dict[str, Any]]]()
 
-        def write_oldest() -> None:
-            line = json.dumps(pending.popleft().result(), default=str)
-            file.write(f"{line}\n".encode())
-            file.flush()
-            bar.update()
+    def ask(where: str, row: Any, _: int) -> dict[str, Any]:
+        prompt = prompt_of(row, where)
+        if not isinstance(prompt, str) or not isinstance(row.get("completion"), str):
+            raise InputError(f"{where}: expected the texts `prompt` and `completion`")
+        first, last = encode(prompt, True), encode(row["completion"], False)
+        body = {"prompt": first + last, "max_tokens": 0, "echo": True, "logprobs": 0}
+        response = client.send("completions", {"model": client.model} | body, where)
+        scored = response["choices"][0]["logprobs"]
+        logprobs = scored["token_logprobs"][len(first) :]
+        tokens = scored["tokens"][len(first) :]
+        return {"tokens": tokens, "token_logprobs": logprobs, "logprob": math.fsum(logprobs)}
 
-        with bar:
-            try:
-                for item in items[len(lines) :]:
-                    pending.append(pool.submit(ask, item))
-                    if len(pending) == in_flight:
-                        write_oldest()
-                while pending:
-                    write_oldest()
-            except BaseException:
-                client.stop()
-                raise
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-    os.replace(draft, path)
+    columns = ("tokens", "token_logprobs", "logprob")
+    write_rows(prompts, path, client, ask, columns, settings="scores", **more)
 
 
 def _user(content: str) -> dict[str, str]:
@@ -198,7 +236,7 @@ def read_answers(path: str) -> list[dict[str, Any]]:
 def request_and_answer(row: dict[str, Any]) -> tuple[str, str]:
     """Return the prompt and the answer in a row, or all those of its conversation, as two texts."""
     if "messages" not in row:
-        return row["prompt"], row["completion"]
+        return row["prompt"], row["completion"] or ""
     parts: tuple[list[str], list[str]] = [], []
     for message in row["messages"]:
         parts[message["role"] == ANSWERS].append(message["content"])
@@ -230,6 +268,8 @@ def mean_and_interval(values: Sequence[float]) -> dict[str, Any]:
 def checked(place: str, rows: Sequence[dict[str, Any]]) -> list[float]:
     """Return the scores that a function of the prompt, its answer and the row gives to answers.
 
+    A row with an error instead of an answer scores 0.
+
     Args:
       place: the function, as FILE.py:FUNCTION; see `Rewards`.
 
@@ -237,10 +277,14 @@ def checked(place: str, rows: Sequence[dict[str, Any]]) -> list[float]:
       InputError: if there is no such function, or a call of it fails.
     """
     workers = min(os.cpu_count() or 1, len(rows) or 1)
+    asked = [row for row in rows if row["completion"] is not None]
     with contextlib.closing(Rewards(place, CHECK_SECONDS, workers, "--check")) as check:
-        scores = check([(request_and_answer(row)[0], row["completion"], row) for row in rows])
+        scores = iter(
+            check([(request_and_answer(row)[0], row["completion"], row) for row in asked])
+        )
     result = []
-    for row, score in zip(rows, scores, strict=True):
+    for row in rows:
+        score = 0.0 if row["completion"] is None else next(scores)
         if isinstance(score, str):
             raise InputError(
                 f"--check {place}: answer {row['sample']} to row {row['row']}: {score}"
@@ -278,7 +322,7 @@ def win_rate(
     answers: str,
     others: str,
     path: str,
-    client: Client,
+    client: AnyClient,
     options: dict[str, Any],
     template: str = JUDGE,
     *,
@@ -317,8 +361,8 @@ def win_rate(
         return {"row": number, "swapped": swapped, "win": value, "judgement": text}
 
     items = [(n, swapped) for n in range(len(prompts)) for swapped in (False, True)]
-    settings = [client.model, options, template, texts]
-    write_in_order(path, items, ask, client, settings=settings, in_flight=in_flight)
+    settings = [client.identity, options, template, texts]
+    write_in_order(path, items, ask, settings=settings, in_flight=in_flight, stop=client.stop)
     wins = [row["win"] for _, row in all_rows(path)]
     values = [0.5 if win is None else win for win in wins]
     means = np.mean(np.reshape(values, (-1, 2)), axis=1).tolist()

@@ -1,5 +1,6 @@
 """A client of servers with OpenAI's API."""
 
+import abc
 import contextlib
 import http.client
 import json
@@ -7,6 +8,7 @@ import os
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 from mesh_transformer.util import InputError, brief
@@ -16,8 +18,98 @@ PAUSE_SECONDS = 1.0  # after the first attempt; it doubles after each
 KEY_VARIABLE = "OPENAI_API_KEY"
 
 
-class Client:
+class RefusedError(InputError):
+    """A request that cannot be answered.
+
+    Attributes:
+      error: what is wrong, as in an error response of OpenAI's API.
+    """
+
+    def __init__(self, where: str, error: dict[str, Any]):
+        super().__init__(f"{where}: {error.get('message')}")
+        self.error = error
+
+
+class AnyClient(abc.ABC):
+    """Sends requests of OpenAI's API; threads may share it.
+
+    Attributes:
+      model: the name of the model to ask.
+      identity: JSON values that differ if the model may give other answers.
+    """
+
+    model: str
+    identity: Any
+
+    @abc.abstractmethod
+    def send(self, path: str, body: dict[str, Any], where: str) -> Any:
+        """Return the response to `body`, sent to the path /v1/`path`.
+
+        Args:
+          where: what the request is about, for error messages.
+
+        Raises:
+          InputError: if the request is refused, or cannot be answered.
+        """
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Stop sending failed requests again."""
+
+    def answer(
+        self, where: str, options: dict[str, Any], **prompt: Any
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the text of the answer to a `prompt` or to `messages`, and its choice.
+
+        Args:
+          where: what the prompt is, for error messages.
+          options: further keys of the request, such as temperature.
+
+        Raises:
+          InputError: see `send`.
+        """
+        path = "chat/completions" if "messages" in prompt else "completions"
+        response = self.send(path, {"model": self.model} | options | prompt, where)
+        try:
+            choice = response["choices"][0]
+            text = choice["text"] if "prompt" in prompt else choice["message"]["content"]
+            return text or "", choice  # null if the model refuses
+        except (KeyError, IndexError, TypeError):
+            raise InputError(f"{where}: received {brief(repr(response))}") from None
+
+
+class LocalClient(AnyClient):
+    """Sends requests to a service in this process.
+
+    Args:
+      post: returns the status and the body of the response to a request, from path and body.
+      model, identity: see the attributes.
+      stop: see the method.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[str, Any], tuple[int, Any]],
+        model: str,
+        identity: Any,
+        stop: Callable[[], object],
+    ):
+        self.model, self.identity, self._post, self._stop = model, identity, post, stop
+
+    def send(self, path: str, body: dict[str, Any], where: str) -> Any:
+        status, value = self._post(f"/v1/{path}", body)
+        if status != 200:
+            raise RefusedError(where, value["error"])
+        return value
+
+    def stop(self) -> None:
+        self._stop()
+
+
+class Client(AnyClient):
     """Sends requests to a server with OpenAI's API; threads may share it.
+
+    Requests to a server that is busy, or cannot be reached, are sent again.
 
     The API key, if the environment variable `OPENAI_API_KEY` has one, is sent along.
 
@@ -32,43 +124,19 @@ class Client:
         if not self.url.startswith(("http://", "https://")):
             raise InputError(f"--url {url}: expected an address such as http://localhost:8000")
         self._stopped = threading.Event()
-        self.model: str = model or self._first_model()
+        self.model = self.identity = model or self._first_model()
 
     def _first_model(self) -> str:
-        models = self._send("models")
+        models = self.send("models")
         try:
             return models["data"][0]["id"]
         except (KeyError, IndexError, TypeError):
             raise InputError(f"--url {self.url}: the server names no model; give --name") from None
 
     def stop(self) -> None:
-        """Stop sending failed requests again."""
         self._stopped.set()
 
-    def answer(
-        self, where: str, options: dict[str, Any], **prompt: Any
-    ) -> tuple[str, dict[str, Any]]:
-        """Return the text of the server's answer to a `prompt` or to `messages`, and its choice.
-
-        Requests to a server that is busy, or cannot be reached, are sent again.
-
-        Args:
-          where: what the prompt is, for error messages.
-          options: further keys of the request, such as temperature.
-
-        Raises:
-          InputError: if the server refuses the request, or does not answer.
-        """
-        path = "chat/completions" if "messages" in prompt else "completions"
-        response = self._send(path, {"model": self.model} | options | prompt, where)
-        try:
-            choice = response["choices"][0]
-            text = choice["text"] if "prompt" in prompt else choice["message"]["content"]
-            return text or "", choice  # null if the server refuses
-        except (KeyError, IndexError, TypeError):
-            raise InputError(f"{where}: {self.url} sent {brief(repr(response))}") from None
-
-    def _send(self, path: str, body: dict[str, Any] | None = None, where: str = "--url") -> Any:
+    def send(self, path: str, body: dict[str, Any] | None = None, where: str = "--url") -> Any:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"

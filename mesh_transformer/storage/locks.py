@@ -55,11 +55,16 @@ class LocalLock(contextlib.AbstractContextManager["LocalLock"]):
     It is an operating-system lock on the file `.lock` in the folder, and the content of that file
     describes the owner.  When a process is killed, the file remains, but the operating system
     releases the lock.  For errors, see `lock_folder`.
+
+    Args:
+      name: a file in the folder, to lock only this one.
     """
 
-    def __init__(self, folder: AnyPath):
+    def __init__(self, folder: AnyPath, name: str | None = None):
         self._folder = local_path(folder)
-        self._path = os.path.join(self._folder, LOCK)
+        self._path = os.path.join(self._folder, f".{name}{LOCK}" if name else LOCK)
+        path = os.path.join(self._folder, name or "")
+        self._what = f"file {path}" if name else f"model folder {self._folder}"
         self._file: int | None = None
         with convert_failures(lambda error: unwritable_error(self._folder, error)):
             os.makedirs(self._folder, exist_ok=True)
@@ -78,7 +83,7 @@ class LocalLock(contextlib.AbstractContextManager["LocalLock"]):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise _in_use_error(self._folder, os.pread(file, 4096, 0)) from None
+                raise _in_use_error(self._what, os.pread(file, 4096, 0)) from None
             except OSError as error:  # a file system that does not support locks
                 _log.warning("%s cannot be locked (%s)", self._folder, reason(error))
             try:
@@ -124,6 +129,7 @@ class BucketLock(contextlib.AbstractContextManager["BucketLock"]):
     def __init__(self, folder: AnyPath):
         self._folder = local_path(folder)
         check_bucket(self._folder)
+        self._what = f"model folder {self._folder}"
         self._owner = _owner() | {"lock": secrets.token_hex(8)}
         self._taken: StoppedError | None = None  # why the lock was lost
         self._writing = threading.Lock()
@@ -148,7 +154,7 @@ class BucketLock(contextlib.AbstractContextManager["BucketLock"]):
                     owner = self._store.read(LOCK).result().value
                     self._taken = StoppedError(
                         f"this run has lost its lock, because the storage did not answer for "
-                        f"{LEASE_SECONDS:.0f} s: {_in_use_error(self._folder, owner)}"
+                        f"{LEASE_SECONDS:.0f} s: {_in_use_error(self._what, owner)}"
                     )
         if self._taken is not None:
             raise self._taken
@@ -181,13 +187,13 @@ class BucketLock(contextlib.AbstractContextManager["BucketLock"]):
         while True:
             is_free = stored.state == "missing" or _has_ended(stored.value)
             if not is_free and stored.stamp.generation != first:
-                raise _in_use_error(self._folder, stored.value)  # it was renewed or taken over
+                raise _in_use_error(self._what, stored.value)  # it was renewed or taken over
             if is_free or time.monotonic() >= deadline:
                 if written := self._write(stored.stamp.generation):
                     return written
             else:
                 if not waited:
-                    problem = str(_in_use_error(self._folder, stored.value)).partition(";")[0]
+                    problem = str(_in_use_error(self._what, stored.value)).partition(";")[0]
                     _log.warning("%s, or was; waiting up to %.0f s", problem, LEASE_SECONDS)
                 waited = True
                 time.sleep(POLL_SECONDS)
@@ -213,10 +219,11 @@ class BucketLock(contextlib.AbstractContextManager["BucketLock"]):
                     return
 
 
-def _in_use_error(folder: str, content: bytes) -> InputError:
+def _in_use_error(what: str, content: bytes) -> InputError:
     """Return the error to raise if another process holds a lock.
 
     Args:
+      what: the file or folder that is locked.
       content: the content of the lock file, which describes that process.
     """
     try:
@@ -228,8 +235,7 @@ def _in_use_error(folder: str, content: bytes) -> InputError:
     except (ValueError, KeyError, TypeError):
         holder = "another process"
     return InputError(
-        f"model folder {folder} is in use by {holder}; wait for it or stop it, or choose another "
-        "folder"
+        f"{what} is in use by {holder}; wait for it or stop it, or choose another one"
     )
 
 

@@ -5,7 +5,8 @@ import pytest
 
 from mesh_transformer.checkpoint import native_state
 from mesh_transformer.checkpoint.source import Source
-from mesh_transformer.cli import serve as command
+from mesh_transformer.cli import serve
+from mesh_transformer.cli import service as command
 from mesh_transformer.config import Config
 from mesh_transformer.generation.pool import Pool
 from mesh_transformer.mesh.declaration import map_declared
@@ -86,7 +87,7 @@ def test_the_keys_of_different_adapters_differ():
 def test_names_are_parsed_and_must_differ(monkeypatch, capsys):
     def parsed(*words: str):
         monkeypatch.setattr("sys.argv", ["serve", "--model-path", "m", *words])
-        return command.parse_args()
+        return serve.parse_args()
 
     args = parsed("--adapter", "a=folder", "--adapter", "b=gs://bucket/x=1", "--name", "c")
     assert args.adapter == [("a", "folder"), ("b", "gs://bucket/x=1")]

@@ -177,7 +177,7 @@ STUCK = """
 import contextlib
 import sys
 
-from mesh_transformer.cli import serve
+from mesh_transformer.cli import serve, service
 from mesh_transformer.util import run_script
 from tests.support.fake_network import FakeNetwork
 
@@ -199,7 +199,7 @@ class Stuck(FakeNetwork):
 
 
 network = Stuck(range(100), name="stuck")
-serve.running_model = lambda *_, **__: contextlib.nullcontext(network)
+service.running_model = lambda *_, **__: contextlib.nullcontext(network)
 run_script(serve.main)
 """
 

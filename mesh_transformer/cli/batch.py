@@ -1,0 +1,131 @@
+"""Answer, embed or score a file of prompts with a model on this machine.
+
+Rows are those of the command `answers`, or lines of OpenAI's batch format, which give lines of
+results in that format.  The output is in the order of the rows.  The same command continues a run
+that was stopped or killed.
+"""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from mesh_transformer.cli.answers import (
+    add_answer_arguments,
+    add_request_arguments,
+    choices_of,
+    options_of,
+)
+from mesh_transformer.cli.arguments import input_help, model_arguments, model_parser
+from mesh_transformer.cli.service import add_service_arguments, end, running_service
+from mesh_transformer.data.file_types import TABLE_TYPES
+
+if TYPE_CHECKING:
+    from mesh_transformer.evaluation.answers import Table
+    from mesh_transformer.evaluation.openai_client import LocalClient
+    from mesh_transformer.serving.service import Service
+
+CHOICES = 128  # the maximum number of answers to a request
+
+
+def parse_args() -> argparse.Namespace:
+    parser = model_parser(str(__doc__).partition("\n")[0])
+    parser.add_argument("input", help=input_help(TABLE_TYPES))
+    parser.add_argument("output", help="file for the results, as JSON lines")
+    parser.add_argument(
+        "--task",
+        choices=("answers", "embeddings", "scores"),
+        default="answers",
+        help="answer each prompt, embed it, or give the log-probabilities of its `completion` "
+        "(default answers); lines of OpenAI's format name their own",
+    )
+    add_request_arguments(parser)
+    add_answer_arguments(parser)
+    add_service_arguments(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    if args.task == "embeddings":
+        args.embeddings = args.embeddings or "mean"
+
+    from mesh_transformer.data.tables import all_rows
+    from mesh_transformer.evaluation.openai_client import LocalClient
+    from mesh_transformer.serving.local import check_lines, is_batch_line, running, write_lines
+    from mesh_transformer.storage.journal import check_vacant
+
+    # This comes before the model is loaded, which takes long, so that errors appear at once.
+    check_vacant(args.output)
+    rows = all_rows(args.input)
+    in_lines = bool(rows) and is_batch_line(rows[0][1])
+    if in_lines:
+        check_lines(rows)
+    in_flight = 2 * args.rows
+    with (
+        running_service(args, queue=in_flight * CHOICES, warm_up=False) as service,
+        running(service) as requests,
+    ):
+        options = {
+            "in_flight": in_flight,
+            "unit": "row",
+            "note": lambda: f"{service.metrics.tokens_per_second():.0f} tokens/s",
+        }
+        identity = identity_of(args, service)
+        if in_lines:
+            write_lines(rows, args.output, requests, args.seed, settings=identity, **options)
+        else:
+            client = LocalClient(requests.post, service.name, identity, requests.stop)
+            write_rows(args, rows, client, service, options | {"keep_errors": True})
+    count, errors = counts(args.output, in_lines)
+    print(f"{args.output}: {count} rows, {errors} of them with errors")
+    end(service)
+
+
+def write_rows(
+    args: argparse.Namespace,
+    rows: "Table",
+    client: "LocalClient",
+    service: "Service",
+    options: dict[str, Any],
+) -> None:
+    """Write the results of rows with prompts."""
+    from mesh_transformer.evaluation import answers
+
+    if args.task == "embeddings":
+        answers.write_vectors(rows, args.output, client, **options)
+    elif args.task == "scores":
+        from mesh_transformer.data.special_tokens import prompt_tokens
+
+        def encode(text: str, first: bool) -> list[int]:
+            tokenizer = service.words.tokenizer
+            if first:
+                return prompt_tokens(tokenizer, text)
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        answers.write_scores(rows, args.output, client, encode, **options)
+    else:
+        options = options | choices_of(args)
+        answers.write(rows, args.output, client, options_of(args), **options)
+
+
+def identity_of(args: argparse.Namespace, service: "Service") -> list[Any]:
+    """Return JSON values that differ if the service may give other answers."""
+    from mesh_transformer.checkpoint.source import Source
+
+    path, config = model_arguments(args)
+    sources = [Source(name) for name in (path, *(folder for _, folder in args.adapter))]
+    template = service.template and service.template.template
+    flags = [args.any_name, args.fixed_shapes, args.embeddings, args.task]
+    config = config or sources[0].config
+    return [*(source.identity for source in sources), repr(config), template, service.names, *flags]
+
+
+def counts(path: str, in_lines: bool) -> tuple[int, int]:
+    """Return the numbers of results in a file, and of those that are errors."""
+    results = errors = 0
+    with open(path, "rb") as file:
+        for row in map(json.loads, file):
+            results += 1
+            status = (row.get("response") or {}).get("status_code", 200) if in_lines else 200
+            errors += bool(row.get("error")) or status != 200
+    return results, errors
