@@ -153,8 +153,8 @@ def test_answers_are_in_order_and_continue_after_a_kill(
     (draft,) = tmp_path.glob(".parts.jsonl.*")
     lines = [line.split(" ", 1) for line in draft.read_text().splitlines()]
     kept = {int(number): json.loads(text) for number, text in lines}
-    # Those before the refused one, except two that other threads may still be asking.
-    assert 8 <= len(kept) == len(lines) <= 12
+    # All begun before the refused one, except two that may be lost, and some after it.
+    assert 8 <= len(kept) == len(lines) <= 16
     assert kept == {number: whole[number] for number in kept}
     with draft.open("a") as file:
         file.write('17 {"prompt": "p8", "compl')  # as a killed process leaves it
