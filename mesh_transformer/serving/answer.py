@@ -41,6 +41,8 @@ class TokenTexts:
             self.end = min(self.ends & self.special.keys(), default=None)
         self.longest = max(map(len, tokenizer.get_vocab())) + 1
         self._cache: dict[int, str] = {}
+        # What a tokenizer of the package transformers calls after checks that take far longer.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
         # A token with text.  Decoders may leave out the space at the start of a text.
         self._other = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
 
@@ -63,6 +65,8 @@ class TokenTexts:
 
     def text(self, numbers: Sequence[int]) -> str:
         """Return the text of a list of token ids."""
+        if self._backend is not None:
+            return self._backend.decode(numbers, skip_special_tokens=False)
         return self.tokenizer.decode(numbers, clean_up_tokenization_spaces=False)
 
     def ends_with(
@@ -206,6 +210,7 @@ class Answer:
       echo: the prompt, if the answer begins with the prompt, else None.  Logprobs may be added to
         `echo` until the first call of `feed`.
       reasoning: separates the reasoning in the answer; None if there is none.
+      with_offsets: whether the pieces have their tokens, which takes most of the time.
 
     Attributes:
       tokens: number of generated tokens, including one of `ends` and those of a stop sequence.
@@ -220,8 +225,11 @@ class Answer:
         ends: frozenset[int],
         echo: Echo | None,
         reasoning: Reasoning | None = None,
+        *,
+        with_offsets: bool = True,
     ):
         self.tokens = 0
+        self._all_at_once = not (with_offsets or stop)
         self._reasoning = reasoning
         self.finish: Finish | None = None
         self._ends, self._special = ends, words.special
@@ -243,7 +251,9 @@ class Answer:
             if progress.prompt is not None:
                 echo.score(progress.prompt)
             text, self._token_offsets = echo.text, list(echo.token_offsets)
-        for token in progress.tokens:
+        if self._all_at_once:
+            text += self._add_all(progress.tokens)
+        for token in () if self._all_at_once else progress.tokens:
             if self.finish is None:
                 self.tokens += 1
                 text += self._add(token)
@@ -262,6 +272,17 @@ class Answer:
             return Piece(text, final, self.finish)
         reasoning, text = self._reasoning.push(text, last=self.finish is not None)
         return Piece(text, final, self.finish, reasoning)
+
+    def _add_all(self, tokens: Sequence[Token]) -> str:
+        """Add tokens without their offsets to an answer without stop sequences; see `_add`."""
+        numbers = [token.number for token in tokens] if self.finish is None else []
+        end = next((at for at, number in enumerate(numbers) if number in self._ends), None)
+        self.tokens += len(numbers) if end is None else end + 1
+        text = self._stream.push([n for n in numbers[:end] if n not in self._special])
+        if end is None:
+            return text
+        self.finish = "stop"
+        return text + self._stream.finish()
 
     def _add(self, token: Token) -> str:
         """Add a token, and return the new text that later tokens can no longer change."""

@@ -27,10 +27,21 @@ class Updates(Generic[Name]):
         self._queue: asyncio.Queue[tuple[Name, Progress]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
-    def callback(self, name: Name) -> Callable[[Progress], None]:
-        """Return the callback `deliver` of a request, which the engine's thread calls."""
+    def callback(self, name: Name, *, whole: bool = False) -> Callable[[Progress], None]:
+        """Return the callback `deliver` of a request, which the engine's thread calls.
+
+        Args:
+          whole: whether all updates become a single one, at the end of the request.
+        """
+        earlier: list[Progress] = []
 
         def deliver(progress: Progress) -> None:
+            if whole:
+                earlier.append(progress)
+                if not progress.ended:
+                    return
+                tokens = [token for part in earlier for token in part.tokens]
+                progress = progress._replace(tokens=tokens, prompt=earlier[0].prompt)
             # RuntimeError: the event loop is closed, because the server stopped before its requests
             # had finished.
             with contextlib.suppress(RuntimeError):

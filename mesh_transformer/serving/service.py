@@ -364,6 +364,7 @@ class Completion:
         indices = range(first, first + len(options))
         groups = [[index] for index in indices] if length else [list(indices)]
         score = self._echo and (self._with_logprobs or not length)
+        whole = not (body.stream or body.stops)  # a stop sequence ends its request
         stop = self._service.words.ends_with(
             body.stops,
             ends=not body.ignore_eos,
@@ -375,7 +376,7 @@ class Completion:
                 prompt,
                 length,
                 options[group[0] - first],
-                self._updates.callback(group),
+                self._updates.callback(group, whole=whole),
                 stop=stop,
                 logprobs=self._with_logprobs,
                 score=score and group[0] == first,
@@ -404,7 +405,17 @@ class Completion:
                 work = functools.partial(Echo, words, numbers)
                 echoes[key] = await self._service.run_in_thread(work)
             echo, reasoning = echoes.get(key), self._new_reasoning()
-            self._answers.append(Answer(words, numbers, stops, request.stop, echo, reasoning))
+            self._answers.append(
+                Answer(
+                    words,
+                    numbers,
+                    stops,
+                    request.stop,
+                    echo,
+                    reasoning,
+                    with_offsets=self._with_logprobs,
+                )
+            )
         running = set(range(len(self._answers)))
         while running:
             indices, progress = await self._updates.next()
