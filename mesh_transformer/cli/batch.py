@@ -68,7 +68,7 @@ def main() -> None:
         options = {
             "in_flight": in_flight,
             "unit": "row",
-            "note": lambda: f"{service.metrics.tokens_per_second():.0f} tokens/s",
+            "note": lambda _: f"{service.metrics.tokens_per_second():.0f} tokens/s",
         }
         identity = identity_of(args, service)
         if in_lines:

@@ -31,6 +31,11 @@ def parse_args() -> argparse.Namespace:
         action="store_true",
         help="write a line of JSON about each request to standard error",
     )
+    parser.add_argument(
+        "--batch-folder",
+        metavar="DIR",
+        help="serve /v1/files and /v1/batches, with files in this folder",
+    )
     drain = "seconds to finish running requests at shutdown (default 60)"
     parser.add_argument("--drain-seconds", type=int, default=60, help=drain)
     add_service_arguments(parser)
@@ -41,6 +46,7 @@ def main() -> None:
     args = parse_args()
 
     from mesh_transformer.serving.app import create_app
+    from mesh_transformer.serving.batches import Batches
     from mesh_transformer.serving.requests import Keys
     from mesh_transformer.serving.server import listen, serve
 
@@ -56,6 +62,8 @@ def main() -> None:
         ) as service,
     ):
         log = sys.stderr if args.log_requests else None
-        app = create_app(service, keys, args.allow_origin, [args.host, *args.allow_host], log)
+        batches = Batches(service, args.batch_folder) if args.batch_folder else None
+        hosts = [args.host, *args.allow_host]
+        app = create_app(service, keys, args.allow_origin, hosts, log, batches)
         serve(app, socket, args.drain_seconds)
     end(service)

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from importlib import resources
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
@@ -46,6 +46,9 @@ from mesh_transformer.serving.requests import (
 from mesh_transformer.serving.service import Completion, Service
 from mesh_transformer.util import InputError, brief
 
+if TYPE_CHECKING:
+    from mesh_transformer.serving.batches import Batches
+
 EVENTS = "text/event-stream"
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"  # OpenAI's paths for conversations
 EMBEDDINGS = "/v1/embeddings"
@@ -64,6 +67,7 @@ def create_app(
     origins: list[str] | None = None,
     hosts: Collection[str] = (),
     log: TextIO | None = None,
+    batches: "Batches | None" = None,
 ) -> FastAPI:
     """Return an ASGI application that serves completions from `service`.
 
@@ -75,18 +79,29 @@ def create_app(
       hosts: names to accept in the Host header, in addition to those that `KnownHosts` always
         accepts.  The Host header is checked only if clients need no API key.
       log: where to write a line of JSON for each request; None for nowhere.
+      batches: the files and batches that clients may create; None for none.
     """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.start()
+        if batches is not None:
+            batches.start()
         yield
+        if batches is not None:
+            batches.close()
         service.close(EXIT_SECONDS)
 
     # No `openapi_url`: FastAPI's documentation pages would load scripts from other sites.
     app = FastAPI(title="mesh-transformer", lifespan=lifespan, openapi_url=None)
     _add_pages(app, service, keys)
     _add_completions(app, service, keys)
+    if batches is not None:
+        batches.add_to(app, keys)
+    else:
+        for path in ("/v1/files", "/v1/batches"):
+            message = f"{path}: not served; start the server with --batch-folder"
+            _refuse(app, keys, path, message)
     _add_errors(app)
     if not keys.needed:
         app.add_middleware(KnownHosts, hosts=hosts)
@@ -383,15 +398,6 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
         described = {"requestBody": schema}
         app.add_api_route(path, endpoint, methods=["POST"], name=name, openapi_extra=described)
 
-    def refuse(path: str, message: str, **details: Any) -> None:
-        """Add an endpoint that this server knows but does not serve."""
-
-        async def endpoint(request: Request) -> Response:
-            keys.check(request)
-            raise ApiError(404, message, **details)
-
-        app.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False)
-
     post("/v1/completions", "completions", CompletionRequest, service.completion)
     if service.template is None:
         message = (
@@ -399,16 +405,31 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
             "POST /v1/completions"
         )
         for path in (RESPONSES, CHAT):
-            refuse(path, message, param="model", code="not_a_chat_model")
+            _refuse(app, keys, path, message, param="model", code="not_a_chat_model")
     else:
-        refuse(RESPONSES, f"POST {RESPONSES}: not served; send messages to POST {CHAT}")
+        _refuse(app, keys, RESPONSES, f"POST {RESPONSES}: not served; send messages to POST {CHAT}")
         post(CHAT, "chat", ChatRequest, service.chat)
     if service.engine.pooling is None:
-        refuse(EMBEDDINGS, f"POST {EMBEDDINGS}: not served; start the server with --embeddings")
+        _refuse(
+            app,
+            keys,
+            EMBEDDINGS,
+            f"POST {EMBEDDINGS}: not served; start the server with --embeddings",
+        )
     else:
         begin = functools.partial(embeddings_of, service)
         post(EMBEDDINGS, "embeddings", EmbeddingRequest, begin)
     post("/complete", "complete", ContextRequest, service.continuation, _original_response)
+
+
+def _refuse(app: FastAPI, keys: Keys, path: str, message: str, **details: Any) -> None:
+    """Add an endpoint that this server knows but does not serve."""
+
+    async def endpoint(request: Request) -> Response:
+        keys.check(request)
+        raise ApiError(404, message, **details)
+
+    app.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False)
 
 
 Body = TypeVar("Body", bound=BaseModel)

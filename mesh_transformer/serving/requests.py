@@ -125,9 +125,14 @@ async def read_json(request: Request, context: int) -> bytes:
             415,
             f"Content-Type: found {brief(media) or 'none'}, expected application/json",
         )
-    body, size, most = bytearray(), 0, max(BODY_BYTES, TOKEN_BYTES * context)
+    return await read_body(request, max(BODY_BYTES, TOKEN_BYTES * context), BODY_SECONDS)
+
+
+async def read_body(request: Request, most: int, seconds: float) -> bytes:
+    """Return the raw body of a request of at most `most` bytes; see `read_json` for the errors."""
+    body, size = bytearray(), 0
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             async for part in request.stream():
                 size += len(part)
                 if size <= most:
@@ -137,7 +142,7 @@ async def read_json(request: Request, context: int) -> bytes:
     except TimeoutError:
         raise ApiError(
             408,
-            f"the body did not arrive within {BODY_SECONDS:.0f} seconds; send the request again",
+            f"the body did not arrive within {seconds:.0f} seconds; send the request again",
         ) from None
     if size > most:
         raise ApiError(413, f"the body is longer than {most} bytes; send a shorter one")

@@ -88,8 +88,9 @@ def write_in_order(
     in_flight: int,
     size: Callable[[Any], float] = lambda _: 0,
     stop: Callable[[], object] = lambda: None,
-    note: Callable[[], str] = lambda: "",
+    note: Callable[[int], str] = lambda _: "",
     unit: str = "answer",
+    quiet: bool = False,
 ) -> None:
     """Write `ask(item)` of each item as a line of JSON, in order.
 
@@ -103,7 +104,10 @@ def write_in_order(
       size: the larger it is, the earlier an item is asked; items of the same size are asked in
         order.
       stop: called if a call of `ask` fails, so that the other calls end.
-      note: returns what the progress bar shows besides the number of answers.
+      note: called at times with the number of lines so far; returns what the progress bar shows
+        besides it.
+      unit: the name of an item beside the progress bar.
+      quiet: whether to show no progress bar.
 
     Raises:
       InputError: if the file exists already, is not called .jsonl or cannot be written, if another
@@ -121,8 +125,8 @@ def write_in_order(
             with Journal(draft) as journal:
                 left = [n for n in range(len(items)) if n not in journal.places]
                 left.sort(key=lambda n: -size(items[n]))
-                counts = {"total": len(items), "initial": len(journal.places), "unit": unit}
-                with tqdm(**counts) as bar:
+                done = len(journal.places)
+                with tqdm(total=len(items), initial=done, unit=unit, disable=quiet) as bar:
                     _ask_all(left, lambda n: ask(items[n]), journal, in_flight, stop, note, bar)
                 journal.publish(path)
         except OSError as error:
@@ -138,7 +142,7 @@ def _ask_all(
     journal: Journal,
     in_flight: int,
     stop: Callable[[], object],
-    note: Callable[[], str],
+    note: Callable[[int], str],
     bar: "tqdm[Any]",
 ) -> None:
     """Add `ask(number)` to the journal for each number; see `write_in_order` for the arguments."""
@@ -161,7 +165,7 @@ def _ask_all(
             bar.update()
             if time.monotonic() - noted > NOTE_SECONDS:
                 noted = time.monotonic()
-                bar.set_postfix_str(note(), refresh=False)
+                bar.set_postfix_str(note(len(journal.places)), refresh=False)
     except BaseException:
         stop()
         raise

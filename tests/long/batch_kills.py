@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from mesh_transformer.cli import batch
 from mesh_transformer.cli.service import running_service
 from mesh_transformer.evaluation import answers
@@ -33,7 +35,7 @@ from mesh_transformer.transformer_shard import CausalTransformer
 from tests.support.waiting import SECONDS, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = "the of a tree river stone bird sings under old bright moon and then walks".split()
+WORDS = ("the", "of", "a", "tree", "river", "stone", "bird", "sings", "under", "old", "moon")
 
 
 def write_inputs(folder: Path, width: int, layers: int, count: int) -> None:
@@ -123,8 +125,6 @@ def times(folder: Path, tokens: int, options: list[str], rounds: int) -> float:
 
             sampling = SamplingOptions(top_p=1.0, temp=1.0, seed=0)
             stop = service.words.ends_with([], ends=True)
-            import numpy as np
-
             requests = [
                 Request(np.array(x, np.int32), tokens, sampling, deliver, stop=stop)
                 for x in sorted(encoded, key=len, reverse=True)
@@ -157,9 +157,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, args.width, args.layers, args.count)
-        right = args.only == "times" or kill(
-            folder, args.count, args.tokens, options, args.kills
-        )
+        right = args.only == "times" or kill(folder, args.count, args.tokens, options, args.kills)
         if args.only != "kills":
             right &= times(folder, args.tokens, options, args.rounds) >= 0.95
     sys.exit(not right)
