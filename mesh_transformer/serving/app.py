@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import functools
 import ipaddress
+import itertools
 import json
 import re
 import secrets
@@ -97,11 +98,12 @@ def create_app(
     _add_pages(app, service, keys)
     _add_completions(app, service, keys)
     if batches is not None:
-        batches.add_to(app, keys)
+        for method, path, answer in batches.endpoints():
+            _add_endpoint(app, keys, method, path, answer)
     else:
-        for path in ("/v1/files", "/v1/batches"):
-            message = f"{path}: not served; start the server with --batch-folder"
-            _refuse(app, keys, path, message)
+        for method, path in itertools.product(("GET", "POST"), ("/v1/files", "/v1/batches")):
+            message = f"{method} {path}: not served; start the server with --batch-folder"
+            _refuse(app, keys, path, message, method)
     _add_errors(app)
     if not keys.needed:
         app.add_middleware(KnownHosts, hosts=hosts)
@@ -422,14 +424,38 @@ def _add_completions(app: FastAPI, service: Service, keys: Keys) -> None:
     post("/complete", "complete", ContextRequest, service.continuation, _original_response)
 
 
-def _refuse(app: FastAPI, keys: Keys, path: str, message: str, **details: Any) -> None:
+def _add_endpoint(
+    app: FastAPI,
+    keys: Keys,
+    method: str,
+    path: str,
+    answer: Callable[[Request], Awaitable[Any]],
+) -> None:
+    """Add an endpoint whose responses are `answer(request)`, a response or a JSON value."""
+
+    async def endpoint(request: Request) -> Response:
+        keys.check(request)
+        value = await answer(request)
+        return value if isinstance(value, Response) else JSONResponse(value)
+
+    app.add_api_route(path, endpoint, methods=[method], name=answer.__name__)
+
+
+def _refuse(
+    app: FastAPI,
+    keys: Keys,
+    path: str,
+    message: str,
+    method: str = "POST",
+    **details: Any,
+) -> None:
     """Add an endpoint that this server knows but does not serve."""
 
     async def endpoint(request: Request) -> Response:
         keys.check(request)
         raise ApiError(404, message, **details)
 
-    app.add_api_route(path, endpoint, methods=["POST"], include_in_schema=False)
+    app.add_api_route(path, endpoint, methods=[method], include_in_schema=False)
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -15,21 +15,18 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse
 
 from mesh_transformer.data.tables import all_rows
 from mesh_transformer.serving.errors import ApiError, absent, invalid, shown
 from mesh_transformer.serving.local import URLS, LocalRequests, check_lines, write_lines
-from mesh_transformer.serving.requests import Keys, read_body, read_json
+from mesh_transformer.serving.requests import read_body, read_json
 from mesh_transformer.serving.service import Service
 from mesh_transformer.storage.locks import LocalLock
 from mesh_transformer.util import InputError, StoppedError, start_thread
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 FILE_BYTES = 2**28  # maximum size of a file
 UPLOAD_SECONDS = 600.0  # maximum time for a file to arrive
@@ -83,6 +80,11 @@ class Store:
         """Delete an object and its content."""
         (self._folder / f"{name}.json").unlink(missing_ok=True)
         self.path(name).unlink(missing_ok=True)
+
+    def clear(self, name: str) -> None:
+        """Delete what is left of the incomplete content of an object."""
+        for path in self._folder.glob(f".{name}.*"):
+            path.unlink(missing_ok=True)
 
 
 class Batches:
@@ -142,10 +144,10 @@ class Batches:
             if batch["status"] in ("cancelling", *ENDED) or self._closed:
                 return
             self._change(name, "in_progress")
-            self._running = name, requests
-        results = self.batches.path(name)
+            self._running, self._counts = (name, requests), {}
+        results, source = self.batches.path(name), self.files.path(batch["input_file_id"])
         try:
-            rows = all_rows(str(self.files.path(batch["input_file_id"])))
+            rows = all_rows(str(source))
             check_lines(rows)
             if not results.exists():
                 write_lines(
@@ -161,13 +163,16 @@ class Batches:
             with self._changes:
                 self._change(name, "finalizing")
             ended = "completed", self._published(name, results)
-        except StoppedError as error:
-            if self._closed:
-                return
-            stopped = self.batches.load(name)["status"] == "cancelling"
-            ended = ("cancelled", {}) if stopped else ("failed", _problem(str(error)))
-        except InputError as error:
-            ended = "failed", _problem(str(error).replace(str(self.files.path("")), "the file"))
+        except StoppedError:
+            with self._changes:
+                self._running = None
+                if self.batches.load(name)["status"] == "cancelling":
+                    self._change(name, "cancelled")
+                    self.batches.clear(name)
+            return  # else the next server continues it
+        except (InputError, OSError) as error:
+            ended = "failed", _problem(str(error).replace(str(source), "the file"))
+            self.batches.clear(name)
         with self._changes:
             self._running = None
             self._change(name, ended[0], **ended[1])
@@ -272,39 +277,36 @@ class Batches:
             batch = self.batches.load(request.path_params["name"])
             if batch["status"] in ("finalizing", *ENDED):
                 raise ApiError(409, f"the batch is {batch['status']}, so it cannot be cancelled")
-            if self._running is not None and self._running[0] == batch["id"]:
-                self._running[1].stop()
+            if self._running is None or self._running[0] != batch["id"]:
+                return self._change(batch["id"], "cancelled")
+            self._running[1].stop()
             return self._change(batch["id"], "cancelling")
 
-    def add_to(self, app: "FastAPI", keys: Keys) -> None:
-        """Add the endpoints to an application."""
+    async def file(self, request: Request) -> Any:
+        """Answer `GET /v1/files/NAME`."""
+        return self.files.load(request.path_params["name"])
 
-        def add(method: str, path: str, answer: Callable[[Request], Awaitable[Any]]) -> None:
-            async def endpoint(request: Request) -> Response:
-                keys.check(request)
-                value = await answer(request)
-                return value if isinstance(value, Response) else JSONResponse(value)
+    async def list_files(self, _: Request) -> Any:
+        """Answer `GET /v1/files`."""
+        return {"object": "list", "data": self.files.all(), "has_more": False}
 
-            app.add_api_route(path, endpoint, methods=[method], name=answer.__name__)
+    async def list_batches(self, _: Request) -> Any:
+        """Answer `GET /v1/batches`."""
+        return {"object": "list", "data": self.batches.all(), "has_more": False}
 
-        def listing(store: Store) -> Callable[[Request], Awaitable[Any]]:
-            async def every(_: Request) -> Any:
-                return {"object": "list", "data": store.all(), "has_more": False}
-
-            return every
-
-        async def file(request: Request) -> Any:
-            return self.files.load(request.path_params["name"])
-
-        add("POST", "/v1/files", self.upload)
-        add("GET", "/v1/files", listing(self.files))
-        add("GET", "/v1/files/{name}", file)
-        add("GET", "/v1/files/{name}/content", self.content)
-        add("DELETE", "/v1/files/{name}", self.delete)
-        add("POST", "/v1/batches", self.create)
-        add("GET", "/v1/batches", listing(self.batches))
-        add("GET", "/v1/batches/{name}", self.batch)
-        add("POST", "/v1/batches/{name}/cancel", self.cancel)
+    def endpoints(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Any]]]]:
+        """Return the method and path of each endpoint, and what answers its requests."""
+        return [
+            ("POST", "/v1/files", self.upload),
+            ("GET", "/v1/files", self.list_files),
+            ("GET", "/v1/files/{name}", self.file),
+            ("GET", "/v1/files/{name}/content", self.content),
+            ("DELETE", "/v1/files/{name}", self.delete),
+            ("POST", "/v1/batches", self.create),
+            ("GET", "/v1/batches", self.list_batches),
+            ("GET", "/v1/batches/{name}", self.batch),
+            ("POST", "/v1/batches/{name}/cancel", self.cancel),
+        ]
 
 
 def _problem(message: str) -> dict[str, Any]:

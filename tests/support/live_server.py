@@ -14,6 +14,7 @@ import httpx
 
 from mesh_transformer.data.chat import ChatTemplate, read_template
 from mesh_transformer.serving.app import create_app
+from mesh_transformer.serving.batches import Batches
 from mesh_transformer.serving.engine import Engine
 from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.serving.requests import Keys
@@ -35,7 +36,7 @@ class Live:
         names = dict.fromkeys(options.pop("names", ["fake"]), 0)
         names |= {name: number for number, name in enumerate(options.pop("adapters", ()), 1)}
         any_name, ends = options.pop("any_name", False), options.pop("ends", {})
-        sampling = options.pop("sampling", {})
+        sampling, batch_folder = options.pop("sampling", {}), options.pop("batch_folder", None)
         self.network = network
         self.tokenizer = tokenizer
         self.engine = Engine(network, metrics, **options)
@@ -55,7 +56,8 @@ class Live:
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self.log = io.StringIO()
         origins = ["https://page.example"]
-        app = create_app(self.service, Keys(keys), origins, hosts, self.log)
+        batches = Batches(self.service, batch_folder) if batch_folder else None
+        app = create_app(self.service, Keys(keys), origins, hosts, self.log, batches)
         self.server = make_server(app, drain_seconds)
         self.thread = threading.Thread(target=self.server.run, args=([listening],))
         self.thread.start()
