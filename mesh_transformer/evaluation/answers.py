@@ -21,7 +21,7 @@ import numpy as np
 from mesh_transformer.data.chat import ANSWERS
 from mesh_transformer.data.prompts import prompt_of
 from mesh_transformer.data.tables import all_rows
-from mesh_transformer.evaluation.openai_client import AnyClient
+from mesh_transformer.evaluation.openai_client import Client
 from mesh_transformer.evaluation.rewards import Rewards
 from mesh_transformer.storage.journal import write_in_order
 from mesh_transformer.util import InputError
@@ -51,7 +51,7 @@ Explain your judgement in a few sentences. Then end with exactly one of these li
 def write(
     prompts: str | Table,
     path: str,
-    client: AnyClient,
+    client: Client,
     options: dict[str, Any],
     *,
     samples: int = 1,
@@ -105,7 +105,7 @@ def write(
 def write_rows(
     prompts: str | Table,
     path: str,
-    client: AnyClient,
+    client: Client,
     ask: Callable[[str, Any, int], dict[str, Any]],
     columns: Sequence[str],
     *,
@@ -170,7 +170,7 @@ def _length(row: Any) -> int:
     return len(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
-def write_vectors(prompts: str | Table, path: str, client: AnyClient, **more: Any) -> None:
+def write_vectors(prompts: str | Table, path: str, client: Client, **more: Any) -> None:
     """Write the column `embedding` beside those of each row of prompts; see `write_rows`."""
 
     def ask(where: str, row: Any, _: int) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def write_vectors(prompts: str | Table, path: str, client: AnyClient, **more: An
 def write_scores(
     prompts: str | Table,
     path: str,
-    client: AnyClient,
+    client: Client,
     encode: Callable[[str, bool], list[int]],
     **more: Any,
 ) -> None:
@@ -322,7 +322,7 @@ def win_rate(
     answers: str,
     others: str,
     path: str,
-    client: AnyClient,
+    client: Client,
     options: dict[str, Any],
     template: str = JUDGE,
     *,

@@ -1,6 +1,5 @@
 """A client of servers with OpenAI's API."""
 
-import abc
 import contextlib
 import http.client
 import json
@@ -30,31 +29,40 @@ class RefusedError(InputError):
         self.error = error
 
 
-class AnyClient(abc.ABC):
-    """Sends requests of OpenAI's API; threads may share it.
+class Client:
+    """Sends requests to a server with OpenAI's API; threads may share it.
+
+    Requests to a server that is busy, or cannot be reached, are sent again.
+
+    The API key, if the environment variable `OPENAI_API_KEY` has one, is sent along.
+
+    Args:
+      url: the server's address, such as http://localhost:8000, with or without /v1.
+      model: the model's name (default: the server's first).
+      seconds: the longest time of a request.
 
     Attributes:
-      model: the name of the model to ask.
       identity: JSON values that differ if the model may give other answers.
     """
 
-    model: str
-    identity: Any
+    def __init__(self, url: str, model: str | None = None, seconds: float = 600.0):
+        self.url, self._seconds = url.rstrip("/").removesuffix("/v1"), seconds
+        if not self.url.startswith(("http://", "https://")):
+            raise InputError(f"--url {url}: expected an address such as http://localhost:8000")
+        self._stopped = threading.Event()
+        self.model: str = model or self._first_model()
+        self.identity: Any = self.model
 
-    @abc.abstractmethod
-    def send(self, path: str, body: dict[str, Any], where: str) -> Any:
-        """Return the response to `body`, sent to the path /v1/`path`.
+    def _first_model(self) -> str:
+        models = self.send("models")
+        try:
+            return models["data"][0]["id"]
+        except (KeyError, IndexError, TypeError):
+            raise InputError(f"--url {self.url}: the server names no model; give --name") from None
 
-        Args:
-          where: what the request is about, for error messages.
-
-        Raises:
-          InputError: if the request is refused, or cannot be answered.
-        """
-
-    @abc.abstractmethod
     def stop(self) -> None:
         """Stop sending failed requests again."""
+        self._stopped.set()
 
     def answer(
         self, where: str, options: dict[str, Any], **prompt: Any
@@ -77,66 +85,12 @@ class AnyClient(abc.ABC):
         except (KeyError, IndexError, TypeError):
             raise InputError(f"{where}: received {brief(repr(response))}") from None
 
-
-class LocalClient(AnyClient):
-    """Sends requests to a service in this process.
-
-    Args:
-      post: returns the status and the body of the response to a request, from path and body.
-      model, identity: see the attributes.
-      stop: see the method.
-    """
-
-    def __init__(
-        self,
-        post: Callable[[str, Any], tuple[int, Any]],
-        model: str,
-        identity: Any,
-        stop: Callable[[], object],
-    ):
-        self.model, self.identity, self._post, self._stop = model, identity, post, stop
-
-    def send(self, path: str, body: dict[str, Any], where: str) -> Any:
-        status, value = self._post(f"/v1/{path}", body)
-        if status != 200:
-            raise RefusedError(where, value["error"])
-        return value
-
-    def stop(self) -> None:
-        self._stop()
-
-
-class Client(AnyClient):
-    """Sends requests to a server with OpenAI's API; threads may share it.
-
-    Requests to a server that is busy, or cannot be reached, are sent again.
-
-    The API key, if the environment variable `OPENAI_API_KEY` has one, is sent along.
-
-    Args:
-      url: the server's address, such as http://localhost:8000, with or without /v1.
-      model: the model's name (default: the server's first).
-      seconds: the longest time of a request.
-    """
-
-    def __init__(self, url: str, model: str | None = None, seconds: float = 600.0):
-        self.url, self._seconds = url.rstrip("/").removesuffix("/v1"), seconds
-        if not self.url.startswith(("http://", "https://")):
-            raise InputError(f"--url {url}: expected an address such as http://localhost:8000")
-        self._stopped = threading.Event()
-        self.model = self.identity = model or self._first_model()
-
-    def _first_model(self) -> str:
-        models = self.send("models")
-        try:
-            return models["data"][0]["id"]
-        except (KeyError, IndexError, TypeError):
-            raise InputError(f"--url {self.url}: the server names no model; give --name") from None
-
-    def stop(self) -> None:
-        self._stopped.set()
-
     def send(self, path: str, body: dict[str, Any] | None = None, where: str = "--url") -> Any:
+        """Return the response to `body`, sent to the path /v1/`path`.
+
+        Raises:
+          InputError: if the request is refused, or cannot be answered.
+        """
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {key}"
@@ -156,6 +110,33 @@ class Client(AnyClient):
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problem = str(error) or type(error).__name__
         raise InputError(f"{where}: {request.full_url}: {brief(problem, 300)}")
+
+
+class LocalClient(Client):
+    """Sends requests to a service in this process; refused ones raise `RefusedError`.
+
+    Args:
+      post: returns the status and the body of the response to a request, from path and body.
+      model, identity, stop: those of `Client`.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[str, Any], tuple[int, Any]],
+        model: str,
+        identity: Any,
+        stop: Callable[[], object],
+    ):
+        self.model, self.identity, self._post, self._stop = model, identity, post, stop
+
+    def send(self, path: str, body: Any = None, where: str = "") -> Any:
+        status, value = self._post(f"/v1/{path}", body)
+        if status != 200:
+            raise RefusedError(where, value["error"])
+        return value
+
+    def stop(self) -> None:
+        self._stop()
 
 
 def _message(error: urllib.error.HTTPError) -> str:

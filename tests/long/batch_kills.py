@@ -134,11 +134,13 @@ def times(folder: Path, tokens: int, options: list[str], rounds: int) -> float:
 
         for turn in range(rounds + 1):
             for name, work in (("batch", by_batch), ("engine", by_engine)):
-                began = time.perf_counter()
+                began, worked = time.perf_counter(), time.process_time()
                 work()
                 if turn:  # the first one compiles
                     seconds[name].append(time.perf_counter() - began)
-                    print(f"{name}: {len(rows) / seconds[name][-1]:.1f} rows/s", flush=True)
+                    used = (time.process_time() - worked) / len(rows)
+                    rate = f"{len(rows) / seconds[name][-1]:.1f} rows/s, {used:.4f} CPU s/row"
+                    print(f"{name}: {rate}", flush=True)
     ratio = statistics.median(seconds["engine"]) / statistics.median(seconds["batch"])
     print(f"throughput of batch / engine: {ratio:.3f}")
     return ratio
