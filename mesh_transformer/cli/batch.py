@@ -18,12 +18,16 @@ from mesh_transformer.cli.answers import (
 from mesh_transformer.cli.arguments import input_help, model_arguments, model_parser
 from mesh_transformer.cli.service import add_service_arguments, end, running_service
 from mesh_transformer.data.file_types import TABLE_TYPES
+from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
     from mesh_transformer.evaluation.answers import Table
     from mesh_transformer.evaluation.openai_client import LocalClient
     from mesh_transformer.serving.service import Service
 
+# Flags that lines of OpenAI's batch format replace, and their defaults.
+OF_ROWS = {"task": "answers", "samples": 1, "chat": False, "logprobs": False, "top_logprobs": 0}
+OF_ROWS |= {"max_tokens": None, "temperature": None, "options": []}
 CHOICES = 128  # the maximum number of answers to a request
 
 
@@ -60,6 +64,10 @@ def main() -> None:
     in_lines = bool(rows) and is_batch_line(rows[0][1])
     if in_lines:
         check_lines(rows)
+        flags = [name for name, value in OF_ROWS.items() if getattr(args, name) != value]
+        if flags:
+            flag = flags[0].replace("_", "-")
+            raise InputError(f"--{flag}: lines of OpenAI's batch format have their own; remove it")
     in_flight = 2 * args.rows
     with (
         running_service(args, queue=in_flight * CHOICES, warm_up=False) as service,
@@ -115,7 +123,8 @@ def identity_of(args: argparse.Namespace, service: "Service") -> list[Any]:
     path, config = model_arguments(args)
     sources = [Source(name) for name in (path, *(folder for _, folder in args.adapter))]
     template = service.template and service.template.template
-    flags = [args.any_name, args.fixed_shapes, args.embeddings, args.task]
+    shapes = args.fixed_shapes and [args.chunk, args.speculate]
+    flags = [args.any_name, shapes, args.embeddings, args.task]
     config = config or sources[0].config
     return [*(source.identity for source in sources), repr(config), template, service.names, *flags]
 

@@ -57,17 +57,20 @@ def with_beginning(first: list[int], tokens: list[int]) -> list[int]:
     return tokens if tokens[: len(first)] == first else [*first, *tokens]
 
 
-def prompt_tokens(tokenizer: Any, prompt: str, *, whole: bool = False) -> list[int]:
+def prompt_tokens(
+    tokenizer: Any, prompt: str, *, whole: bool = False, first: list[int] | None = None
+) -> list[int]:
     """Return the token ids of a prompt.
 
     An empty prompt gives the token after which the model begins a new text.
 
     Args:
       whole: whether the prompt has its special tokens already, as the text of a chat template has.
+      first: the result of `beginning`, if it is known.
     """
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not whole:
-        tokens = with_beginning(beginning(tokenizer), tokens)
+        tokens = with_beginning(beginning(tokenizer) if first is None else first, tokens)
     return tokens or [start_token(tokenizer)]
 
 

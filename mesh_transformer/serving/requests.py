@@ -9,7 +9,6 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -303,26 +302,27 @@ class SamplingRequest(_StrictModel):
         """The stop sequences as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    def options(self, defaults: Mapping[str, float]) -> SamplingOptions:
-        """Return the sampling settings, without a seed.
+    def options(self, defaults: Mapping[str, float], **others: Any) -> SamplingOptions:
+        """Return the sampling settings.
 
         Args:
           defaults: settings for the fields that the request leaves out.
+          others: settings that are no fields here, such as the seed of one answer.
         """
-        options = SamplingOptions(
-            top_p=self.top_p,
-            top_k=self.top_k,
-            temp=self.temperature,
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-        )
         sent = {"temp" if name == "temperature" else name for name in self.model_fields_set}
-        own: dict[str, Any] = {key: x for key, x in defaults.items() if key not in sent}
-        return replace(options, **own)
+        values: dict[str, Any] = {
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "temp": self.temperature,
+            "min_p": self.min_p,
+            "typical_p": self.typical_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+        }
+        values |= {key: x for key, x in defaults.items() if key not in sent}
+        return SamplingOptions(**values | others)  # once, as its checks take long
 
 
 class CompletionRequest(SamplingRequest):

@@ -5,7 +5,6 @@ HTTP responses.
 """
 
 import asyncio
-import dataclasses
 import functools
 import itertools
 import json
@@ -213,11 +212,12 @@ class Service:
         if len(prompts) * count > room:
             most = f"at most {room // len(prompts)}, as the server has room for {room} answers"
             raise invalid("n", count, most)
-        options = dataclasses.replace(body.options(self.sampling), adapter=self.adapter(body.model))
+        adapter = self.adapter(body.model)
         numbers = itertools.count()
         for prompt in prompts:
             seeds = [answer_seed(body.seed, next(numbers)) for _ in range(count)]
-            completion.add(prompt, length, [dataclasses.replace(options, seed=s) for s in seeds])
+            options = [body.options(self.sampling, adapter=adapter, seed=seed) for seed in seeds]
+            completion.add(prompt, length, options)
         completion.begin()
 
     async def continuation(self, body: ContextRequest) -> "Completion":
@@ -282,7 +282,8 @@ class Service:
         """Tokenize a text; a long text is tokenized in a thread, not on the event loop."""
 
         def encode() -> list[int]:
-            return prompt_tokens(self.words.tokenizer, text, whole=not special)
+            words = self.words
+            return prompt_tokens(words.tokenizer, text, whole=not special, first=words.first)
 
         if len(text) > SHORT_TEXT:
             return await self.run_in_thread(encode)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from mesh_transformer.cli import completion_records
+from mesh_transformer.cli import batch, completion_records
 from mesh_transformer.data.chat import read_template
 from mesh_transformer.data.tables import all_rows
 from mesh_transformer.evaluation import answers
@@ -289,6 +290,28 @@ def test_a_full_queue_and_a_failing_network_are_asked_again(
     service.engine.network.failures += [RuntimeError("now"), RuntimeError("still")]
     with pytest.raises(StoppedError, match="the model cannot answer: still"):
         write(tmp_path / "3.jsonl", rows, failing, settings="t")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "message"),
+    [
+        ([line(1), line(1)], [], "line 2: the custom_id 'id 1' is also that of"),
+        ([line(1)], ["--max-tokens", "3"], "--max-tokens: lines of OpenAI's batch format have"),
+        ([line(1)], ["--task", "scores"], "--task: lines of OpenAI's batch format have"),
+        ([{"prompt": "a"}], [], "absent"),
+        ("no JSON", [], "line 1 is not JSON"),
+    ],
+)
+def test_unusable_input_is_named_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Any, words: list[str], message: str
+) -> None:
+    text = rows if isinstance(rows, str) else "\n".join(map(json.dumps, rows))
+    (tmp_path / "in.jsonl").write_text(text)
+    paths = [f"{tmp_path}/in.jsonl", f"{tmp_path}/out.jsonl", "--model-path", f"{tmp_path}/absent"]
+    monkeypatch.setattr(sys, "argv", ["batch", *paths, *words])
+    with pytest.raises(InputError, match=re.escape(message)):
+        batch.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.slow
