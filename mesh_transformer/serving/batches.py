@@ -28,6 +28,7 @@ from mesh_transformer.serving.service import Service
 from mesh_transformer.storage.locks import LocalLock
 from mesh_transformer.util import InputError, StoppedError, start_thread
 
+EXIT_SECONDS = 10.0  # maximum time for the running batch to stop
 FILE_BYTES = 2**28  # maximum size of a file
 UPLOAD_SECONDS = 600.0  # maximum time for a file to arrive
 WINDOW = "24h"  # OpenAI's only value of `completion_window`
@@ -105,6 +106,7 @@ class Batches:
         self._queue = queue.SimpleQueue[str]()
         self._changes = threading.Lock()  # guards the stored batches and the next attribute
         self._running: tuple[str, LocalRequests] | None = None
+        self._thread: threading.Thread | None = None
         self._closed = False
         self._counts = dict[str, int]()  # lines of the running batch so far
 
@@ -113,7 +115,7 @@ class Batches:
         for batch in reversed(self.batches.all()):
             if batch["status"] not in ENDED:
                 self._queue.put(batch["id"])
-        start_thread(self._run, asyncio.get_running_loop(), name="batches")
+        self._thread = start_thread(self._run, asyncio.get_running_loop(), name="batches")
 
     def close(self) -> None:
         """Interrupt the running batch."""
@@ -122,6 +124,8 @@ class Batches:
             if self._running is not None:
                 self._running[1].stop()
         self._queue.put("")
+        if self._thread is not None:
+            self._thread.join(EXIT_SECONDS)
         self._lock.release()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -65,10 +66,13 @@ class LocalRequests:
         self._service, self._loop = service, loop
         self._app = create_app(service, Keys(None))
         self._stopped = threading.Event()
+        self._sent = set[Future[Any]]()
 
     def stop(self) -> None:
-        """Let the requests that are still sent raise StoppedError."""
+        """Let the requests that are running, and those that are sent later, raise StoppedError."""
         self._stopped.set()
+        for sent in self._sent.copy():
+            sent.cancel()
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Return the status and the JSON value of the response to `POST path`.
@@ -86,7 +90,15 @@ class LocalRequests:
             except RuntimeError:  # the loop is closed
                 response.close()
                 break
-            status, text = sent.result()
+            self._sent.add(sent)
+            if self._stopped.is_set():
+                sent.cancel()
+            try:
+                status, text = sent.result()
+            except CancelledError:
+                break
+            finally:
+                self._sent.discard(sent)
             if status == 429:
                 self._stopped.wait(BUSY_SECONDS)
                 continue
