@@ -41,7 +41,7 @@ WORDS = ("the", "of", "a", "tree", "river", "stone", "bird", "sings", "under", "
 def write_inputs(folder: Path, width: int, layers: int, count: int) -> None:
     """Write a model of random weights, and prompts of 1 to 40 words."""
     sizes = {"layers": layers, "d_model": width, "n_heads": 4, "n_vocab": 264, "seq": 512}
-    keys = {"tokenizer": "bytes", "pe_rotary_dims": 16, "dtype": "float32", "name": "small"}
+    keys = {"tokenizer": "bytes", "pe_rotary_dims": 8, "dtype": "float32", "name": "small"}
     network = CausalTransformer(sizes | keys)
     network.save(str(folder / "model"))
     network.close()
