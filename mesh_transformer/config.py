@@ -19,9 +19,12 @@ from mesh_transformer.util import InputError, mismatch
 REMOVED = {"memory_every": "set ckpt_every instead: checkpoints are written in the background, too"}
 LISTED = "`mesh-transformer keys` lists the keys"  # the end of errors about unknown keys
 
-# The weight of a record set in a mixture: a number, or pairs of a number of updates and the weight
-# after them, in ascending order.  Between them it is interpolated linearly, elsewhere constant.
 Weight = float | list[list[float]]
+"""The weight of a record set in a mixture.
+
+It is a number, or pairs of a number of updates and the weight after them, in ascending order.
+Between them the weight is interpolated linearly, elsewhere it is constant.
+"""
 
 
 @dataclass(frozen=True)
