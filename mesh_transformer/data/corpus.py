@@ -30,6 +30,7 @@ from mesh_transformer.data.documents import (
     without_first,
 )
 from mesh_transformer.data.inputs import BadInputHandler
+from mesh_transformer.data.spans import Span
 from mesh_transformer.data.special_tokens import beginning, with_beginning
 from mesh_transformer.data.tokenizer import alphabet, encode_batch
 from mesh_transformer.storage import files
@@ -170,10 +171,20 @@ class Progress:
         current = self.current
         if current and not current.is_same_file(Source.of(files[len(self.sources)])):
             # The user may have fixed bad input in this file, so this file alone is read again.
-            self.current, self.ended, self.pieces = None, 0, 0
-            self.tokens = self.last_end = sum(source.tokens for source in self.sources)
-            self.documents = sum(source.documents for source in self.sources)
+            self.drop_current()
         return self
+
+    def drop_current(self) -> None:
+        """Start the file that is partly tokenised over."""
+        self.current, self.ended, self.pieces = None, 0, 0
+        self.tokens = self.last_end = sum(source.tokens for source in self.sources)
+        self.documents = sum(source.documents for source in self.sources)
+
+
+def sha256_of(path: str) -> str:
+    """Return the hash of a file's content."""
+    with files.open_file(path) as raw:
+        return hashlib.file_digest(raw, "sha256").hexdigest()
 
 
 class Batch(NamedTuple):
@@ -205,10 +216,17 @@ class Tokenizing:
       skip_bad: whether to skip and count unusable input instead of raising InputError.
       column: the column of the text in tables (see `read_pieces`).
 
+    Attributes:
+      span: the part of the text file to read, if there is only one file; None for all of it.
+
     Raises:
       InputError: at construction, if `folder` holds the progress of a different run (see
         `Progress.checked`).
     """
+
+    span: Span | None = None
+    batches_ahead = BATCHES_AHEAD
+    shows_progress = True
 
     def __init__(
         self,
@@ -240,14 +258,12 @@ class Tokenizing:
         with (
             self._open_valid("tokens", progress.tokens * self.dtype.itemsize) as tokens,
             self._open_valid("ends", progress.documents * ENDS.itemsize) as ends,
-            tqdm(unit="B", unit_scale=True, desc="tokenizing") as bar,
+            tqdm(
+                unit="B", unit_scale=True, desc="tokenizing", disable=not self.shows_progress
+            ) as bar,
         ):
             bar.total = sum(map(files.size, self.files))
-            for number, (batch, encoded) in enumerate(self._encoded(bar), 1):
-                self._write(batch, encoded, tokens, ends)
-                bar.set_postfix(documents=progress.documents, refresh=False)
-                if number % SAVE_EVERY == 0:
-                    self._save(tokens, ends)
+            self._tokenize(tokens, ends, bar)
             self._save(tokens, ends)
             tokens.truncate(progress.tokens * self.dtype.itemsize)
         if not progress.tokens:
@@ -256,6 +272,14 @@ class Tokenizing:
             np.memmap(self.folder / "tokens", self.dtype, mode="r"),
             np.fromfile(self.folder / "ends", ENDS),
         )
+
+    def _tokenize(self, tokens: IO[bytes], ends: IO[bytes], bar: tqdm) -> None:
+        """Append all text that is not tokenised yet to the corpus files."""
+        for number, (batch, encoded) in enumerate(self._encoded(bar), 1):
+            self._write(batch, encoded, tokens, ends)
+            bar.set_postfix(documents=self.progress.documents, refresh=False)
+            if number % SAVE_EVERY == 0:
+                self._save(tokens, ends)
 
     def _open_valid(self, name: str, size: int) -> IO[bytes]:
         """Truncate a file of the corpus to its first `size` bytes, and open it to write more."""
@@ -274,14 +298,14 @@ class Tokenizing:
     def _encoded(self, bar: tqdm) -> Iterator[tuple[Batch, list[list[int]]]]:
         """Tokenise all batches, and yield (batch, token ids of each of its pieces).
 
-        While a batch is tokenised, up to BATCHES_AHEAD further batches are read.
+        While a batch is tokenised, up to `batches_ahead` further batches are read.
         """
         pending: deque[tuple[Batch, Future]] = deque()
         with ThreadPoolExecutor(1) as pool:
             for batch in self._batches(bar):
                 encoded = pool.submit(encode_batch, self.tokenizer, batch.texts())
                 pending.append((batch, encoded))
-                if len(pending) > BATCHES_AHEAD:
+                if len(pending) > self.batches_ahead:
                     batch, encoded = pending.popleft()
                     yield batch, encoded.result()
             for batch, encoded in pending:
@@ -314,8 +338,9 @@ class Tokenizing:
           ended, pieces: the numbers of documents, and of pieces of the next one, to skip at the
             start, because they are tokenised already.
         """
-        bad = BadInputHandler(self.skip_bad)
-        texts = read_pieces(file, self.tokenizer.eos_token, bad, bar.update, self.column)
+        bad = self._bad_input_handler()
+        separator = self.tokenizer.eos_token
+        texts = read_pieces(file, separator, bad, bar.update, self.column, self.span)
         known = alphabet(self.tokenizer)
         if not known:
             texts = without_first(texts, ended)
@@ -331,9 +356,12 @@ class Tokenizing:
             texts = without_first(texts, ended)
         yield from islice(recut(texts, self.cuts), pieces, None)
         source.skipped = dict(sorted(bad.counts.items()))
-        with files.open_file(file) as raw:
-            source.sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
+        if self.span is None:
+            source.sha256 = sha256_of(file)
         yield source
+
+    def _bad_input_handler(self) -> BadInputHandler:
+        return BadInputHandler(self.skip_bad)
 
     def _write(
         self, batch: Batch, encoded: list[list[int]], tokens: IO[bytes], ends: IO[bytes]

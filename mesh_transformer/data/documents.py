@@ -9,6 +9,7 @@ from mesh_transformer.data.contents import Content, contents
 from mesh_transformer.data.cuts import Cuts
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputError, BadInputHandler, open_input
+from mesh_transformer.data.spans import Span
 from mesh_transformer.data.tables import (
     Columns,
     invalid_bytes,
@@ -102,6 +103,7 @@ def read_pieces(
     bad: BadInputHandler,
     progress: Callable[[int], object],
     column: str = TEXT_COLUMN,
+    span: Span | None = None,
 ) -> Iterator[Piece]:
     """Yield the documents of a file, in pieces that are cut anywhere (see `recut`).
 
@@ -111,13 +113,17 @@ def read_pieces(
       bad: called for each unusable document or file.
       progress: called repeatedly with the number of bytes read since the previous call.
       column: the column of the text in a table, and its key in a JSON Lines file.
+      span: the part of the file to read; None for all of it.
 
     Raises:
       InputError: if a document or the file is unusable and `bad` does not skip it.
     """
     reported, is_open = 0, False
-    with open_input(path, bad) as raw:
+    with open_input(path, bad) as file:
+        raw = span.reader(file) if span else file
         pieces = _pieces(_texts(raw, path, bad, column), separator)
+        if span:
+            pieces = _counted(pieces, span)
         for piece in without_bad(pieces, _not_utf8, bad):
             is_open = not piece.is_end and not piece.is_bad
             yield piece
@@ -125,7 +131,13 @@ def read_pieces(
             reported = raw.tell()
     if is_open:  # the file ended inside a document
         yield Piece("", is_bad=True)
-    progress(files.size(path) - reported)
+    progress((span.size if span else files.size(path)) - reported)
+
+
+def _counted(pieces: Iterable[Piece], span: Span) -> Iterator[Piece]:
+    for piece in pieces:
+        span.documents += piece.is_end
+        yield piece
 
 
 def without_bad(

@@ -23,12 +23,14 @@ from mesh_transformer.data.packing import (
     sequences,
     write_parts,
 )
+from mesh_transformer.data.parts import TokenizingParts, Work, Workers
 from mesh_transformer.data.same_tokenizer import encoding
 from mesh_transformer.data.tokenizer import fingerprint
 from mesh_transformer.storage.access import check_bucket, is_uri
-from mesh_transformer.storage.files import is_file, open_file, upload
+from mesh_transformer.storage.files import delete, is_file, open_file, upload
 from mesh_transformer.util import InputError
 
+PARTS = "parts"  # folder, in the work folder, of the parts that other processes have tokenised
 UPLOADED = "uploaded"  # folder, in the work folder, of the files that are uploaded to a bucket
 
 
@@ -70,13 +72,16 @@ def work_folder(folder: Path, new: bool) -> Iterator[None]:
         shutil.rmtree(folder)
 
 
-def make_set(options: TextOptions, name: str, inputs: InputSet, tokenizer) -> str:
+def make_set(
+    options: TextOptions, name: str, inputs: InputSet, tokenizer, workers: Workers | None = None
+) -> str:
     """Make the record set `name`, or resume an interrupted run, and return a one-line summary.
 
     Tokens and progress are first stored in the folder `<name>.partial`; see `work_folder`.
 
     Args:
       inputs: the text files.
+      workers: other processes that tokenise the text; None for this one.
 
     Raises:
       InputError: if the input is unusable, if there is not enough text for a single sequence, or if
@@ -88,7 +93,7 @@ def make_set(options: TextOptions, name: str, inputs: InputSet, tokenizer) -> st
     base = work / UPLOADED / name if is_uri(output) else Path(output) / name
     try:
         with work_folder(work, options.new):
-            return _make(options, name, inputs, tokenizer, base, work)
+            return _make(options, name, inputs, tokenizer, base, work, workers)
     except OSError as error:
         path = Path(error.filename or work)
         action = "written" if path.is_relative_to(work.parent) else "read"
@@ -99,7 +104,13 @@ def make_set(options: TextOptions, name: str, inputs: InputSet, tokenizer) -> st
 
 
 def _make(
-    options: TextOptions, name: str, inputs: InputSet, tokenizer, base: Path, work: Path
+    options: TextOptions,
+    name: str,
+    inputs: InputSet,
+    tokenizer,
+    base: Path,
+    work: Path,
+    workers: Workers | None,
 ) -> str:
     """Build a record set in the folder `work`, then move or upload it; see `make_set`.
 
@@ -120,15 +131,8 @@ def _make(
     files = list(inputs.files)
     if not options.preserve_data_order:
         generator.shuffle(files)
-    tokenizing = Tokenizing(
-        work,
-        files,
-        tokenizer,
-        settings | {"tokenizer": tokenizer_entry["sha256"]},
-        cleaner(options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize),
-        options.skip_bad,
-        options.text_column,
-    )
+    settings_of_corpus = settings | {"tokenizer": tokenizer_entry["sha256"]}
+    tokenizing = _tokenizing(options, name, files, tokenizer, settings_of_corpus, work, workers)
     corpus = tokenizing.run()
     sources = tokenizing.progress.sources
     skipped = sum((Counter(source.skipped) for source in sources), Counter[str]())
@@ -158,6 +162,8 @@ def _make(
     paths = [str(base.with_name(name)) for name in (names[0], index.name)]
     if is_uri(options.output_dir):
         upload(str(work / UPLOADED), options.output_dir, replace=True)
+        if workers is not None:
+            delete(_folder_of_parts(options, name, work))
         local = [os.path.relpath(path, work / UPLOADED) for path in paths]
         paths = [os.path.join(options.output_dir, path) for path in local]
     others = f" and {len(names) - 1} others" if len(names) > 1 else ""
@@ -165,6 +171,35 @@ def _make(
     skipped_text = f"; skipped: {format_counts(skipped)}" if skipped else ""
     contents = f"{count} sequences of {options.seq + 1} tokens"
     return f"{paths[0]}{others}: {contents}; listed in {paths[1]}{skipped_text}"
+
+
+def _tokenizing(
+    options: TextOptions,
+    name: str,
+    files: list[str],
+    tokenizer,
+    settings: dict[str, Any],
+    work: Path,
+    workers: Workers | None,
+) -> Tokenizing:
+    """Return the run that tokenises the files into a corpus in the folder `work`."""
+    cleaning = (options.normalize_with_ftfy, options.normalize_with_wikitext_detokenize)
+    clean, column = cleaner(*cleaning), options.text_column
+    arguments = (work, files, tokenizer, settings, clean, options.skip_bad, column)
+    if workers is None:
+        return Tokenizing(*arguments)
+    folder = _folder_of_parts(options, name, work)
+    if options.new:
+        delete(folder)
+    part_work = Work(folder, os.getcwd(), tokenizer, *cleaning, column)
+    return TokenizingParts(*arguments, work=part_work, workers=workers)
+
+
+def _folder_of_parts(options: TextOptions, name: str, work: Path) -> str:
+    """Return the folder of finished parts, which all workers must reach."""
+    if is_uri(options.output_dir):
+        return os.path.join(options.output_dir, f"{name}.partial")
+    return os.path.abspath(work / PARTS)
 
 
 def _check_same_settings(options: TextOptions, name: str, manifest: dict[str, Any]) -> None:

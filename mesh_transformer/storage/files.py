@@ -16,6 +16,7 @@ from tqdm import tqdm
 from mesh_transformer.storage.access import (
     check_bucket,
     convert_storage_errors,
+    delete_tree,
     entries,
     is_missing,
     is_uri,
@@ -145,6 +146,15 @@ def replace(path: str, target: str) -> None:
     with convert_storage_errors(f"{target} cannot be written"):
         epath.Path(path).copy(target, overwrite=True)
         epath.Path(path).unlink()
+
+
+def delete(path: str) -> None:
+    """Delete a file, or a folder with its contents, if it exists."""
+    with convert_storage_errors(f"{path} cannot be deleted"):
+        if is_folder(path):
+            delete_tree(_remote(path))
+        else:
+            _remote(path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
