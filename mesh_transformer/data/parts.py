@@ -222,6 +222,9 @@ class _PartTokenizing(Tokenizing):
     def _bad_input_handler(self) -> BadInputHandler:
         return self.bad
 
+    def _save(self, *written: IO[bytes]) -> None:
+        """Do nothing: a part that is interrupted is begun again."""
+
 
 def _store(work: Work, part: Part, result: Result, folder: Path) -> None:
     """Write a finished part: a line of JSON, the ends of its documents, and its tokens."""
