@@ -125,6 +125,9 @@ def _workers(address: str | None) -> "contextlib.AbstractContextManager[Workers 
     """Return a context manager that connects to the Ray cluster at an address, if there is one."""
     if address is None:
         return contextlib.nullcontext()
+    from mesh_transformer.pod.ray_head import set_driver_environment
+
+    set_driver_environment()
     from mesh_transformer.pod.ray_workers import RayWorkers  # an installation may lack Ray
 
     return RayWorkers(address)

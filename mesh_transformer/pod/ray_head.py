@@ -99,8 +99,7 @@ class RayHead:
             start_new_session=True,
             env=os.environ | HEAD_ENVIRONMENT,
         )
-        for name, value in DRIVER_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        set_driver_environment()
         try:
             import ray
 
@@ -161,6 +160,12 @@ class RayHead:
         self._process.wait()
         self._process.stdout.close()
         self._log.close()
+
+
+def set_driver_environment() -> None:
+    """Set the environment variables of a driver, which Ray reads when it is imported."""
+    for name, value in DRIVER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def local_address(number: int) -> str:

@@ -4,7 +4,6 @@ Workers and machines may die or hang, and join, at any time.
 """
 
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +14,6 @@ from ray import exceptions
 from tqdm import tqdm
 
 from mesh_transformer.pod.faults import last_line
-from mesh_transformer.pod.ray_head import DRIVER_ENVIRONMENT
 from mesh_transformer.util import InputError, StoppedError
 
 PER_CPU = 2  # parts that are sent to the cluster at a time, per CPU of it
@@ -39,8 +37,6 @@ class RayWorkers:
     """
 
     def __init__(self, address: str):
-        for name, value in DRIVER_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError, exceptions.RayError) as error:
