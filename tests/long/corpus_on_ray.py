@@ -1,7 +1,7 @@
 """Creates records on Ray clusters of this machine while workers and nodes are killed at random.
 
 `python -m tests.long.corpus_on_ray 30` runs 30 rounds.  Each round creates a set of records on a
-cluster with 1, 2 or 4 CPUs on one, two or three nodes.  At random moments, it kills worker
+cluster with 1, 2 or 4 CPUs on one to three nodes.  At random moments, it kills worker
 processes, a whole node that is not the command's, and the command itself, which is then run again.
 The set must have the bytes of one that is created without Ray.
 
@@ -38,8 +38,8 @@ from mesh_transformer.util import run_script
 parts.PART_BYTES = int(sys.argv.pop(1))
 run_script(lambda: text_records.main(sys.argv[1:]))
 """
-LAYOUTS = ((1,), (2,), (4,), (1, 1), (2, 2), (1, 2, 1))  # CPUs of the nodes
-PART = 1 << 18  # bytes; a large file has some dozens of parts
+LAYOUTS = ((1,), (2,), (1, 1), (4,), (2, 2), (1, 2, 1))  # CPUs of the nodes
+PART = 1 << 17  # bytes; a large file has some dozens of parts
 SECONDS = 900.0  # longer than a round takes on a busy machine
 
 
@@ -109,36 +109,40 @@ def kill_at_random(
     return killed
 
 
-def run_round(folder: Path, number: int, generator: random.Random) -> list[str]:
-    cpus = LAYOUTS[number % len(LAYOUTS)]
+def run_round(
+    folder: Path, number: int, cluster: Any, others: list[Any], generator: random.Random
+) -> list[str]:
+    """Create a set under kills, compare it, and return what was killed."""
     name, log, killed = f"set_{number}", folder / f"{number}.log", []
-    with ray_cluster(cpus[0]) as cluster:
-        others = [add_node(cluster, count) for count in cpus[1:]]
-        deadline, status = time.monotonic() + SECONDS, None
-        while status != 0:
-            arguments = command(folder, PART, name, "--ray", cluster.address)
-            process = start(arguments, log)
-            killed += kill_at_random(cluster, others, process, generator)
-            status = process.wait()
-            assert status in (0, -signal.SIGKILL), log.read_text(errors="replace")
-            assert time.monotonic() < deadline, log.read_text(errors="replace")
+    deadline, status = time.monotonic() + SECONDS, None
+    while status != 0:
+        process = start(command(folder, PART, name, "--ray", cluster.address), log)
+        killed += kill_at_random(cluster, others, process, generator)
+        status = process.wait()
+        assert status in (0, -signal.SIGKILL), log.read_text(errors="replace")
+        assert time.monotonic() < deadline, log.read_text(errors="replace")
     assert contents(folder / name) == contents(folder / "whole"), name
     assert not (folder / name / "set.partial").exists()
     counts = ", ".join(f"{killed.count(kind)} {kind}s" for kind in sorted(set(killed)))
-    print(f"round {number}: CPUs {cpus}, killed {counts or 'nothing'}: equal bytes", flush=True)
+    print(f"round {number}: killed {counts or 'nothing'}: equal bytes", flush=True)
     return killed
 
 
-def kills(folder: Path, rounds: int, first: int = 0) -> None:
+def kills(folder: Path, rounds: int) -> None:
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", flush=True)
     generator = random.Random(seed)
     write_text(folder / "in")
-    write_large_files(folder / "in", 6 << 20)
+    write_large_files(folder / "in", 3 << 20)
     assert start(command(folder, PART, "whole"), folder / "log").wait() == 0
     killed = []
-    for number in range(first, first + rounds):
-        killed += run_round(folder, number, generator)
+    for place, cpus in enumerate(LAYOUTS):
+        with ray_cluster(cpus[0]) as cluster:
+            print(f"nodes with {', '.join(map(str, cpus))} CPUs", flush=True)
+            others: list[Any] = []
+            for number in range(place, rounds, len(LAYOUTS)):
+                others += [add_node(cluster, count) for count in cpus[1 + len(others) :]]
+                killed += run_round(folder, number, cluster, others, generator)
     totals = {kind: killed.count(kind) for kind in sorted(set(killed))}
     print(f"{rounds} sets equal to that of one process; killed: {totals}", flush=True)
 
@@ -162,8 +166,7 @@ def measured(folder: Path, *options: str) -> tuple[float, float]:
 def rates(folder: Path, repeats: int) -> None:
     write_large_files(folder / "in", 50 << 20)
     results: dict[str, list[float]] = {"without Ray": [], "1 CPU": [], "2 CPUs": []}
-    with ray_cluster(1) as one, contextlib.ExitStack() as stack:
-        del stack
+    with ray_cluster(1) as one:
         for _ in range(repeats):
             results["without Ray"].append(measured(folder)[0])
             results["1 CPU"].append(measured(folder, "--ray", one.address)[0])
@@ -179,4 +182,4 @@ if __name__ == "__main__":
         if sys.argv[1] == "--rates":
             rates(Path(place), int(sys.argv[2]))
         else:
-            kills(Path(place), int(sys.argv[1]), *map(int, sys.argv[2:]))
+            kills(Path(place), int(sys.argv[1]))
