@@ -4,8 +4,11 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from mesh_transformer.data.spans import Span, ends_of_spans
 from mesh_transformer.data.tokenizer import character_tokenizer, load_tokenizer
 from mesh_transformer.util import InputError
 from tests.long import killed_tokenizing
+from tests.support.fake_gcs import gcs_server
 
 END = "<|endoftext|>"
 SEQ = 16
@@ -313,3 +317,52 @@ def test_missing_files_of_a_worker_are_named(tmp_path, monkeypatch, create):
         monkeypatch.setattr(parts, "finish", finish)
         with pytest.raises(InputError, match=line):
             create(path, tmp_path / "out", ShuffledWorkers(1), "--new")
+
+
+PROGRAM = """
+import contextlib, sys
+from mesh_transformer.cli import text_records
+from mesh_transformer.data import parts
+from tests.data.test_parts import ShuffledWorkers, Stopped
+
+parts.PART_BYTES = 2000
+calls = int(sys.argv.pop(1))
+workers = ShuffledWorkers(1, calls if calls >= 0 else None)
+text_records._workers = lambda _: contextlib.nullcontext(workers)
+try:
+    text_records.main(sys.argv[1:])
+except Stopped:
+    print(len(workers.parts), "parts")
+"""
+
+
+@pytest.mark.slow
+def test_input_and_output_may_be_in_a_bucket(tmp_path, create):
+    write_large_files(tmp_path / "in", 1)
+    expected = create(tmp_path / "in", tmp_path / "one", None)
+    root = Path(__file__).parents[2]
+    with gcs_server(tmp_path) as (gcs, environment):
+        for path in (tmp_path / "in").iterdir():
+            gcs._put(("bucket", f"in/{path.name}"), path.read_bytes())
+        environment = os.environ | environment | {"PYTHONPATH": str(root)}
+        for calls in (5, -1):
+            arguments = [str(calls), "gs://bucket/in", "set", "--output-dir", "gs://bucket/out"]
+            result = subprocess.run(
+                [sys.executable, "-c", PROGRAM, *arguments, "--seq", str(SEQ)],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert result.returncode == 0, result.stderr
+            stored = {
+                name.removeprefix("out/"): stored.content
+                for (_, name), stored in gcs.objects.items()
+                if name.startswith("out/") and not name.endswith("/")
+            }
+            if calls > 0:
+                assert result.stdout == "5 parts\n"
+                assert len(stored) == 5
+                assert all(name.startswith("set.partial/") for name in stored)
+    assert stored == expected

@@ -40,6 +40,7 @@ run_script(lambda: text_records.main(sys.argv[1:]))
 """
 LAYOUTS = ((1,), (2,), (1, 1), (4,), (2, 2), (1, 2, 1))  # CPUs of the nodes
 PART = 1 << 17  # bytes; a large file has some dozens of parts
+WORKERS = 5  # killed per run of the command; new ones take some seconds to start
 SECONDS = 900.0  # longer than a round takes on a busy machine
 
 
@@ -93,13 +94,13 @@ def kill_at_random(
             process.wait(generator.uniform(0.2, 4.0))
             break
         choice = generator.random()
-        if choice < 0.8:
+        if choice < 0.8 and killed.count("worker") < WORKERS:
             # Workers that compute a part are named after the function.
             if workers := ray_processes(r"^ray::finish"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(generator.choice(workers), signal.SIGKILL)
                     killed.append("worker")
-        elif choice < 0.9 and others:
+        elif 0.8 <= choice < 0.9 and others:
             cluster.remove_node(others.pop(), allow_graceful=False)
             killed.append("node")
         elif choice >= 0.9 and "command" not in killed:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,11 +23,19 @@ def add_node(cluster: Any, cpus: int) -> Any:
     """Add a node with some CPUs to a `ray.cluster_utils.Cluster`, and return it."""
     for attempt in range(ATTEMPTS):
         try:
-            return cluster.add_node(num_cpus=cpus, **NODE)
+            return cluster.add_node(num_cpus=cpus, **NODE, **_ports())
         except Exception:  # Ray's is of no narrower class
             if attempt == ATTEMPTS - 1:
                 raise
     raise AssertionError
+
+
+def _ports() -> dict[str, int]:
+    """Return free ports for a node's agents; Ray waits for ports that the agents choose."""
+    names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("", 0))) for _ in names]
+        return {name: server.getsockname()[1] for name, server in zip(names, servers, strict=True)}
 
 
 @contextlib.contextmanager
