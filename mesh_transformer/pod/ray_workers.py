@@ -62,6 +62,10 @@ class RayWorkers:
           StoppedError: if the function raises an error, or workers die of a part again and again.
         """
         calls = _Calls(function, shared)
+        if not ray.cluster_resources().get("CPU"):
+            tqdm.write(
+                "the Ray cluster has no CPUs; waiting for a machine (ray start --num-cpus N)"
+            )
         rest, is_last = iter(parts), False
         while calls.running or not is_last:
             while not is_last and len(calls.running) < _limit():
