@@ -4,6 +4,7 @@ Workers and machines may die or hang, and join, at any time.
 """
 
 import logging
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ from mesh_transformer.pod.faults import last_line
 from mesh_transformer.util import InputError, StoppedError
 
 PER_CPU = 2  # parts that are sent to the cluster at a time, per CPU of it
+SECONDS_TO_CONNECT = 10.0
 ATTEMPTS = 10  # workers that may die of a part
 SECONDS = 1.0  # between two looks at the cluster
 STRAGGLER = 3.0  # times the median time after which a part is begun a second time
@@ -37,9 +39,12 @@ class RayWorkers:
     """
 
     def __init__(self, address: str):
+        host, _, port = address.removeprefix("ray://").rpartition(":")
         try:
+            if port.isdecimal():  # as Ray would try for minutes
+                socket.create_connection((host, int(port)), SECONDS_TO_CONNECT).close()
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError, exceptions.RayError) as error:
+        except (OSError, ValueError, RuntimeError, exceptions.RayError) as error:
             raise InputError(
                 f"--ray {address}: no Ray cluster can be reached ({last_line(error)}); start one "
                 "with `ray start --head`, or correct the address"

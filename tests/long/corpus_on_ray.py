@@ -40,7 +40,7 @@ run_script(lambda: text_records.main(sys.argv[1:]))
 """
 LAYOUTS = ((1,), (2,), (1, 1), (4,), (2, 2), (1, 2, 1))  # CPUs of the nodes
 PART = 1 << 17  # bytes; a large file has some dozens of parts
-WORKERS = 5  # killed per run of the command; new ones take some seconds to start
+WORKERS = 5  # killed per round; new ones take some seconds to start
 SECONDS = 900.0  # longer than a round takes on a busy machine
 
 
@@ -85,10 +85,9 @@ def ray_processes(pattern: str) -> list[int]:
 
 
 def kill_at_random(
-    cluster: Any, others: list[Any], process: Any, generator: random.Random
-) -> list[str]:
-    """Kill processes until the command ends, and return what was killed."""
-    killed = []
+    cluster: Any, others: list[Any], process: Any, killed: list[str], generator: random.Random
+) -> None:
+    """Kill processes until the command ends, and add what was killed to `killed`."""
     while process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(generator.uniform(0.2, 4.0))
@@ -107,7 +106,6 @@ def kill_at_random(
             process.kill()
             process.wait()
             killed.append("command")
-    return killed
 
 
 def run_round(
@@ -118,7 +116,7 @@ def run_round(
     deadline, status = time.monotonic() + SECONDS, None
     while status != 0:
         process = start(command(folder, PART, name, "--ray", cluster.address), log)
-        killed += kill_at_random(cluster, others, process, generator)
+        kill_at_random(cluster, others, process, killed, generator)
         status = process.wait()
         assert status in (0, -signal.SIGKILL), log.read_text(errors="replace")
         assert time.monotonic() < deadline, log.read_text(errors="replace")
