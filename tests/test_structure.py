@@ -138,6 +138,7 @@ HOMES = {
         "mesh_transformer/pod/ray_head.py",
         "mesh_transformer/pod/hosts.py",
         "mesh_transformer/pod/cluster.py",
+        "mesh_transformer/pod/replicas.py",
         "mesh_transformer/pod/ray_workers.py",
     },
 }

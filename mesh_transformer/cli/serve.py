@@ -1,9 +1,17 @@
 """Serve a model over HTTP: OpenAI's API, mesh-transformer-jax's API and a web page."""
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from mesh_transformer.cli.arguments import model_parser, positive
+from mesh_transformer.cli.replicas import (
+    add_replica_arguments,
+    check_replica_arguments,
+    serve_replicas,
+)
 from mesh_transformer.cli.service import add_service_arguments, end, running_service
 
 
@@ -39,11 +47,33 @@ def parse_args() -> argparse.Namespace:
     drain = "seconds to finish running requests at shutdown (default 60)"
     parser.add_argument("--drain-seconds", type=int, default=60, help=drain)
     add_service_arguments(parser)
+    add_replica_arguments(parser)
     return parser.parse_args()
+
+
+@contextlib.contextmanager
+def application(args: argparse.Namespace) -> Iterator[Any]:
+    """Return a context manager that yields the application of a replica, in its process."""
+    from mesh_transformer.serving.app import create_app
+    from mesh_transformer.serving.requests import Keys
+
+    keys = Keys(args.api_key_file)
+    with running_service(
+        args,
+        queue=args.queue,
+        max_tokens=args.max_tokens,
+        stall_seconds=args.stall_seconds,
+        wait=True,  # so that no request waits for the programs of a new replica
+    ) as service:
+        yield create_app(service, keys, hosts=["*"])  # the address has checked the Host header
 
 
 def main() -> None:
     args = parse_args()
+    check_replica_arguments(args)
+    if args.replicas:
+        serve_replicas(args, application)
+        return
 
     from mesh_transformer.serving.app import create_app
     from mesh_transformer.serving.batches import Batches

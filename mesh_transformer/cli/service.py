@@ -174,6 +174,7 @@ def running_service(
     max_tokens: int | None = None,
     stall_seconds: float = 60.0,
     warm_up: bool = True,
+    wait: bool = False,
 ) -> "Iterator[Service]":
     """Return a context manager that yields a service, which is not started yet.
 
@@ -182,6 +183,7 @@ def running_service(
       queue, stall_seconds: see `Engine`.
       max_tokens: maximum tokens per answer; None for the model's window.
       warm_up: whether to compile in advance what requests may need.
+      wait: whether to compile all of it now; see `Engine.warm_up`.
 
     Raises:
       InputError: if the flags, the model, its tokenizer or its chat template cannot be used.
@@ -229,7 +231,7 @@ def running_service(
         )
         print(engine.capacity, file=sys.stderr)
         if warm_up:
-            engine.warm_up(wait=False)
+            engine.warm_up(wait=wait)
         yield Service(
             names,
             engine,

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.config import Config
 from mesh_transformer.pod.fit import largest_fit, mesh_name
-from mesh_transformer.pod.ray_head import OBJECT_STORE, RESOURCE, RayHead, local_address
+from mesh_transformer.pod.ray_head import (
+    OBJECT_STORE,
+    RESOURCE,
+    RayHead,
+    is_connected,
+    local_address,
+)
 from mesh_transformer.pod.tpu.api import PreemptedError
 from mesh_transformer.pod.tpu.install import ray_token
 from mesh_transformer.pod.tpu.spec import SshOptions, TpuSpec
@@ -105,6 +111,11 @@ def _check_count(config: Config, count: int) -> None:
 
 @contextlib.contextmanager
 def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[Host]]]":
+    if is_connected():  # this process is a replica of a server, in a Ray cluster
+        from mesh_transformer.pod.hosts import local_hosts
+
+        yield lambda: local_hosts(config, count)
+        return
     with RayHead(_object_store(config)) as head:
         from mesh_transformer.pod.hosts import local_hosts
 

@@ -168,6 +168,12 @@ def set_driver_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def is_connected() -> bool:
+    """Return whether this process is connected to a Ray cluster."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
 def local_address(number: int) -> str:
     """Return the loopback address of the Ray node with this number, from 0."""
     return f"127.0.0.{2 + number}"  # Ray assumes that 127.0.0.1 is the driver's machine

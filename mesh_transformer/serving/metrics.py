@@ -2,8 +2,10 @@
 
 import collections
 import time
+from collections.abc import Callable, Mapping
 
 from prometheus_client import (
+    CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
     Gauge,
@@ -84,3 +86,52 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class FrontMetrics:
+    """The metrics of the address of several replicas, in a separate registry.
+
+    Args:
+      running: returns the number of replicas that run.
+    """
+
+    media_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, running: Callable[[], int]):
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"mesh_transformer_front_{name}", text, labels, registry=registry)
+
+        replicas = Gauge("mesh_transformer_front_replicas", "Running replicas", registry=registry)
+        replicas.set_function(running)
+        self.retried = counter("retried_requests", "Requests sent again, as their replica died")
+        interrupted = "Responses that ended with an error, as their replica died"
+        self.interrupted = counter("interrupted_responses", interrupted)
+        self.refused = counter("refused_requests", "Requests refused before a replica", "status")
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+def merged(texts: Mapping[str, str]) -> str:
+    """Return the metrics of several servers as one text in Prometheus' format.
+
+    Args:
+      texts: {name of a replica: its metrics in this format}.  The name becomes the label `replica`.
+    """
+    families: dict[str, dict[str, None]] = {}  # the lines of each metric, in order
+    for name, text in texts.items():
+        lines: dict[str, None] = {}
+        for line in text.splitlines():
+            if line.startswith("#"):  # "# HELP name ..." and "# TYPE name ..." precede the samples
+                lines = families.setdefault(line.split()[2], {})
+                lines[line] = None
+                continue
+            metric, brace, rest = line.partition("{")
+            if not brace:
+                metric, _, rest = line.partition(" ")
+                rest = f"}} {rest}"
+            lines[f'{metric}{{replica="{name}"{"," * bool(brace)}{rest}'] = None
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
