@@ -18,8 +18,10 @@ It needs `pip install -r requirements-clean.txt`, in an environment of its own.
 # pyright: reportMissingImports=false
 
 import argparse
+import hashlib
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,19 @@ def write_index(questions: str, folder: Path) -> None:
     np.array(sorted(hashes), dtype).tofile(folder / f"{Path(questions).stem}.index.hashes")
 
 
+def check_same(args: argparse.Namespace, work: Path) -> None:
+    """End the program if its finished parts are those of another command."""
+    settings = {"texts": os.path.abspath(args.texts), "tasks": args.tasks, "evaluation": None}
+    if args.evaluation:
+        content = Path(args.evaluation).read_bytes()
+        settings["evaluation"] = hashlib.sha256(content).hexdigest()
+    path = work / "settings.json"
+    if path.exists() and json.loads(path.read_text()) != settings:
+        sys.exit(f"{path}: begun with {path.read_text()}; repeat that command, or delete {work}")
+    work.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings))
+
+
 def count(folder: Path) -> Counter[str]:
     """Return the numbers of documents in files of JSON Lines, by the reason in their metadata."""
     result: Counter[str] = Counter()
@@ -94,6 +109,7 @@ def main() -> None:
     def reader() -> JsonlReader:
         return JsonlReader(args.texts, glob_pattern="**/*.jsonl*")
 
+    check_same(args, work)
     good = work / "good"
     quality = [
         reader(),

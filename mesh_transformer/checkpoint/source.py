@@ -150,7 +150,12 @@ class Source:
         It differs if the weights may differ.
         """
         path = self.checkpoint_path
-        paths = [os.path.join(root, name) for root, _, found in os.walk(path) for name in found]
+        paths = [
+            os.path.join(root, name)
+            for root, _, names in os.walk(path)
+            for name in names
+            if not name.startswith(".") and not name.endswith((".jsonl", ".partial"))
+        ]
         return [
             path,
             *(

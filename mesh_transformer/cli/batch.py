@@ -15,8 +15,13 @@ from mesh_transformer.cli.answers import (
     choices_of,
     options_of,
 )
-from mesh_transformer.cli.arguments import input_help, model_arguments, model_parser
-from mesh_transformer.cli.service import add_service_arguments, end, running_service
+from mesh_transformer.cli.arguments import input_help, model_parser
+from mesh_transformer.cli.service import (
+    add_service_arguments,
+    end,
+    identity_of,
+    running_service,
+)
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.util import InputError
 
@@ -78,7 +83,7 @@ def main() -> None:
             "unit": "row",
             "note": lambda _: f"{service.metrics.tokens_per_second():.0f} tokens/s",
         }
-        identity = identity_of(args, service)
+        identity = [*identity_of(args, service), args.task]
         if in_lines:
             write_lines(rows, args.output, requests, args.seed, settings=identity, **options)
         else:
@@ -114,19 +119,6 @@ def write_rows(
     else:
         options = options | choices_of(args)
         answers.write(rows, args.output, client, options_of(args), **options)
-
-
-def identity_of(args: argparse.Namespace, service: "Service") -> list[Any]:
-    """Return JSON values that differ if the service may give other answers."""
-    from mesh_transformer.checkpoint.source import Source
-
-    path, config = model_arguments(args)
-    sources = [Source(name) for name in (path, *(folder for _, folder in args.adapter))]
-    template = service.template and service.template.template
-    shapes = args.fixed_shapes and [args.chunk, args.speculate]
-    flags = [args.any_name, shapes, args.embeddings, args.task]
-    config = config or sources[0].config
-    return [*(source.identity for source in sources), repr(config), template, service.names, *flags]
 
 
 def counts(path: str, in_lines: bool) -> tuple[int, int]:

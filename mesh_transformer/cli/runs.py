@@ -11,11 +11,13 @@ import datetime
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mesh_transformer.cli.arguments import Parser, natural
+from mesh_transformer.cli.arguments import Parser, natural, positive
 from mesh_transformer.performance import pictures
 from mesh_transformer.storage import files
+from mesh_transformer.storage.access import is_uri
 from mesh_transformer.training import runs
 from mesh_transformer.util import InputError
 
@@ -41,13 +43,18 @@ def parse_args() -> argparse.Namespace:
         type=natural,
         help="port at which to serve the newest metrics to Prometheus; implies --follow",
     )
-    parser.add_argument("--follow", action="store_true", help="wait for new metrics and new runs")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address at which to serve them; 0.0.0.0 for all (default %(default)s)",
+    )
+    parser.add_argument("--follow", action="store_true", help="continue with new metrics and runs")
     parser.add_argument(
         "--every",
-        type=float,
-        default=10.0,
+        type=positive,
+        default=10,
         metavar="SECONDS",
-        help="how often to look for new metrics (default %(default)s)",
+        help="time between two looks for new metrics (default %(default)s)",
     )
     return parser.parse_args()
 
@@ -72,31 +79,48 @@ class Watched:
         self._folders, self._tensorboard, self._newest = folders, tensorboard, newest
         self._files: dict[str, runs.MetricsFile] = {}
         self._events: dict[str, runs.EventFile] = {}
+        self._problems: dict[str, str] = {}
         self.rows: dict[str, list[dict[str, Any]]] = {}
 
     def update(self) -> None:
         """Look for new runs and new rows.
 
-        Raises:
-          InputError: if a file cannot be read.
+        Runs that have vanished are forgotten.  Of those that cannot be read, the problem is printed
+        when it appears.
         """
+        self._files = {name: self._files.get(name, file) for name, file in self._all()}
+        self.rows = {name: rows for name, rows in self.rows.items() if name in self._files}
+        for name, file in self._files.items():
+            try:
+                rows, is_first = file.new_rows()
+                if rows:
+                    self._publish(name, file, rows, is_first)
+                self._problems.pop(name, None)
+            except (InputError, OSError) as error:
+                if self._problems.get(name) != str(error):
+                    print(f"{error}", file=sys.stderr)
+                self._problems[name] = str(error)
+        if self._newest is not None:
+            self._newest.keep(self.rows)
+
+    def _all(self) -> Iterator[tuple[str, runs.MetricsFile]]:
         for folder in self._folders:
             for name, file in runs.find_runs(folder).items():
-                unique = name if len(self._folders) == 1 else os.path.join(folder, name)
-                self._files.setdefault(unique, file)
-        for name, file in self._files.items():
-            rows, is_first = file.new_rows()
-            if not rows:
-                continue
-            self.rows[name] = rows if is_first else self.rows[name] + rows
-            if self._newest is not None:
-                self._newest.update(name, rows, is_first=is_first)
-            if self._tensorboard is not None:
-                if name not in self._events:
-                    folder = os.path.join(self._tensorboard, name.strip("/").replace("://", "/"))
-                    self._events[name] = runs.EventFile(folder)
-                changed = files.status(file.path)[1] / 1e9
-                self._events[name].write(rows, changed, is_first=is_first)
+                whole = name if len(self._folders) == 1 else os.path.join(folder, name)
+                parts = whole.replace("://", "/").split("/")
+                yield "/".join(part for part in parts if part not in ("", ".", "..")), file
+
+    def _publish(
+        self, name: str, file: runs.MetricsFile, rows: list[dict[str, Any]], is_first: bool
+    ) -> None:
+        self.rows[name] = rows if is_first else self.rows[name] + rows
+        if self._newest is not None:
+            self._newest.update(name, rows, is_first=is_first)
+        if self._tensorboard is not None:
+            if name not in self._events:
+                self._events[name] = runs.EventFile(os.path.join(self._tensorboard, name))
+            changed = files.status(file.path)[1] / 1e9
+            self._events[name].write(rows, changed, is_first=is_first)
 
     def table(self) -> str:
         """Return a table with a line per run."""
@@ -147,6 +171,8 @@ def draw(rows: dict[str, list[dict[str, Any]]], metric: str, picture: str) -> No
 
 def main() -> None:
     args = parse_args()
+    if args.tensorboard and is_uri(args.tensorboard):
+        raise InputError(f"--tensorboard {args.tensorboard}: give a local folder")
     newest = None
     if args.port is not None:
         from mesh_transformer.training.exporter import Newest
@@ -165,14 +191,11 @@ def main() -> None:
         if args.picture:
             draw(watched.rows, args.metric, args.picture)
     if newest is not None:
-        port = newest.serve(args.port or 0)
-        print(f"metrics for Prometheus: http://localhost:{port}/metrics", flush=True)
+        port = newest.serve(args.port or 0, args.host)
+        print(f"metrics for Prometheus: http://{args.host}:{port}/metrics", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         while follow:
             time.sleep(args.every)
-            try:
-                watched.update()
-                if args.picture and watched.rows:
-                    draw(watched.rows, args.metric, args.picture)
-            except InputError as error:  # such as a bucket that does not answer
-                print(f"{error}; trying again", file=sys.stderr)
+            watched.update()
+            if args.picture and watched.rows:
+                draw(watched.rows, args.metric, args.picture)

@@ -12,7 +12,12 @@ from mesh_transformer.cli.replicas import (
     check_replica_arguments,
     serve_replicas,
 )
-from mesh_transformer.cli.service import add_service_arguments, end, running_service
+from mesh_transformer.cli.service import (
+    add_service_arguments,
+    end,
+    identity_of,
+    running_service,
+)
 
 
 def parse_args() -> argparse.Namespace:
@@ -92,7 +97,9 @@ def main() -> None:
         ) as service,
     ):
         log = sys.stderr if args.log_requests else None
-        batches = Batches(service, args.batch_folder) if args.batch_folder else None
+        batches = None
+        if args.batch_folder:
+            batches = Batches(service, args.batch_folder, identity_of(args, service))
         hosts = [args.host, *args.allow_host]
         app = create_app(service, keys, args.allow_origin, hosts, log, batches)
         serve(app, socket, args.drain_seconds)

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mesh_transformer.cli.arguments import model_arguments, natural, positive
 from mesh_transformer.cli.machines import add_host_arguments, running_model
@@ -243,6 +243,19 @@ def running_service(
             ends_of(map(Source, folders)),
             sampling,
         )
+
+
+def identity_of(args: argparse.Namespace, service: "Service") -> list[Any]:
+    """Return JSON values that differ if the service may give other answers."""
+    from mesh_transformer.checkpoint.source import Source
+
+    path, config = model_arguments(args)
+    sources = [Source(name) for name in (path, *(folder for _, folder in args.adapter))]
+    template = service.template and service.template.template
+    shapes = args.fixed_shapes and [args.chunk, args.speculate]
+    flags = [args.any_name, shapes, args.embeddings]
+    config = config or sources[0].config
+    return [*(source.identity for source in sources), repr(config), template, service.names, *flags]
 
 
 def end(service: "Service") -> NoReturn:

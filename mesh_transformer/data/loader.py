@@ -166,14 +166,15 @@ class TFRecordNewInputs:
 
         The position is counted in records, so a loader with another batch size can resume from it.
         """
-        return self._mixture.state(self._place)
+        state = self._mixture.state(self._place)
+        return state | ({"batches": self._batches} if self._mixture.changes else {})
 
     def restore(self, state: dict[str, Any] | None, batches: int = 0) -> None:
         """Continue from a position that was returned by the method `state`; None: the first record.
 
         Args:
-          batches: the number of batches before this position; used only with `first_size` and
-            with weights that change.
+          batches: the number of batches before this position; used only with `first_size`, and
+            with weights that change, for which the position has it, too.
 
         Raises:
           InputError: if the position is damaged, or was saved with other indexes or other shuffle
@@ -183,6 +184,7 @@ class TFRecordNewInputs:
         self._place = self._mixture.beginning
         if state is not None:
             self._place = self._mixture.checked_place(state)
+            batches = batches or state.get("batches", 0)
         self._batches = batches
 
     def fingerprint(self) -> str:

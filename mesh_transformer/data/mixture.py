@@ -46,6 +46,9 @@ class Mixture:
     The probability that the next record comes from a record set is proportional to the set's
     weight.  Within a record set, the records are in the order of `RecordSet.records`.
 
+    Attributes:
+      changes: whether the weights change.
+
     Raises:
       InputError: at construction, if a weight is negative, or all weights are 0 at some time.
     """
@@ -56,15 +59,16 @@ class Mixture:
         self._weights = [_points(weight) for weight in weights]
         times = sorted({time for own, _ in self._weights for time in own})
         for time in times or [0.0]:
-            each = self._at(time)
+            values = self._at(time)
             # The sum is 0 also if there are no sets, and NaN if a weight is.
-            if not 0 < sum(each) < math.inf or min(each) < 0:
+            if not 0 < sum(values) < math.inf or min(values) < 0:
                 where = f" in update {time:g}" if len(times) > 1 else ""
                 raise InputError(
-                    f"train_set: the weights{where} are {each}, expected finite ones, none below 0 "
-                    "and at least one above 0"
+                    f"train_set: the weights{where} are {values}, expected finite ones, none "
+                    "below 0 and at least one above 0"
                 )
         self._constant = self._shares(0) if len(times) == 1 else None
+        self.changes = self._constant is None
         self.beginning = MixturePosition(0, (Position(),) * len(sets))
 
     def _at(self, update: float) -> list[float]:

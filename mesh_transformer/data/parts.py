@@ -14,10 +14,12 @@ import json
 import os
 import pickle
 import re
+import secrets
 import shutil
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -111,6 +113,7 @@ class Work:
       root: the folder in which the command runs, from which paths may be relative.
       use_ftfy, use_wikitext: see `cleaner`.
       column: see `read_pieces`.
+      versions: of the packages on which the tokens depend; workers need the same ones.
     """
 
     folder: str
@@ -119,6 +122,7 @@ class Work:
     use_ftfy: bool
     use_wikitext: bool
     column: str
+    versions: dict[str, str] = dataclasses.field(default_factory=lambda: versions())
 
     @functools.cached_property
     def settings(self) -> list[Any]:
@@ -131,6 +135,16 @@ class Work:
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of the packages on which the tokens of a text depend."""
+    result = {}
+    for name in ("mesh-transformer", "tokenizers", "transformers", "ftfy", "pyarrow"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            result[name] = metadata.version(name)
+    return result
+
+
 def finish(pickled: bytes, part: Part) -> Result:
     """Tokenise a part, and store it in the folder of finished parts; for use in a worker.
 
@@ -139,6 +153,11 @@ def finish(pickled: bytes, part: Part) -> Result:
     """
     tokenizing = _tokenizing(pickled)
     try:
+        if (here := versions()) != tokenizing.work.versions:
+            raise InputError(
+                f"a worker has {here}, expected {tokenizing.work.versions}; install the same "
+                "packages on all machines"
+            )
         size, changed = files.status(part.path)
         if (size, changed) != (part.bytes, part.changed):
             raise InputError(
@@ -229,19 +248,21 @@ class _PartTokenizing(Tokenizing):
 def _store(work: Work, part: Part, result: Result, folder: Path) -> None:
     """Write a finished part: a line of JSON, the ends of its documents, and its tokens."""
     name = work.name(part)
-    with (
-        files.output_folder(work.folder) as target,
+    with files.output_folder(work.folder) as target:
         # Several workers may write the same part.
-        tempfile.NamedTemporaryFile(dir=target, prefix=".", delete=False) as draft,
-    ):
-        draft.write(json.dumps(dataclasses.asdict(result)).encode() + b"\n")
-        for path in (folder / "ends", folder / "tokens"):
-            if path.exists():
-                with open(path, "rb") as file:
-                    shutil.copyfileobj(file, draft)
-        draft.flush()
-        os.fsync(draft.fileno())
-        os.replace(draft.name, target / name)
+        draft = target / f".{name}.{secrets.token_hex(4)}"
+        try:
+            with open(draft, "xb") as out:
+                out.write(json.dumps(dataclasses.asdict(result)).encode() + b"\n")
+                for path in (folder / "ends", folder / "tokens"):
+                    if path.exists():
+                        with open(path, "rb") as file:
+                            shutil.copyfileobj(file, out)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(draft, target / name)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def parts_of(path: str, separator: str, size: int) -> Iterator[Part]:

@@ -63,3 +63,4 @@ def save(figure: Any, picture: str) -> None:
         raise InputError(f"{picture}: expected a file name that ends in .png or .svg")
     figure.savefig(temporary, format=suffix[1:], **options[suffix])
     os.replace(temporary, picture)
+    pyplot().close(figure)

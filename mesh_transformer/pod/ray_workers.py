@@ -1,6 +1,7 @@
 """The worker processes of a Ray cluster, which compute the parts of a whole in any order.
 
-Workers and machines may die or hang, and join, at any time.
+Workers and machines may die, and join, at any time.  In the end, parts of workers that hang are
+begun a second time.
 """
 
 import logging

@@ -99,7 +99,7 @@ def create_app(
     _add_completions(app, service, keys)
     if batches is not None:
         for method, path, answer in batches.endpoints():
-            _add_endpoint(app, keys, method, path, answer)
+            _add_endpoint(app, keys, method, path, answer, origins or ())
     else:
         for method, path in itertools.product(("GET", "POST"), ("/v1/files", "/v1/batches")):
             message = f"{method} {path}: not served; start the server with --batch-folder"
@@ -430,11 +430,22 @@ def _add_endpoint(
     method: str,
     path: str,
     answer: Callable[[Request], Awaitable[Any]],
+    origins: Collection[str],
 ) -> None:
-    """Add an endpoint whose responses are `answer(request)`, a response or a JSON value."""
+    """Add an endpoint whose responses are `answer(request)`, a response or a JSON value.
+
+    Args:
+      origins: allowed CORS origins.  Browsers send forms from any page, without asking first, so
+        that a server without keys must check where they come from.
+    """
 
     async def endpoint(request: Request) -> Response:
         keys.check(request)
+        origin = request.headers.get("origin")
+        own = f"//{request.headers.get('host', '')}"
+        if origin and not (keys.needed or origin in origins or origin.endswith(own)):
+            message = f"{brief(origin)} may not send this; start the server with --allow-origin"
+            raise ApiError(403, message)
         value = await answer(request)
         return value if isinstance(value, Response) else JSONResponse(value)
 

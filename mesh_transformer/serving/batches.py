@@ -6,7 +6,9 @@ next server with the same folder.
 
 import asyncio
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import queue
 import re
@@ -30,6 +32,8 @@ from mesh_transformer.util import InputError, StoppedError, start_thread
 
 EXIT_SECONDS = 10.0  # maximum time for the running batch to stop
 FILE_BYTES = 2**28  # maximum size of a file
+MOST_BYTES = 2**33  # of all files together
+MOST_LINES = 50_000  # of a batch; as in OpenAI's API
 UPLOAD_SECONDS = 600.0  # maximum time for a file to arrive
 WINDOW = "24h"  # OpenAI's only value of `completion_window`
 ENDED = ("completed", "failed", "cancelled")
@@ -37,6 +41,7 @@ TIMES = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "cancelling_at"),
     *("cancelled_at", "expired_at", "expires_at"),
 )
+log = logging.getLogger(__name__)
 
 
 class Store:
@@ -56,12 +61,19 @@ class Store:
         return self._folder / f"{name}.jsonl"
 
     def new_name(self) -> str:
-        return f"{self._kind}{secrets.token_hex(12)}"
+        return self.name_of(secrets.token_hex(12))
+
+    def name_of(self, text: str) -> str:
+        """Return a name that follows from a text."""
+        return f"{self._kind}{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
     def save(self, value: dict[str, Any]) -> dict[str, Any]:
         """Store an object, and return it."""
         draft = self._folder / f".{value['id']}"
-        draft.write_text(json.dumps(value))
+        with open(draft, "w", encoding="utf-8") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(draft, self._folder / f"{value['id']}.json")
         return value
 
@@ -74,7 +86,12 @@ class Store:
 
     def all(self) -> list[dict[str, Any]]:
         """Return all objects, the newest first."""
-        values = [json.loads(path.read_text()) for path in self._folder.glob("*.json")]
+        values = []
+        for path in self._folder.glob("*.json"):
+            try:
+                values.append(json.loads(path.read_text()))
+            except (OSError, ValueError) as error:
+                log.error("%s cannot be read (%s); it is left out", path, error)
         return sorted(values, key=lambda value: (value["created_at"], value["id"]), reverse=True)
 
     def delete(self, name: str) -> None:
@@ -93,14 +110,17 @@ class Batches:
 
     Args:
       folder: where they are; no other server may use it.
+      identity: JSON values that differ if the service may give other answers.  A batch that another
+        service has begun then begins anew.
 
     Raises:
       InputError: at construction, if the folder cannot be used, or another server uses it.
     """
 
-    def __init__(self, service: Service, folder: str):
+    def __init__(self, service: Service, folder: str, identity: Any = None):
         self._lock = LocalLock(folder, "batches")
-        self._service = service
+        self._service, self._identity = service, identity
+        self._uploading = asyncio.Lock()  # so that one file at a time is in memory
         self.files = Store(Path(folder, "files"), "file-", "file")
         self.batches = Store(Path(folder, "batches"), "batch_", "batch")
         self._queue = queue.SimpleQueue[str]()
@@ -151,43 +171,67 @@ class Batches:
             self._running, self._counts = (name, requests), {}
         results, source = self.batches.path(name), self.files.path(batch["input_file_id"])
         try:
+            _check_count(source)
             rows = all_rows(str(source))
             check_lines(rows)
+        except (InputError, OSError) as error:
+            self._fail(name, str(error).replace(str(source), "the file"))
+            return
+        try:
             if not results.exists():
                 write_lines(
                     rows,
                     str(results),
                     requests,
                     int(name[-8:], 16),
-                    settings=name,
+                    settings=[name, self._identity],
                     in_flight=self._service.engine.rows,
                     note=lambda count: self._counted(name, count, len(rows)),
                     quiet=True,
                 )
             with self._changes:
+                if self.batches.load(name)["status"] == "cancelling":
+                    raise StoppedError("cancelled after its last line")
                 self._change(name, "finalizing")
-            ended = "completed", self._published(name, results)
+            files = self._published(name, results)
+            with self._changes:
+                self._running = None
+                self._change(name, "completed", **files)
+            results.unlink()  # only now, as the batch is published again if the server dies before
+            self.batches.clear(name)
         except StoppedError:
             with self._changes:
                 self._running = None
                 if self.batches.load(name)["status"] == "cancelling":
                     self._change(name, "cancelled")
+                    results.unlink(missing_ok=True)
                     self.batches.clear(name)
             return  # else the next server continues it
-        except (InputError, OSError) as error:
-            ended = "failed", _problem(str(error).replace(str(source), "the file"))
-            self.batches.clear(name)
+        except (InputError, OSError) as error:  # such as a full disk; the answers so far are kept
+            with self._changes:
+                self._running = None
+            log.error("batch %s stops until the server is started again: %s", name, error)
+        except Exception:
+            log.exception("batch %s failed", name)
+            self._fail(name, "the server failed; its log has the error")
+
+    def _fail(self, name: str, problem: str) -> None:
+        """End a batch with an error, and delete what it has made."""
+        self.batches.clear(name)
         with self._changes:
             self._running = None
-            self._change(name, ended[0], **ended[1])
+            self._change(name, "failed", **_problem(problem))
 
     def _counted(self, name: str, count: int, total: int) -> str:
         self._counts = {"total": total, "completed": count, "failed": 0}
         return ""
 
     def _published(self, name: str, results: Path) -> dict[str, Any]:
-        """Make files of the results and of the errors; return what the batch has about them."""
-        names, counts = [self.files.new_name() for _ in range(2)], [0, 0]
+        """Make files of the results and of the errors; return what the batch has about them.
+
+        Their names follow from that of the batch, so that they are the same if this is repeated.
+        """
+        names, counts = [self.files.name_of(f"{name} {end}") for end in ("output", "error")], [0, 0]
         with (
             open(results, "rb") as lines,
             open(self.files.path(names[0]), "wb") as right,
@@ -202,7 +246,6 @@ class Batches:
                 self._describe(names[at], f"{name}_{end}.jsonl", "batch_output")
             else:
                 self.files.delete(names[at])
-        results.unlink()
         ids = [file if count else None for file, count in zip(names, counts, strict=True)]
         numbers = {"total": sum(counts), "completed": counts[0], "failed": counts[1]}
         return {"output_file_id": ids[0], "error_file_id": ids[1], "request_counts": numbers}
@@ -217,8 +260,16 @@ class Batches:
 
     async def upload(self, request: Request) -> Any:
         """Answer `POST /v1/files`: store a file."""
+        async with self._uploading:
+            return await self._upload(request)
+
+    async def _upload(self, request: Request) -> Any:
         kind = request.headers.get("content-type", "")
         body = await read_body(request, FILE_BYTES, UPLOAD_SECONDS)
+        stored = sum(file["bytes"] for file in self.files.all())
+        if stored + len(body) > MOST_BYTES:
+            most = f"{MOST_BYTES} bytes for all files"
+            raise ApiError(413, f"the server has room for {most}, and holds {stored}; delete some")
         parts = await self._service.run_in_thread(lambda: parts_of(kind, body))
         if "file" not in parts:
             raise absent("file", "a file in a form, multipart/form-data")
@@ -272,8 +323,9 @@ class Batches:
     async def batch(self, request: Request) -> Any:
         """Answer `GET /v1/batches/NAME`."""
         value = self.batches.load(request.path_params["name"])
-        running = self._running is not None and self._running[0] == value["id"]
-        return value | ({"request_counts": self._counts} if running and self._counts else {})
+        running, counts = self._running, self._counts
+        is_running = running is not None and running[0] == value["id"] and counts
+        return value | ({"request_counts": counts} if is_running else {})
 
     async def cancel(self, request: Request) -> Any:
         """Answer `POST /v1/batches/NAME/cancel`."""
@@ -282,6 +334,7 @@ class Batches:
             if batch["status"] in ("finalizing", *ENDED):
                 raise ApiError(409, f"the batch is {batch['status']}, so it cannot be cancelled")
             if self._running is None or self._running[0] != batch["id"]:
+                self.batches.clear(batch["id"])
                 return self._change(batch["id"], "cancelled")
             self._running[1].stop()
             return self._change(batch["id"], "cancelling")
@@ -311,6 +364,14 @@ class Batches:
             ("GET", "/v1/batches/{name}", self.batch),
             ("POST", "/v1/batches/{name}/cancel", self.cancel),
         ]
+
+
+def _check_count(path: Path) -> None:
+    """Raise InputError if a file has too many lines for a batch."""
+    with open(path, "rb") as file:
+        for number, _ in enumerate(file, 1):
+            if number > MOST_LINES:
+                raise InputError(f"{path} has over {MOST_LINES} lines; divide it among batches")
 
 
 def _problem(message: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -11,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from mesh_transformer.serving.app import CHAT, EMBEDDINGS, EXIT_SECONDS, RESPONSES, create_app
+from mesh_transformer.serving.app import CHAT, EMBEDDINGS, EXIT_SECONDS, create_app
 from mesh_transformer.serving.errors import ApiError, invalid
 from mesh_transformer.serving.requests import Keys
 from mesh_transformer.serving.service import Service
@@ -19,10 +20,12 @@ from mesh_transformer.storage.journal import write_in_order
 from mesh_transformer.util import InputError, StoppedError, start_thread
 
 COMPLETIONS = "/v1/completions"
-URLS = (COMPLETIONS, CHAT, EMBEDDINGS, RESPONSES)  # of the lines of a batch
+URLS = (COMPLETIONS, CHAT, EMBEDDINGS)  # of the lines of a batch
 ATTEMPTS = 3  # of a request during which the network fails
 CHARACTERS = 4  # of a token, about
 BUSY_SECONDS = 0.5  # between two attempts while the queue is full
+
+log = logging.getLogger(__name__)
 
 
 async def response_to(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
@@ -51,7 +54,12 @@ async def response_to(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]
         "root_path": "",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception:  # after a response with status 500, if the application could send one
+        log.exception("POST %s failed", path)
+        error = ApiError(500, "the server failed; its log has the error")
+        return error.status, json.dumps(error.body()).encode()
     return status, b"".join(parts)
 
 
@@ -139,8 +147,9 @@ def running(service: Service) -> Iterator[LocalRequests]:
 
 
 def is_batch_line(row: Any) -> bool:
-    """Return whether a row has the keys of a line of OpenAI's batch format."""
-    return isinstance(row, dict) and {"url", "body"} <= row.keys()
+    """Return whether a row has the keys of a line of OpenAI's batch format, and no prompt."""
+    keys = set(row) if isinstance(row, dict) else set()
+    return {"custom_id", "url", "body"} <= keys and not keys & {"prompt", "messages"}
 
 
 def size_of(row: Any) -> int:

@@ -21,7 +21,8 @@ NOTE_SECONDS = 1.0  # between two notes beside the progress bar
 class Journal:
     """A file of numbered lines, in the order in which they were added.
 
-    Each is flushed when it is added.  A line that a killed process has not completed is dropped.
+    Each is flushed when it is added.  A line that a killed process has not completed is dropped, as
+    is all that follows a damaged one.
 
     Attributes:
       places: {number: (offset, length) of its line in the file, without the number}.
@@ -33,9 +34,9 @@ class Journal:
         self._file.seek(0)
         self._end = 0
         for line in self._file:
-            if not line.endswith(b"\n"):
-                break
             number, _, text = line.partition(b" ")
+            if not number.isdigit() or not line.endswith(b"\n"):
+                break
             self._add(int(number), len(number) + 1, len(text))
         self._file.truncate(self._end)
 

@@ -1,7 +1,7 @@
 """Serves the newest metrics of runs to Prometheus."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -25,7 +25,7 @@ class Newest(Collector):
         self._server: Any = None
 
     def update(self, run: str, rows: Sequence[Mapping[str, Any]], *, is_first: bool) -> None:
-        """Take account of a run's new rows.
+        """Replace the values of a run by those of its new rows.
 
         Args:
           is_first: whether they replace all earlier ones.
@@ -45,8 +45,12 @@ class Newest(Collector):
                     family.add_metric([run], own[metric])
             yield family
 
-    def serve(self, port: int) -> int:
-        """Serve the metrics at http://0.0.0.0:<port>/metrics, in a thread; return the port.
+    def keep(self, runs: Collection[str]) -> None:
+        """Forget all runs but these."""
+        self.values = {run: own for run, own in self.values.items() if run in runs}
+
+    def serve(self, port: int, host: str = "127.0.0.1") -> int:
+        """Serve the metrics at http://<host>:<port>/metrics, in a thread; return the port.
 
         Args:
           port: 0 for any free one.
@@ -57,7 +61,7 @@ class Newest(Collector):
         registry = CollectorRegistry()
         registry.register(self)
         try:
-            server, _ = start_http_server(port, registry=registry)
+            server, _ = start_http_server(port, host, registry=registry)
         except OSError as error:
             raise InputError(
                 f"port {port} cannot be used ({error.strerror}); give another with --port"

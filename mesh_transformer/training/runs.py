@@ -3,11 +3,13 @@
 import json
 import os
 import statistics
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from mesh_transformer.data.tfrecords import framed, message_class
 from mesh_transformer.storage import files
+from mesh_transformer.storage.access import is_uri
 from mesh_transformer.training import goodput
 from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import InputError
@@ -79,13 +81,13 @@ class MetricsFile:
             ) from None
         self._status, rows = status, []
         for line in content.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
             try:
                 row = json.loads(line)
                 if not isinstance(row, dict) or "step" not in row:
                     raise ValueError("expected an object with the key step")
             except ValueError as error:  # not UTF-8, or not JSON
-                if self._lines and not line.endswith(b"\n"):
-                    break
                 raise InputError(
                     f"{self.path}: not a {NAME} (line {self._lines + 1}: {error}); give a model "
                     f"folder, or its {NAME}"
@@ -120,7 +122,8 @@ def find_runs(folder: str, depth: int = DEPTH) -> dict[str, MetricsFile]:
     """
     path = os.path.join(folder, NAME)
     if files.is_file(path):
-        return {os.path.basename(folder.rstrip("/")): MetricsFile(path)}
+        whole = folder if is_uri(folder) else os.path.abspath(folder)
+        return {os.path.basename(whole.rstrip("/")): MetricsFile(path)}
     result = {}
     for name in sorted(files.names(folder)) if depth else ():
         inside = os.path.join(folder, name)
@@ -165,12 +168,17 @@ class EventFile:
     """A file that TensorBoard reads, with the metrics of one run.
 
     Args:
-      folder: where to write it.  Event files of earlier calls are replaced.
+      folder: where to write it.  The event files of earlier calls are deleted.
     """
 
     def __init__(self, folder: str):
         os.makedirs(folder, exist_ok=True)
-        self._path = os.path.join(folder, "events.out.tfevents.0.run")
+        for name in os.listdir(folder):
+            if name.startswith("events.out.tfevents.") and name.endswith(".run"):
+                os.unlink(os.path.join(folder, name))
+        # TensorBoard reads files of new names only.
+        name = f"events.out.tfevents.{time.time_ns():020}.run"
+        self._path = os.path.join(folder, name)
         with open(self._path, "wb") as file:
             file.write(_event(file_version="brain.Event:2"))
 
@@ -185,15 +193,15 @@ class EventFile:
         name = f"{goodput.PREFIX}steps"
         end = rows[-1].get(name, 0.0) if rows else 0.0
         for number, row in enumerate(rows):
-            at = {"wall_time": changed - end + row.get(name, end), "step": row["step"]}
+            place = {"wall_time": changed - end + row.get(name, end), "step": row["step"]}
             if is_first and not number:
-                events.append(_event(**at, session_log={"status": _START}))
+                events.append(_event(**place, session_log={"status": _START}))
             values = [
                 {"tag": key, "simple_value": value}
                 for key, value in row.items()
                 if key != "step" and isinstance(value, (int, float))
             ]
-            events.append(_event(**at, summary={"value": values}))
+            events.append(_event(**place, summary={"value": values}))
         with open(self._path, "ab") as file:
             file.write(b"".join(events))
 

@@ -60,7 +60,7 @@ def scalars(folder):
         for value in event.summary.value:
             result.setdefault(value.tag, {})[event.step] = value.simple_value
     # The rows were written just now.
-    assert 0 <= path.stat().st_mtime - max(event.wall_time for event in events) < 3600
+    assert -1 < path.stat().st_mtime - max(event.wall_time for event in events) < 3600
     return result
 
 
@@ -74,11 +74,15 @@ def test_a_file_is_read_as_it_grows_and_again_after_rows_were_removed(tmp_path):
     assert file.new_rows() == (rows[:2], True)
     assert file.new_rows() == ([], False)
     with open(tmp_path / "metrics.jsonl", "a") as out:
-        out.write(json.dumps(rows[2]) + "\n" + json.dumps(rows[3])[:20])
-        out.flush()
-        assert file.new_rows() == (rows[2:3], False)
-        out.write(json.dumps(rows[3])[20:] + "\n")
-    assert file.new_rows() == (rows[3:4], False)
+        text = json.dumps(rows[3])
+        for part, expected in (
+            (json.dumps(rows[2]) + "\n" + text[:20], (rows[2:3], False)),
+            (text[20:], ([], False)),
+            ("\n", (rows[3:4], False)),
+        ):
+            out.write(part)
+            out.flush()
+            assert file.new_rows() == expected
     again = rows[:2] + random_rows(1, 9, first=3)  # resumed from step 2, and longer than before
     put(tmp_path, again)
     assert file.new_rows() == (again, True)
@@ -150,6 +154,33 @@ def test_tensorboard_shows_the_rows_of_a_resumed_run_only(tmp_path):
     keys = ("train/loss", "seconds/steps")
     found = scalars(tmp_path / "out" / "run")
     assert {key: found[key] for key in keys} == columns(first[:3] + second, keys)
+
+
+def test_a_run_that_vanishes_or_is_damaged_does_not_stop_the_others(tmp_path, capsys):
+    for name in "abc":
+        put(tmp_path / "all" / name, random_rows(0, 2))
+    newest = exporter.Newest()
+    watched = command.Watched([str(tmp_path / "all")], newest=newest)
+    watched.update()
+    (tmp_path / "all/a/metrics.jsonl").unlink()
+    put(tmp_path / "all/b", [{"no": "step"}])
+    put(tmp_path / "all/c", random_rows(0, 3))
+    for _ in range(2):
+        watched.update()
+    assert set(newest.values) == {"b", "c"}
+    assert newest.values["c"]["step"] == 3
+    assert capsys.readouterr().err.count("b/metrics.jsonl: not a metrics.jsonl (line 1") == 1
+
+
+def test_files_for_tensorboard_stay_in_their_folder(tmp_path, monkeypatch):
+    put(tmp_path / "all/a", random_rows(0))
+    put(tmp_path / "b", random_rows(1))
+    monkeypatch.chdir(tmp_path / "all")
+    for folders in (["..", "../b"], [str(tmp_path)], ["a", "../all"]):
+        command.Watched(folders, str(tmp_path / "out")).update()
+    events = set(tmp_path.rglob("events.out*"))
+    assert events
+    assert all(path.is_relative_to(tmp_path / "out") for path in events)
 
 
 def test_prometheus_gets_the_newest_values(tmp_path):

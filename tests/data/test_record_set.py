@@ -123,6 +123,8 @@ def test_weights_change_linearly_between_updates(tmp_path):
     resumed = load(sets, (2, 25), seed=1)
     resumed.restore(loader.state(), 299)
     assert numbers(resumed, 301) == every[299 * 50 :]
+    resumed = load(sets, 50, seed=1, restore_state=loader.state())
+    assert numbers(resumed, 301) == every[299 * 50 :]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Files and batches of a server, with OpenAI's client, and what is left after the server ends."""
 
 import json
+import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -149,6 +151,119 @@ def test_bad_files_and_requests_are_refused(serving: Callable[..., Live], tmp_pa
         assert live.refused(bodies | change, "/v1/batches")[0] == status
     assert live.refused("[]", "/v1/batches")[0] == 400
     assert live.http.get("/v1/batches/batch_0").status_code == 404
+
+
+class Killed(BaseException):
+    """Takes the place of the end of the process."""
+
+
+class Answers:
+    """Requests that are answered at once; `problem` is raised for the prompt "bad"."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.asked, self._problem = list[str](), problem
+
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        self.asked.append(body["prompt"])
+        if self._problem is not None and body["prompt"] == "bad":
+            raise self._problem
+        return 200, {"prompt": body["prompt"]}
+
+    def stop(self) -> None:
+        pass
+
+
+def stored(folder: Path, lines: list[Any], identity: Any = None) -> tuple[Batches, str]:
+    """Return the batches in a folder, with a new one if there is none, and its name."""
+    service: Any = types.SimpleNamespace(engine=types.SimpleNamespace(rows=2))
+    batches = Batches(service, str(folder), identity)
+    if not batches.batches.all():
+        name, source = batches.batches.new_name(), batches.files.new_name()
+        batches.files.path(source).write_bytes(content_of(lines))
+        batches.files.save({"id": source, "created_at": 0, "bytes": 1})
+        batch = {"id": name, "created_at": 0, "status": "validating", "input_file_id": source}
+        batches.batches.save(batch)
+    return batches, batches.batches.all()[0]["id"]
+
+
+@pytest.mark.parametrize("status", ["finalizing", "completed", None])
+def test_a_batch_whose_server_dies_at_its_end_is_not_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str | None
+) -> None:
+    """The server dies before that status is stored, or before the answers are deleted."""
+    lines = [line(n, prompt=f"text {n}") for n in range(6)]
+    batches, name = stored(tmp_path, lines)
+    change, unlink = batches._change, Path.unlink
+
+    def stop_at(name: str, new: str, **values: Any) -> dict[str, Any]:
+        if new == status:
+            raise Killed
+        return change(name, new, **values)
+
+    def keep(path: Path, **options: Any) -> None:
+        if path == batches.batches.path(name):
+            raise Killed
+        unlink(path, **options)
+
+    first, second = Answers(), Answers()
+    with monkeypatch.context() as patch:
+        patch.setattr(batches, "_change", stop_at)
+        patch.setattr(Path, "unlink", keep)
+        with pytest.raises(Killed):
+            batches._complete(name, cast(Any, first))
+    batches.close()
+    batches, _ = stored(tmp_path, lines)
+    batches._complete(name, cast(Any, second))
+    assert (len(first.asked), second.asked) == (6, [])
+    batch = batches.batches.load(name)
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 6)
+    assert len(batches.files.all()) == 2  # the lines and the results
+    rows = batches.files.path(batch["output_file_id"]).read_text().splitlines()
+    assert [json.loads(row)["custom_id"] for row in rows] == [row["custom_id"] for row in lines]
+    batches.close()
+
+
+def test_errors_end_a_batch_but_not_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [line(n, prompt=text) for n, text in enumerate(("first", "second", "third", "bad"))]
+    batches, name = stored(tmp_path / "a", lines)
+    batches._complete(name, cast(Any, Answers(KeyError("x"))))
+    batch = batches.batches.load(name)
+    assert batch["status"] == "failed"
+    assert "its log has the error" in batch["errors"]["data"][0]["message"]
+    batches.close()
+    # The answers so far outlive an error of the disk, but not a server with another model.
+    batches, name = stored(tmp_path / "b", lines, identity="one model")
+    batches._complete(name, cast(Any, Answers(OSError(28, "No space left on device"))))
+    assert batches.batches.load(name)["status"] == "in_progress"
+    batches.close()
+    for identity, asked in (("one model", {1, 2}), ("another", {4})):  # two are in flight
+        copied = tmp_path / identity
+        shutil.copytree(tmp_path / "b", copied)
+        batches, _ = stored(copied, lines, identity)
+        again = Answers()
+        batches._complete(name, cast(Any, again))
+        assert len(again.asked) in asked
+        assert batches.batches.load(name)["status"] == "completed"
+        assert not list((copied / "batches").glob(".*.partial"))
+        batches.close()
+    monkeypatch.setattr("mesh_transformer.serving.batches.MOST_LINES", 3)
+    batches, name = stored(tmp_path / "c", lines)
+    batches._complete(name, cast(Any, Answers()))
+    problem = batches.batches.load(name)["errors"]["data"][0]["message"]
+    assert problem == "the file has over 3 lines; divide it among batches"
+    (tmp_path / "c/batches/batch_0.json").write_text("")
+    assert [batch["id"] for batch in batches.batches.all()] == [name]
+    batches.close()
+
+
+def test_other_pages_cannot_upload(serving: Callable[..., Live], tmp_path: Path) -> None:
+    live = serving()
+    form = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
+    for origin, status in (("http://evil.example", 403), (live.url, 200), (None, 200)):
+        headers = {} if origin is None else {"Origin": origin}
+        assert live.http.post("/v1/files", headers=headers, **form).status_code == status
 
 
 def test_without_a_folder_the_flag_is_named(serve: Any) -> None:
