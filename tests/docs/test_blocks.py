@@ -10,7 +10,8 @@ from tests.support.pages import LANGUAGES, PAGES, blocks, reader, runnable
 TESTS = Path(__file__).parent
 # What a block that no test runs may need; a reason outside of this list needs a discussion.
 NEEDS = (
-    r"needs (an? |the )?(TPU|v\d\w*-\d+|pod|GPU|Slurm|Google|GPT-J|SmolLM2|wandb|Docker|network)"
+    r"needs (an? |the )?(TPU|v\d\w*-\d+|pod|GPU|Slurm|Google|GPT-J|SmolLM2|wandb|Docker|network"
+    r"|bucket|Ray cluster)"
     r"|CI runs"
 )
 COMMAND = r"\s*(\$ )?(mesh-transformer|python|pip|make|curl|wget|gcloud|gsutil|git|docker|\.venv)\b"

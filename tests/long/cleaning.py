@@ -80,7 +80,7 @@ def main() -> None:
         for part in range(4):
             put(folder / "texts" / f"{part}.jsonl", every[part::4])
         put(folder / "questions.jsonl", questions)
-        command = [python, ROOT / "examples/clean.py", folder / "texts", folder / "clean"]
+        command = [python, ROOT / "scripts/clean_corpus.py", folder / "texts", folder / "clean"]
         command += ["--evaluation", folder / "questions.jsonl", "--tasks", "3"]
         command += ["--ray"] if args.ray else []
         done = subprocess.run(

@@ -125,9 +125,9 @@ def test_bad_lines_are_results_with_the_servers_errors(
         line(2, "/v1/chat/completions", messages=[]),
         line(3, "/v1/embeddings", input=3),
         line(4, prompt="tree", model="other"),
-        line(5, "/v1/responses", input="tree"),
     ]
     malformed = [
+        (line(5, "/v1/responses", input="tree"), "url"),
         (line(6, "/complete", context="tree"), "url"),
         (line(7, prompt="tree", stream=True), "stream"),
         (line(8) | {"body": "tree"}, "body"),

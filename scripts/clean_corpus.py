@@ -1,8 +1,8 @@
 """Clean a corpus with datatrove: quality, duplicates and contamination, then one count of each.
 
-`python examples/clean.py TEXTS CLEAN --evaluation QUESTIONS` reads all JSON Lines files of the
-folder TEXTS, whose lines have `text`, and writes those documents to the folder CLEAN that pass, as
-JSON Lines for `mesh-transformer records CLEAN`.  With --ray, the same steps run on a Ray cluster.
+`python scripts/clean_corpus.py TEXTS CLEAN --evaluation QUESTIONS` reads all JSON Lines files of
+the folder TEXTS, whose lines have `text`, and writes those documents to the folder CLEAN that pass,
+as JSON Lines for `mesh-transformer records CLEAN`.  With --ray, the steps run on a Ray cluster.
 A document is left out if
 
 * it is not like prose (Gopher's rules, Rae et al. 2021, and its rules about repetition),
