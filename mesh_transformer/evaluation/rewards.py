@@ -78,7 +78,8 @@ class Rewards:
         return subprocess.Popen(self._command, stdin=pipe, stdout=pipe, start_new_session=True)
 
     def _await_start(self, worker: Worker) -> None:
-        if isinstance(problem := _reply(worker, reward_worker.START_SECONDS), str):
+        problem = _reply(worker, reward_worker.START_SECONDS, time.monotonic())
+        if isinstance(problem, str):
             _end(worker)
             raise InputError(f"{self._shown}: {problem}")
 
@@ -88,16 +89,22 @@ class Rewards:
             self._await_start(self._workers[number])
         worker = self._workers[number]
         assert worker.stdin is not None
+        began = time.monotonic()  # before the process can begin
         with contextlib.suppress(BrokenPipeError):  # it has ended
             worker.stdin.write(json.dumps(arguments, default=str).encode() + b"\n")
             worker.stdin.flush()
-        return _reply(worker, self._seconds)
+        return _reply(worker, self._seconds, began)
 
 
-def _reply(worker: Worker, seconds: float) -> Any:
-    """Return the value that a process writes, or what went wrong."""
+def _reply(worker: Worker, seconds: float, began: float) -> Any:
+    """Return the value that a process writes, or what went wrong.
+
+    Args:
+      seconds: its time limit.
+      began: the time when it was asked, or before.
+    """
     assert worker.stdout is not None
-    began, poll = time.monotonic(), select.poll()
+    poll = select.poll()
     poll.register(worker.stdout, select.POLLIN)
     # The process ends itself in time, unless the function prevents it.
     if not poll.poll(1000 * (seconds + SLACK_SECONDS)):
