@@ -96,7 +96,6 @@ def make_server(app: ASGIApp, drain_seconds: int) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         http=TimeoutProtocol,
-        loop="asyncio",  # also if uvloop is installed
         h11_max_incomplete_event_size=HEAD_BYTES,
         ws="none",
         access_log=False,
