@@ -113,7 +113,7 @@ def serve_replicas(args: argparse.Namespace, application: Application) -> None:
     keys = Keys(args.api_key_file)
     limits = KeyLimits(args.key_requests, args.key_concurrent)
     chosen, window = replica_arguments(args)
-    with listen(args.host, args.port) as socket, connected(args.ray):
+    with listen(args.host, args.port) as socket, ray_cluster(args.ray):
         from mesh_transformer.pod.replicas import Replicas
 
         name = f"mesh-transformer-{socket.getsockname()[1]}-{os.uname().nodename}"
@@ -135,17 +135,11 @@ def serve_replicas(args: argparse.Namespace, application: Application) -> None:
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[None]:
+def ray_cluster(address: str) -> Iterator[None]:
     """Connect this process to the Ray cluster at an address, or to one that is started here."""
-    from mesh_transformer.pod.ray_head import RayHead
+    from mesh_transformer.pod.ray_head import RayHead, connected
 
-    if address == "local":
-        with RayHead(OBJECT_STORE):
-            yield
-        return
-    from mesh_transformer.pod.replicas import cluster
-
-    with cluster(address):
+    with RayHead(OBJECT_STORE) if address == "local" else connected(address):
         yield
 
 

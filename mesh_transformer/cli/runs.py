@@ -88,7 +88,9 @@ class Watched:
         Runs that have vanished are forgotten.  Of those that cannot be read, the problem is printed
         when it appears.
         """
-        self._files = {name: self._files.get(name, file) for name, file in self._all()}
+        before, self._files = self._files, {}
+        for name, path in self._all():
+            self._files[name] = before.get(name) or runs.MetricsFile(path)
         self.rows = {name: rows for name, rows in self.rows.items() if name in self._files}
         for name, file in self._files.items():
             try:
@@ -103,17 +105,19 @@ class Watched:
         if self._newest is not None:
             self._newest.keep(self.rows)
 
-    def _all(self) -> Iterator[tuple[str, runs.MetricsFile]]:
+    def _all(self) -> Iterator[tuple[str, str]]:
         for folder in self._folders:
-            for name, file in runs.find_runs(folder).items():
+            for name, path in runs.find_runs(folder).items():
                 whole = name if len(self._folders) == 1 else os.path.join(folder, name)
                 parts = whole.replace("://", "/").split("/")
-                yield "/".join(part for part in parts if part not in ("", ".", "..")), file
+                yield "/".join(part for part in parts if part not in ("", ".", "..")), path
 
     def _publish(
         self, name: str, file: runs.MetricsFile, rows: list[dict[str, Any]], is_first: bool
     ) -> None:
-        self.rows[name] = rows if is_first else self.rows[name] + rows
+        if is_first:
+            self.rows[name] = []
+        self.rows[name].extend(rows)
         if self._newest is not None:
             self._newest.update(name, rows, is_first=is_first)
         if self._tensorboard is not None:

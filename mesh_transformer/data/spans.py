@@ -52,7 +52,7 @@ class _Window(io.RawIOBase):
 
 
 def ends_of_spans(file: IO[bytes], path: str, separator: str, size: int) -> Iterator[int]:
-    """Yield the positions at which a file is cut into spans, the last of which is its end.
+    """Yield the ends of a file's spans, in order; the last one is the end of the file.
 
     No document extends beyond a span.  Files of some kinds are a single span.
 

@@ -18,6 +18,7 @@ import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.util import StoppedError
+from mesh_transformer.pod.faults import last_line
+from mesh_transformer.util import InputError, StoppedError
 
 OBJECT_STORE = 256 << 20  # default size in bytes; it holds only a few batches of token ids
 SECONDS_TO_START = 120.0  # for the head to print its address
@@ -43,6 +45,7 @@ HEAD_ENVIRONMENT = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
 }
+SECONDS_TO_CONNECT = 10.0
 DRIVER_ENVIRONMENT = {
     # If the driver cannot reach the head for this long, Ray ends the driver without a message.
     # The time must exceed two heartbeats of `TPUCluster`, after which the driver itself reports the
@@ -166,6 +169,36 @@ def set_driver_environment() -> None:
     """Set the environment variables of a driver, which Ray reads when it is imported."""
     for name, value in DRIVER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Return a context manager that connects this process to a Ray cluster.
+
+    Args:
+      address: "HOST:PORT" of the head, or "auto" for RAY_ADDRESS or a cluster on this machine.
+
+    Raises:
+      InputError: if no cluster answers.
+    """
+    set_driver_environment()
+    import ray
+    from ray.exceptions import RayError
+
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdecimal():  # as Ray would try for minutes
+            socket.create_connection((host, int(port)), SECONDS_TO_CONNECT).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError, RayError) as error:
+        raise InputError(
+            f"--ray {address}: no Ray cluster can be reached ({last_line(error)}); start one "
+            "with `ray start --head`, or correct the address"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def is_connected() -> bool:

@@ -4,8 +4,7 @@ Workers and machines may die, and join, at any time.  In the end, parts of worke
 begun a second time.
 """
 
-import logging
-import socket
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,10 +15,10 @@ from ray import exceptions
 from tqdm import tqdm
 
 from mesh_transformer.pod.faults import last_line
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.pod.ray_head import connected
+from mesh_transformer.util import StoppedError
 
 PER_CPU = 2  # parts that are sent to the cluster at a time, per CPU of it
-SECONDS_TO_CONNECT = 10.0
 ATTEMPTS = 10  # workers that may die of a part
 SECONDS = 1.0  # between two looks at the cluster
 STRAGGLER = 3.0  # times the median time after which a part is begun a second time
@@ -33,29 +32,21 @@ class RayWorkers:
     """Context manager that connects to a Ray cluster; see `parts.Workers`.
 
     Args:
-      address: "HOST:PORT" of the head, or "auto" for RAY_ADDRESS or a cluster on this machine.
+      address: see `connected`.
 
     Raises:
       InputError: if no cluster answers.
     """
 
     def __init__(self, address: str):
-        host, _, port = address.removeprefix("ray://").rpartition(":")
-        try:
-            if port.isdecimal():  # as Ray would try for minutes
-                socket.create_connection((host, int(port)), SECONDS_TO_CONNECT).close()
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (OSError, ValueError, RuntimeError, exceptions.RayError) as error:
-            raise InputError(
-                f"--ray {address}: no Ray cluster can be reached ({last_line(error)}); start one "
-                "with `ray start --head`, or correct the address"
-            ) from error
+        self._connection = contextlib.ExitStack()
+        self._connection.enter_context(connected(address))
 
     def __enter__(self) -> "RayWorkers":
         return self
 
     def __exit__(self, *_: object) -> None:
-        ray.shutdown()
+        self._connection.close()
 
     def run(
         self, function: Callable[[bytes, Part], Result], shared: bytes, parts: Iterable[Part]

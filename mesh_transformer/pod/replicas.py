@@ -10,17 +10,16 @@ import collections
 import contextlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import ray
 from ray import exceptions, serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from mesh_transformer.pod.faults import last_line
 from mesh_transformer.pod.prefixes import Routes
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import StoppedError
 
 log = logging.getLogger(__name__)
 HEALTH_SECONDS = 2.0  # between two health checks, so also to notice that a replica has died
@@ -240,7 +239,7 @@ class Replicas:
         """Yield the messages of a response, several at a time; closing this ends the request.
 
         Args:
-          scope: the request's ASGI scope, of which only values that can be pickled are sent.
+          scope: the request's ASGI scope; only its values that can be pickled are sent.
           prefixes: hashes of the beginnings of the prompt, the shortest one first.
           replica: the name of a replica, which answers if it still runs.
 
@@ -265,22 +264,3 @@ class Replicas:
     def close(self) -> None:
         """End all replicas."""
         serve.delete(self._name)
-
-
-@contextlib.contextmanager
-def cluster(address: str) -> Iterator[None]:
-    """Connect this process to the Ray cluster at an address.
-
-    Raises:
-      InputError: if there is no such cluster.
-    """
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"--ray {address}: {last_line(error)}; start Ray there, or give --ray local"
-        ) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()

@@ -266,10 +266,6 @@ class Batches:
     async def _upload(self, request: Request) -> Any:
         kind = request.headers.get("content-type", "")
         body = await read_body(request, FILE_BYTES, UPLOAD_SECONDS)
-        stored = sum(file["bytes"] for file in self.files.all())
-        if stored + len(body) > MOST_BYTES:
-            most = f"{MOST_BYTES} bytes for all files"
-            raise ApiError(413, f"the server has room for {most}, and holds {stored}; delete some")
         parts = await self._service.run_in_thread(lambda: parts_of(kind, body))
         if "file" not in parts:
             raise absent("file", "a file in a form, multipart/form-data")
@@ -279,6 +275,12 @@ class Batches:
         name = self.files.new_name()
 
         def write() -> dict[str, Any]:
+            stored = sum(file["bytes"] for file in self.files.all())
+            if stored + len(content) > MOST_BYTES:
+                most = f"{MOST_BYTES} bytes for all files"
+                raise ApiError(
+                    413, f"the server has room for {most}, and holds {stored}; delete some"
+                )
             self.files.path(name).write_bytes(content)
             return self._describe(name, filename or "file.jsonl", purpose)
 

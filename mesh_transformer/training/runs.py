@@ -45,11 +45,11 @@ class MetricsFile:
     """A run's metrics.jsonl, which is read as rows are added to it.
 
     Args:
-      path: the file, or the model folder that contains it; may be in a bucket.
+      path: its path, which may be in a bucket.
     """
 
     def __init__(self, path: str):
-        self.path = os.path.join(path, NAME) if files.is_folder(path) else path
+        self.path = path
         self._end = 0  # of what was read
         self._last = b""  # the last line that was read
         self._lines = 0
@@ -106,15 +106,15 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     Raises:
       InputError: if the file cannot be read, is not in JSON Lines format, or has no rows.
     """
-    file = MetricsFile(path)
+    file = MetricsFile(os.path.join(path, NAME) if files.is_folder(path) else path)
     rows, _ = file.new_rows()
     if not rows:
         raise InputError(f"{file.path} has no rows yet; train the model first")
     return rows
 
 
-def find_runs(folder: str, depth: int = DEPTH) -> dict[str, MetricsFile]:
-    """Return the metrics of all runs in a folder, by the path of the run's folder inside of it.
+def find_runs(folder: str, depth: int = DEPTH) -> dict[str, str]:
+    """Return the paths of the metrics of all runs in a folder, by those of the runs inside of it.
 
     Args:
       folder: the folder, which may be in a bucket, or itself the model folder of a run.
@@ -123,13 +123,13 @@ def find_runs(folder: str, depth: int = DEPTH) -> dict[str, MetricsFile]:
     path = os.path.join(folder, NAME)
     if files.is_file(path):
         whole = folder if is_uri(folder) else os.path.abspath(folder)
-        return {os.path.basename(whole.rstrip("/")): MetricsFile(path)}
+        return {os.path.basename(whole.rstrip("/")): path}
     result = {}
     for name in sorted(files.names(folder)) if depth else ():
         inside = os.path.join(folder, name)
         if files.is_folder(inside):
-            for other, file in find_runs(inside, depth - 1).items():
-                result[name if other == name else os.path.join(name, other)] = file
+            for other, path in find_runs(inside, depth - 1).items():
+                result[name if other == name else os.path.join(name, other)] = path
     return result
 
 

@@ -152,8 +152,8 @@ def test_tensorboard_shows_the_rows_of_a_resumed_run_only(tmp_path):
     put(tmp_path / "run", first[:3] + second)
     watched.update()
     keys = ("train/loss", "seconds/steps")
-    found = scalars(tmp_path / "out" / "run")
-    assert {key: found[key] for key in keys} == columns(first[:3] + second, keys)
+    actual = scalars(tmp_path / "out" / "run")
+    assert {key: actual[key] for key in keys} == columns(first[:3] + second, keys)
 
 
 def test_a_run_that_vanishes_or_is_damaged_does_not_stop_the_others(tmp_path, capsys):
