@@ -90,6 +90,12 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def last_line(error: BaseException) -> str:
+    """Return the last line of an exception's text, which in Ray's states the cause."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip()[:300]
+
+
 def describe(value: Any) -> str:
     """Format a value with its type for an error line, such as `int 3`."""
     return f"{type(value).__name__} {value!r}"

@@ -13,13 +13,13 @@ import ray
 from ray import exceptions
 
 from mesh_transformer.config import Config
-from mesh_transformer.pod.faults import LostError, last_line
+from mesh_transformer.pod.faults import LostError
 from mesh_transformer.pod.fleet import Fleet
 from mesh_transformer.pod.hosts import Host, kill_processes, start_process
 from mesh_transformer.pod.ray_head import spill_disk_is_full
 from mesh_transformer.pod.runner import MeshPlace, check_versions
 from mesh_transformer.storage.access import local_path
-from mesh_transformer.util import HostError, InputError, StoppedError
+from mesh_transformer.util import HostError, InputError, StoppedError, last_line
 
 SECONDS_TO_START = 60.0  # for a new host process to answer its first call
 STORE_FULL = (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError)

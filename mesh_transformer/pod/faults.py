@@ -82,9 +82,3 @@ def _kind(error: Exception, text: str) -> type[StoppedError]:
     if number in PERMANENT_NUMBERS or status in PERMANENT_STATUSES:
         return PermanentError
     return RaisedError
-
-
-def last_line(error: BaseException) -> str:
-    """Return the last line of an exception's text, which in Ray's states the cause."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].strip()[:300]

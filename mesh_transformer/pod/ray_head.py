@@ -27,8 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.pod.faults import last_line
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import InputError, StoppedError, last_line
 
 OBJECT_STORE = 256 << 20  # default size in bytes; it holds only a few batches of token ids
 SECONDS_TO_START = 120.0  # for the head to print its address

@@ -14,9 +14,8 @@ import ray
 from ray import exceptions
 from tqdm import tqdm
 
-from mesh_transformer.pod.faults import last_line
 from mesh_transformer.pod.ray_head import connected
-from mesh_transformer.util import StoppedError
+from mesh_transformer.util import StoppedError, last_line
 
 PER_CPU = 2  # parts that are sent to the cluster at a time, per CPU of it
 ATTEMPTS = 10  # workers that may die of a part

@@ -17,9 +17,8 @@ from ray import exceptions, serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from mesh_transformer.pod.faults import last_line
 from mesh_transformer.pod.prefixes import Routes
-from mesh_transformer.util import StoppedError
+from mesh_transformer.util import StoppedError, last_line
 
 log = logging.getLogger(__name__)
 HEALTH_SECONDS = 2.0  # between two health checks, so also to notice that a replica has died

@@ -222,7 +222,7 @@ def ask(app: Any, *_: Any) -> None:
 
 def use(folder: Path, walks: Walks) -> None:
     """Train, resume, convert, load, generate and serve, and record all of it."""
-    from mesh_transformer.cli import serve
+    from mesh_transformer.cli import service
 
     config, model, converted = write_inputs(folder), str(folder / "model"), str(folder / "hf")
     with walks.recording():
@@ -234,7 +234,7 @@ def use(folder: Path, walks: Walks) -> None:
         network.generate(np.array([PROMPT]), np.array([len(PROMPT)]), 4, settings)
         with (
             mock.patch("mesh_transformer.serving.server.serve", ask),
-            mock.patch.object(serve, "exit_now"),
+            mock.patch.object(service, "exit_now"),
         ):
             run("serve", "--model-path", model, "--port", "0", "--rows", "2")
 
