@@ -17,11 +17,13 @@ from mesh_transformer.checkpoint.state_tree import (
     check_match,
     check_same_model,
     declared_leaves,
+    differing_leaf,
     in_memory,
     leaves,
     nested,
     optimizer_of,
 )
+from mesh_transformer.checkpoint.step_folders import damage_error
 from mesh_transformer.config import Config
 from mesh_transformer.model import transformer
 from mesh_transformer.storage.access import is_uri
@@ -50,14 +52,17 @@ def read(
     """
     step = path if isinstance(path, SavedStep) else find(path)
     where = str(step)
-    saved = Config.from_dict(step.config, f"{where}: saved config")
-    config = config or saved
+    saved, given = Config.from_dict(step.config, f"{where}: saved config"), config
+    config = given or saved
     check_same_model(config, step.config, where)
     declared, moments = transformer.trained(config), None
     has_moments = ("opt_state", "count") in step.leaves
     if optimizer and has_moments and optimizer_of(saved) == optimizer_of(config):
         moments = Optimizer(config, declared).moments()
     expected_leaves = declared_leaves(declared, moments)
+    own = {path: leaf for path, leaf in step.leaves.items() if path in expected_leaves}
+    if given is None and (found := differing_leaf(own, expected_leaves)):
+        raise damage_error(step.path, f": its {found}")
     check_match(where, step.leaves, expected_leaves)
     flat: dict[Path, Any] = {}
     for key in expected_leaves:

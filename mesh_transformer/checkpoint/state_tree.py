@@ -276,12 +276,16 @@ def check_state(state: dict[str, Any], declared: Any) -> None:
 
 def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:
     """Raise InputError if `actual` differs from `expected`; name the first leaf that differs."""
+    if found := differing_leaf(actual, expected):
+        raise InputError(f"{where}: {found}; use the config that the model was trained with")
+
+
+def differing_leaf(actual: dict[Path, Any], expected: dict[Path, Any]) -> str | None:
+    """Name the first leaf that differs from the expected one, and how; None if none does."""
     for key in sorted(expected.keys() | actual.keys()):
         if difference := _difference(actual.get(key), expected.get(key)):
-            raise InputError(
-                f"{where}: leaf {'/'.join(key)} {difference}; "
-                "use the config that the model was trained with"
-            )
+            return f"leaf {'/'.join(key)} {difference}"
+    return None
 
 
 def _difference(actual: Any, expected: Any) -> str | None:
