@@ -8,18 +8,47 @@ from mesh_transformer import old_names
 if TYPE_CHECKING:
     from mesh_transformer.config import Config
     from mesh_transformer.training.fit import fit
+    from mesh_transformer.training.functions import (
+        apply,
+        decode_step,
+        hidden,
+        log_probs,
+        logits_from,
+        loss,
+        prefill,
+    )
     from mesh_transformer.transformer_shard import CausalTransformer, load
     from mesh_transformer.util import InputError
 
-__all__ = ["CausalTransformer", "Config", "InputError", "fit", "load"]
+__all__ = [
+    "CausalTransformer",
+    "Config",
+    "InputError",
+    "apply",
+    "decode_step",
+    "fit",
+    "hidden",
+    "load",
+    "log_probs",
+    "logits_from",
+    "loss",
+    "prefill",
+]
 __version__ = "1.0.0"
 
 _MODULES = {
     "CausalTransformer": "transformer_shard",
     "Config": "config",
     "InputError": "util",
+    "apply": "training.functions",
+    "decode_step": "training.functions",
     "fit": "training.fit",
+    "hidden": "training.functions",
     "load": "transformer_shard",
+    "log_probs": "training.functions",
+    "logits_from": "training.functions",
+    "loss": "training.functions",
+    "prefill": "training.functions",
 }
 
 

@@ -18,7 +18,7 @@ from mesh_transformer.checkpoint import adapters, loading, step_folders
 from mesh_transformer.checkpoint.integrity import host_checksum, tree_checksums
 from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.checkpoint.source import Source, check_vacant
-from mesh_transformer.checkpoint.state_tree import check_same_run, leaves
+from mesh_transformer.checkpoint.state_tree import check_same_run, differing_leaf, leaves
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import check_tokens
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
@@ -51,6 +51,7 @@ from mesh_transformer.network import (
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import objectives
 from mesh_transformer.training import step as steps
+from mesh_transformer.training.functions import Parameters
 from mesh_transformer.util import InputError, NonFiniteError, UncountedWarning
 
 
@@ -156,6 +157,39 @@ class CausalTransformer(TrainableNetwork):
         self._drop_weights(adapters=True)
         self.state = steps.compile_init(self._layout)(jax.random.key(self.config.seed))
         self.step, self._replaced, self._unchecked = 0, True, False
+
+    @property
+    def params(self) -> Parameters:
+        """The trained parameters, for functions such as `mesh_transformer.apply`.
+
+        `train` updates them in place: get them again after it.
+        """
+        return Parameters(self._loaded()["params"], self._layout)
+
+    @property
+    def frozen(self) -> Parameters:
+        """The parameters that are not trained: with LoRA, those of the base model."""
+        return Parameters(self._loaded()["frozen"], self._layout)
+
+    def replace(self, *, params: Parameters) -> None:
+        """Give the trained parameters other values; the optimizer's state and the step stay.
+
+        Args:
+          params: the new values, such as `network.params` plus an update, on any devices.
+
+        Raises:
+          InputError: if their names or shapes are not those of `network.params`.
+        """
+        state, expected = self._loaded(), self._layout.abstract["params"]
+        if found := differing_leaf(leaves(params.tree), leaves(expected)):
+            raise InputError(f"params: {found}; give an update of network.params")
+
+        def placed(like: jax.ShapeDtypeStruct, x: Array) -> Array:
+            return jax.device_put(x.astype(like.dtype), like.sharding)
+
+        self._drop_weights()
+        self.state = state | {"params": jax.tree.map(placed, expected, params.tree)}
+        self._replaced = self._unchecked = True
 
     @property
     def replicas(self) -> list[int]:

@@ -36,6 +36,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 15_000
 THIRD = "TEST_THIRD"  # a landing's number: of the slow tests, only that third is run
+HALF = "TEST_HALF"  # a number: of all tests, only that half is run
 STARTED = "TEST_STARTED"  # when the session started, in seconds, for its workers
 # Ray reads at its import how it authenticates, and some tests import it before a head starts.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -130,7 +131,8 @@ SMALL = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as slow the cases of a test after the first n, if it has the mark `quick(n)`.
 
-    If `TEST_THIRD` is set, deselect the slow tests of the two other thirds.
+    If `TEST_THIRD` is set, deselect the slow tests of the two other thirds, and if `TEST_HALF` is
+    set, all tests of the other half.
     """
     seen: dict[str, int] = {}
     for item in items:
@@ -139,21 +141,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             seen[name] = seen.get(name, 0) + 1
             if seen[name] > mark.args[0]:
                 item.add_marker(pytest.mark.slow)
+    left_out: set[pytest.Item] = set()
     if number := os.environ.get(THIRD):
-        chosen = int(number) % 3
-        others = [
-            item
-            for item in items
-            if item.get_closest_marker("slow") and third_of(item.nodeid) != chosen
-        ]
-        left_out = set(others)
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in left_out]
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        left_out |= {item for item in slow if part_of(item.nodeid, 3) != int(number) % 3}
+    if number := os.environ.get(HALF):
+        left_out |= {item for item in items if part_of(item.nodeid, 2) != int(number) % 2}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
-def third_of(nodeid: str) -> int:
-    """Return in which third a slow test is: 0, 1 or 2, the same on every machine."""
-    return zlib.crc32(f"seed 1 {nodeid}".encode()) % 3
+def part_of(nodeid: str, parts: int) -> int:
+    """Return in which of so many equal parts a test is, from 0: the same on every machine."""
+    return zlib.crc32(f"seed 1 {nodeid}".encode()) % parts
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -280,7 +280,8 @@ class Parallel(Positions):
             if d.frozen:
                 x = self._as_varying(x, "cp")
             if axis is None:
-                return self._as_varying(x.astype(own), "dp")
+                # In this order, a gradient with respect to x is summed over dp in f32.
+                return self._as_varying(x, "dp").astype(own)
             if self.zero_stage == 3:
                 return x.astype(own if d.frozen else jnp.float32)
             return self._on_parts(lambda x: gather_cast(x, axis, dtype), d.spec)(x)

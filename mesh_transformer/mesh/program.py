@@ -78,8 +78,8 @@ def check_not_traced() -> None:
     if is_tracing():
         raise InputError(
             "jax.grad, jax.jit and other transformations take the weights of a network for "
-            "constants; use mesh_transformer.model.transformer.logits(params, tokens, config, par) "
-            "with params = network.state['params'] and par = mesh_transformer.mesh.parallel.Auto()"
+            "constants; use a function of them, such as mesh_transformer.apply(network.params, "
+            "tokens)"
         )
 
 

@@ -80,7 +80,7 @@ vocabulary.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -286,6 +286,19 @@ def segment_runs(segments: Array) -> tuple[Array, Array]:
     return jnp.cumsum(begins, axis=-1), index_T - starts
 
 
+class Part(NamedTuple):
+    """Some consecutive layers.
+
+    Attributes:
+      start, stop: the first layer, and the one after the last.
+      x_BTD: the residual stream before `start`, at this device's positions; None: the embedding.
+    """
+
+    start: int
+    stop: int
+    x_BTD: Array | None = None
+
+
 def residual_stream(
     params: Params,
     tokens_BT: Array,
@@ -293,6 +306,7 @@ def residual_stream(
     par: Parallel,
     segments_BT: Array | None,
     dropout: Dropout | None = None,
+    part: Part | None = None,
 ) -> Array:
     """Return the residual stream x_BTD before the last norm, at this device's positions.
 
@@ -300,6 +314,7 @@ def residual_stream(
       tokens_BT: the tokens of whole sequences (see `Positions.cut`).
       segments_BT: see `logits`.
       dropout: the microbatch's random numbers; None for no dropout.
+      part: the layers to run; None for all.
     """
     parts, declared = transforms(config, par), stored(config)
     positions_BT, run_BT = jnp.arange(tokens_BT.shape[-1])[None], None
@@ -348,8 +363,14 @@ def residual_stream(
         numbers, outside = None, None
     else:
         numbers, outside = jnp.arange(config.layers), dropout.of_layer(config.layers)
-    x_BTD = apply("embed", tokens_BT, own_positions_BT, outside)
-    return jax.lax.scan(body, x_BTD, (params["layers"], numbers, stacked(config)))[0]
+    inputs = params["layers"], numbers, stacked(config)
+    if part is not None:
+        inputs = jax.tree.map(lambda x: x[part.start : part.stop], inputs)
+    if part is not None and part.x_BTD is not None:
+        x_BTD = part.x_BTD
+    else:
+        x_BTD = apply("embed", tokens_BT, own_positions_BT, outside)
+    return jax.lax.scan(body, x_BTD, inputs)[0]
 
 
 def logits(
@@ -366,6 +387,10 @@ def logits(
         of equal numbers is one text.  Positions start at 0 in each text, unless the config's
         `packed_positions` is "continue", and tokens attend only to tokens of the same text.
     """
-    x_BTD = residual_stream(params, tokens_BT, config, par, segments_BT)
+    return head(params, residual_stream(params, tokens_BT, config, par, segments_BT), config, par)
+
+
+def head(params: Params, x_BTD: Array, config: Model, par: Parallel) -> Array:
+    """Return the result of `logits`, from that of `residual_stream`."""
     whole = collect_projection(params, config, par)
     return par.whole(transforms(config, par)["proj"].apply(whole, x_BTD))

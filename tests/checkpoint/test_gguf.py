@@ -221,6 +221,7 @@ _GEMMAS_DEFAULTS = {"head_dim": 256, "query_pre_attn_scalar": 256, "num_attentio
 _GEMMAS_DEFAULTS |= {"rope_parameters": None, "layer_types": None}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("model", "keys"),
     [

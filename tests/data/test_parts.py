@@ -165,6 +165,7 @@ BAD = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("count", [1, 2, 30])
 def test_bad_input_is_reported_as_by_one_process(tmp_path, capsys, create, kind, count):
@@ -221,6 +222,7 @@ def test_missing_column_is_reported_as_by_one_process(tmp_path, create):
     assert errors[0] == errors[1]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_no_finished_part_is_tokenised_again(tmp_path, create, seed):
     write_large_files(tmp_path / "in", seed)

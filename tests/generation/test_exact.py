@@ -36,6 +36,7 @@ def trained_and_scored(network: CausalTransformer) -> tuple[np.ndarray, np.ndarr
     return -np.asarray(loss_BT)[1], -evaluated[1], scored[0]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -72,6 +73,7 @@ def test_a_draft_changes_no_bits(small, tmp_path):
     np.testing.assert_array_equal(network.score(text, 0).logprob[0, len(prompt) - 1 :], logprobs)
 
 
+@pytest.mark.slow
 def test_adapters_have_the_same_bits_in_training_and_generation(small, tmp_path):
     base = CausalTransformer(small(**GPTJ))
     base.save(str(tmp_path), {})
@@ -131,6 +133,7 @@ def test_by_default_it_differs_by_rounding():
     assert 0 < max(results) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

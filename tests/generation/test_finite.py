@@ -16,9 +16,8 @@ from mesh_transformer.generation.finite import NO_TOKEN
 from mesh_transformer.generation.pool import PAGE, Chunks, Pool
 from mesh_transformer.generation.sampling import sampler_settings
 from mesh_transformer.generation.stream import stream_tokens
-from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.mesh.placement import Rows
-from mesh_transformer.model import matrices, transformer
+from mesh_transformer.model import matrices
 from mesh_transformer.model.casts import to_int8
 from mesh_transformer.pod.fleet import Fleet
 from mesh_transformer.pod.runner import NetworkRunner
@@ -260,15 +259,16 @@ def test_a_network_inside_a_transformation_names_the_function_to_use():
         return factor * jnp.sum(network.score(tokens, 1).logprob)
 
     for transformed in (jax.grad(wrong), jax.jit(wrong), jax.value_and_grad(wrong)):
-        with pytest.raises(InputError, match=r"use mesh_transformer.model.transformer.logits\("):
+        with pytest.raises(InputError, match=r"mesh_transformer.apply\(network.params, tokens\)"):
             transformed(params)
     with pytest.raises(InputError, match="take the weights of a network for constants"):
         jax.jvp(scale, (1.0,), (1.0,))
     network.state["params"] = params
 
     def right(params: Any) -> Any:
-        return jnp.sum(transformer.logits(params, tokens, network.config, Auto())[..., 3])
+        return jnp.sum(mesh_transformer.apply(params, tokens)[..., 3])
 
+    params = network.params
     gradient = jax.grad(right)(params)
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient["layers"]))
     np.testing.assert_allclose(right(params), jnp.sum(network.logits(tokens)[..., 3]), rtol=1e-4)

@@ -52,6 +52,7 @@ def check_logprobs(config, prompt, chosen, more, row):
     np.testing.assert_allclose(by_token(top, logprob), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("guesses", "first", "last"), [(0, 16, 32), (3, 32, 48)])
 def test_rings_grow_up_to_the_window_and_the_guesses(monkeypatch, guesses, first, last):
     """Rings are a window and the guesses, in whole pages of 16 slots."""
@@ -109,6 +110,7 @@ def test_pages_that_rings_need_must_be_given():
         batch.insert([0], prompts, 1, settings, chunks=place)
 
 
+@pytest.mark.slow
 def test_rings_in_8_bits_generate_like_pages():
     """Logprobs as without rings: prompts whole and in parts, which share beginnings."""
     config = sliding_config(int8_cache=True)
@@ -215,6 +217,7 @@ def in_chunks(prefiller, request):
     return chosen
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("fixed", [False, True])
 def test_the_server_shares_beginnings_of_prompts_in_rings(fixed):
     config = sliding_config(seq=WINDOW)

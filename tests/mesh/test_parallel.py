@@ -139,7 +139,7 @@ GROUPED = {"block": "llama", "key_heads": 4, "norm_place": "both", "qk_norm": "h
 COPIED = GROUPED | {"key_heads": 2}  # on 4 shards
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("block", "count", "remat", "zero"),
     [
@@ -183,6 +183,7 @@ def test_layers_reduce_activations_once_per_norm_or_less(block, count, remat, ze
         assert len(norms) == 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("partitioning", ["shard_map", "jit"])
 def test_a_device_computes_only_the_keys_of_its_queries(partitioning):
     """Also in the gradients of the matrices; of the 2 key heads, each of 4 devices needs one."""

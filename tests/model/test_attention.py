@@ -52,6 +52,7 @@ def plain() -> Any:
     return run(CONFIG.replace(attention="xla"), batch=packed(CONFIG), steps=1)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("attention", "partitioning"),
     [

@@ -33,7 +33,7 @@ def with_gradients(function: Any, inputs: list[Array]) -> list[Array]:
     return [result, *pull(inputs[3].astype(result.dtype))]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", range(24))
 def test_results_and_gradients_are_those_of_plain_attention(monkeypatch, seed: int) -> None:
     """Compare a random length, window, cap, packing and dropout, with blocks of 128 positions."""

@@ -30,7 +30,7 @@ def dequantized(state: Any) -> Any:
     return state | {"frozen": jax.tree.map(np.asarray, matrices.dequantized(state["frozen"]))}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("bits", "block", "split"),
     [
@@ -114,6 +114,7 @@ def runs(tmp_path_factory) -> tuple[Path, Config]:
     return folder, config
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(runs, tmp_path):
     folder, config = runs
     run(config, tmp_path, 1, folder / "base")

@@ -146,6 +146,7 @@ def requests_of(config, count):
     ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("changes", [{}, {"int8_cache": True}])
 @pytest.mark.parametrize("fixed", [True, False])
 def test_prompts_come_back_from_host_memory_with_the_same_bits(changes, fixed):

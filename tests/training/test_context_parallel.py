@@ -68,7 +68,7 @@ def results(config: Config, packed: bool, base: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("mesh", "changes", "packed"),
     [
@@ -191,6 +191,7 @@ def test_causal_work_is_balanced() -> None:
         assert loops < 1.02 * real.mean()
 
 
+@pytest.mark.slow
 def test_checkpoints_are_loaded_onto_other_meshes(tmp_path: Path) -> None:
     network = CausalTransformer(config_of(context_parallel=2), devices=jax.devices()[:2])
     network.train(random_batch(network.config, 1, 1))
@@ -212,6 +213,7 @@ def test_checkpoints_are_loaded_onto_other_meshes(tmp_path: Path) -> None:
         np.testing.assert_allclose(other.logits(tokens), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_generation_holds_no_scores_of_whole_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices along cp repeat the work; beyond `LONG` tokens, attention is that of blocks."""
     tokens = np.random.default_rng(0).integers(0, 128, (2, 41))

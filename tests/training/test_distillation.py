@@ -86,6 +86,7 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
     )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["forward", "reverse"])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_losses_and_gradients_are_torchs(kind: str, temperature: float) -> None:
@@ -129,7 +130,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "changes", "dp", "mp"), MESHES)
 def test_every_mesh_has_the_results_of_one_device(
     kind: str, changes: Any, dp: int, mp: int
@@ -316,6 +317,7 @@ def train(config: Config, folder: Path, **options: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_resumed_run_keeps_its_bits(large: str, records: str, tmp_path: Path, rank: int) -> None:
     sets = {"train_set": records, "val_set": {"own": records}, "teacher": large}
@@ -372,6 +374,7 @@ def test_unusable_teachers_are_refused(large: str, records: str, tmp_path: Path)
         step.compile_train(step.StateLayout(config_of(), mesh_of(1, 1)))
 
 
+@pytest.mark.slow
 def test_plans_count_stored_probabilities() -> None:
     config, devices = config_of(**STORED).replace(cores_per_replica=2), slice_named("cpu-2")
     taught, plain = (plan.plan(x, devices) for x in (config, config.replace(teacher=None)))

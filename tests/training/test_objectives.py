@@ -316,6 +316,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("objective", "partitioning", "dp", "mp", "zero"), MESHES)
 def test_every_mesh_has_the_results_of_one_device(
     objective: str, partitioning: Any, dp: int, mp: int, zero: Any
@@ -354,6 +355,7 @@ def unpacked(batch: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
     return {key: x[None] for key, x in result.items()}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "simpo"])
 def test_packing_and_accumulation_change_nothing(objective: str) -> None:
     config = config_of(objective, **CHANGES, partitioning="jit")
@@ -444,6 +446,7 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         network.train(batch | {"segment_ids": np.full_like(batch["segment_ids"], 31)})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("objective", ["dpo", "simpo", "grpo"])
 def test_plans_compile_the_objective(objective: str) -> None:
     config = config_of(objective, cores_per_replica=2, rollout_updates=2)

@@ -129,6 +129,7 @@ def test_sums_are_those_of_scores(records: str, base: str, tmp_path: Path) -> No
             )
 
 
+@pytest.mark.slow
 def test_resumed_runs_keep_their_reference(records: str, base: str, tmp_path: Path) -> None:
     config = config_for(records)
     whole = train(config, tmp_path / "whole", base)
@@ -177,6 +178,7 @@ def hinge(texts: Any) -> Any:
     return jax.nn.relu(1 - margin_BN), {"margin": margin_BN, "ratio": ratio_BNK}
 
 
+@pytest.mark.slow
 def test_fit_minimises_a_function(records: str) -> None:
     config = plain_config(records, val_set={})
     network = CausalTransformer(config)

@@ -81,6 +81,7 @@ def samples_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / rollouts.NAME).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_resumed_runs_have_the_same_bits(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +134,7 @@ def test_resumed_runs_have_the_same_bits(
         train(parts, 8)
 
 
+@pytest.mark.slow
 def test_rollouts_of_other_sizes_are_not_continued(values: dict[str, Any], tmp_path: Path) -> None:
     network = network_of(values | {"exact": False, "rollout_updates": 2})
     network.init()
@@ -156,6 +158,7 @@ def own_objective(tokens: Tokens) -> Any:
     return loss_BT, {"mean_advantage": tokens.advantage_BT}
 
 
+@pytest.mark.slow
 def test_reward_rises_also_with_an_objective_of_the_users(values: dict[str, Any]) -> None:
     changes = {"exact": False, "per_replica_batch": 32, "total_steps": 12, "lr": 3e-2}
     rows: list[dict[str, Any]] = []
@@ -187,6 +190,7 @@ def test_answers_without_reward_are_left_out(
         fitted(values | changes)
 
 
+@pytest.mark.slow
 def test_reference_is_the_base_under_adapters(values: dict[str, Any], tmp_path: Path) -> None:
     base = network_of(values)
     base.init()
