@@ -13,7 +13,7 @@ from mesh_transformer.config_checks import check, typed
 from mesh_transformer.config_files import read_config
 from mesh_transformer.config_model import Architecture, Model
 from mesh_transformer.families import BLOCKS, OBJECTIVES, PRESETS, ObjectiveKind, ObjectiveName
-from mesh_transformer.util import InputError, mismatch
+from mesh_transformer.util import InputError, Named, mismatch
 
 # Keys that earlier checkpoints may contain, with what to use instead; null was their default.
 REMOVED = {"memory_every": "set ckpt_every instead: checkpoints are written in the background, too"}
@@ -114,7 +114,7 @@ class Config(Model):
     batch_ramp_steps: int = 0
     batch_ramp_from: int = 1  # microbatches of the first update, with batch_ramp_steps
     # How the learning rate changes; see docs/training.md.
-    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] | Named = "cosine"
     warmup_steps: int = 0  # updates of linear warm-up from 0 to lr
     # Updates of decay from lr to end_lr, after the warm-up; with wsd, the last ones of total_steps.
     # None: the rest of total_steps; with wsd a tenth of total_steps.
@@ -125,7 +125,7 @@ class Config(Model):
     end_lr: float = 1e-5  # learning rate after the decay
     weight_decay: float = 0.1  # decoupled, applied to matrices only
     # The rule by which gradients become updates; see docs/training.md.
-    optimizer: Literal["adam", "adafactor", "lion", "muon", "sgd"] = "adam"
+    optimizer: Literal["adam", "adafactor", "lion", "muon", "sgd"] | Named = "adam"
     momentum: float | None = None  # of muon and sgd.  None: 0.95 for muon, 0.9 for sgd
     lion_b1: float = 0.9  # weight of the average of gradients in Lion's update
     lion_b2: float = 0.99  # decay of Lion's average of gradients
@@ -140,6 +140,8 @@ class Config(Model):
     skip_spikes: float | None = None
     max_skipped: int = 10  # skipped updates in a row after which training stops
     original_bias_copies: int = 1  # copies of each bias in the original run; see `Optimizer`
+    # Functions of the gradients whose results become metrics (docs/own-parts.md).
+    metrics: list[Named] = field(default_factory=list, hash=False)
     noise_scale_alpha: float = 0.01  # weight of the newest step in the noise scale's averages
 
     # Run.
@@ -149,7 +151,7 @@ class Config(Model):
     model_dir: str | None = None  # folder of the checkpoints and metrics in `bucket`
     # The path of an index or a folder of records, or a mixture: {path: weight}, where a weight is a
     # number, or pairs of a number of updates and the weight after them.  A relative path that does
-    # not exist is looked up in data/.
+    # not exist is looked up in data/.  Or a function that returns data (docs/own-parts.md).
     train_set: str | dict[str, Weight] | None = field(default=None, hash=False)
     # Documents of plain text, which end with the tokenizer's end-of-text token, do not attend to
     # each other.

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from mesh_transformer.families import (
     DEFAULTS,
@@ -12,7 +12,15 @@ from mesh_transformer.families import (
     ROTARY_SCALINGS,
     SAMPLING,
 )
-from mesh_transformer.util import InputError, describe, mismatch, without_paths
+from mesh_transformer.util import (
+    InputError,
+    Named,
+    describe,
+    is_named,
+    mismatch,
+    name_of,
+    without_paths,
+)
 
 MOST_LAYERS = 4096  # with many more, merely listing the parameters takes minutes and all memory
 # Optimizers that update each number by itself.
@@ -97,6 +105,7 @@ def check(c: Any) -> None:
     _check_int8_matmuls(c)
     _check_offload(c)
     _check_objective(c)
+    _check_functions(c)
     if unknown := sorted(set(c.sampling) - set(SAMPLING)):
         raise InputError(f"sampling has {unknown[0]!r}, expected settings of {', '.join(SAMPLING)}")
     if outside := [token for token in c.end_tokens or () if not 0 <= token < c.n_vocab]:
@@ -444,6 +453,21 @@ def _check_exact(c: Any) -> None:
             raise InputError(f"exact is true, which excludes {key}, but it is {value}; unset one")
 
 
+def _check_functions(c: Any) -> None:
+    """Check that functions of the user's are used where they have an effect."""
+    for key in ("objective", "teacher"):
+        if c.token_loss is not None and getattr(c, key) is not None:
+            raise InputError(
+                f"token_loss is {c.token_loss}, but {key} is {getattr(c, key)!r}, which has a loss "
+                "of its own; unset one"
+            )
+    if is_named(c.train_set) and c.hosts_read:
+        raise InputError(
+            f"train_set is the function {c.train_set}, but hosts_read is true, which is for "
+            "records; set it to false"
+        )
+
+
 def _check_objective(c: Any) -> None:
     if c.beta is not None and (c.beta < 0 or (c.beta == 0 and not c.has_rollouts)):
         raise InputError(
@@ -477,6 +501,10 @@ def _check_objective(c: Any) -> None:
 def typed(key: str, value: Any, annotation: Any) -> Any:
     """Return the value of a config key; raise InputError if it has another type."""
     value = without_paths(value)
+    if Named in get_args(annotation) and callable(value):
+        return name_of(value, key)
+    if key == "metrics" and isinstance(value, list):
+        value = [name_of(one, key) if callable(one) else one for one in value]
     if key == "val_set" and (value is None or isinstance(value, str)):
         return {"val": value} if value else {}
     if expected := mismatch(value, annotation):

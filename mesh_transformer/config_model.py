@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from mesh_transformer.families import BLOCKS, NORMS, Block, BlockName, NormKind, NormName
+from mesh_transformer.util import Named, is_named
 
 # Backends of attention; see docs/attention.md.
 Attention = Literal["auto", "xla", "blocks", "splash", "splash_interpreted", "cudnn"]
@@ -24,7 +25,9 @@ class Architecture:
     seq: int = 2048  # tokens per sequence
     # The kind of layer; see `families.BLOCKS`.  None: gptj in version 1, geglu in version 2.
     block: BlockName | None = None
-    norm: NormName | None = None  # see `families.NORMS`.  None: rms in block llama, else layernorm
+    # See `families.NORMS`, or a function (docs/own-parts.md).  None: rms in block llama, else
+    # layernorm.
+    norm: NormName | Named | None = None
     norm_eps: float | None = None  # added to what norms divide by.  None: 1e-5
     norm_place: Literal["before", "after", "both"] = "before"  # of attention and feed-forward
     # The norm of queries and keys: of each head, before ("head") or after the rotary embedding
@@ -48,9 +51,9 @@ class Architecture:
     head_size: int | None = None  # entries of a head.  None: d_model / n_heads
     key_heads: int | None = None  # heads of keys and values, shared by queries.  None: n_heads
     ff_size: int | None = None  # width of the feed-forward.  None: 4 * d_model
-    # GELU exactly, or with its tanh approximation, SiLU or squared ReLU.  None: gelu in block
-    # neox, silu in llama, else gelu_tanh.
-    activation: Literal["gelu", "gelu_tanh", "silu", "relu2"] | None = None
+    # GELU exactly, or with its tanh approximation, SiLU, squared ReLU or a function
+    # (docs/own-parts.md).  None: gelu in block neox, silu in llama, else gelu_tanh.
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu2"] | Named | None = None
     tie_head: bool | None = None  # the output head is the embedding.  None: true in block gpt2
     # Hugging Face's model type to export as.  None: the block's; codegen is a gptj, too.
     hf_type: str | None = None
@@ -75,8 +78,7 @@ class Architecture:
     @property
     def norm_kind(self) -> NormKind:
         """The properties of the model's norm (see `families.NORMS`)."""
-        assert self.norm is not None
-        return NORMS[self.norm]
+        return NormKind(scaled=False) if is_named(self.norm) else NORMS[str(self.norm)]
 
     @property
     def d_head(self) -> int:
@@ -145,6 +147,9 @@ class Model(Architecture):
     # "input_gradients" and "weight_gradients"; see docs/training.md.
     int8_matmuls: list[str] = field(default_factory=list, hash=False)
     z_loss: float = 1e-4  # weight of the z-loss; see `Losses`
+    # A function of the cross entropy of each target, which training minimises (docs/own-parts.md).
+    # None: the cross entropy
+    token_loss: Named | None = None
     # With a teacher, the KL divergence to minimise: weighted by the teacher's probabilities
     # ("forward"), or by the student's.
     distill_kl: Literal["forward", "reverse"] = "forward"

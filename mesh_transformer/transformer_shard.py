@@ -20,8 +20,8 @@ from mesh_transformer.checkpoint.native import Checkpoints
 from mesh_transformer.checkpoint.source import Source, check_vacant
 from mesh_transformer.checkpoint.state_tree import check_same_run, differing_leaf, leaves
 from mesh_transformer.config import Config
-from mesh_transformer.data.batches import check_tokens
-from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.data.batches import check_tokens, whole_batch
+from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.generation.finite import blaming, check_finite, describe_bad_weights
 from mesh_transformer.generation.generator import Generator
 from mesh_transformer.generation.speculation import draft_config
@@ -46,6 +46,7 @@ from mesh_transformer.network import (
     SetAside,
     Train,
     TrainableNetwork,
+    TrainSet,
     Wait,
 )
 from mesh_transformer.storage.access import AnyPath
@@ -248,7 +249,7 @@ class CausalTransformer(TrainableNetwork):
             if adapters:
                 self._generator = self._generator.of_next_params()
 
-    def open_train_set(self) -> TFRecordNewInputs:
+    def open_train_set(self) -> TrainSet:
         """Open `config.train_set`; return an iterator over batches that `train` accepts."""
         own = process_rows([self.replicas], self.batch_size // self.dp)
         return open_train_set(self.config, self.batch_size, *own)
@@ -272,7 +273,7 @@ class CausalTransformer(TrainableNetwork):
         if self._rows.alone and not batch.get("loss_mask", np.ones(1)).any():
             line = "train: no target of the batch counts in the loss, so its update is skipped"
             warnings.warn(line, UncountedWarning, stacklevel=5)  # of `train`
-        batch, *count = steps.whole_batch(self.config, batch)
+        batch, *count = whole_batch(self.config, batch)
         placed = self._rows.place(batch, P(None, "dp"))
         self.state, metrics = self._train(state, placed, *count, *self._teacher.params)
         self.step += 1

@@ -10,6 +10,7 @@ import importlib
 import math
 import operator
 import os
+import re
 import signal
 import sys
 import threading
@@ -108,6 +109,54 @@ def without_paths(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+class Named(str):
+    """The name of a function of the user's, MODULE:NAME, in the annotation of a config key."""
+
+
+def is_named(value: object) -> bool:
+    """Return whether a config value names an object of the user's, as MODULE:NAME."""
+    return isinstance(value, str) and bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value))
+
+
+@functools.cache
+def load_named(name: str, key: str) -> Any:
+    """Return the object that a config value MODULE:NAME names.
+
+    Args:
+      name: the module, which may be a file in the current folder, and the object's name in it.
+      key: the config key, for error messages.
+
+    Raises:
+      InputError: if the module cannot be imported, or has no such object.
+    """
+    module, _, attribute = name.partition(":")
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the user's code may raise any
+        raise InputError(
+            f"{key} is {name!r}, which cannot be loaded ({type(error).__name__}: "
+            f"{first_line(error)}); expected MODULE:NAME of an installed module, or of a file in "
+            "the current folder"
+        ) from error
+
+
+def name_of(value: Any, key: str) -> str:
+    """Return MODULE:NAME of a function, with which `load_named` finds it again.
+
+    Raises:
+      InputError: if it cannot be found so, such as a function inside of another one.
+    """
+    name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    if not is_named(name) or load_named(name, key) is not value:
+        raise InputError(
+            f"{key} is {value!r}, which has no name in a module, so that a checkpoint could not "
+            "name it; define a function at the top of a file"
+        )
+    return name
+
+
 def mismatch(value: Any, annotation: Any) -> str | None:
     """Return None if a value matches a type annotation, otherwise a text such as "expected int".
 
@@ -142,6 +191,8 @@ def _matches(value: Any, annotation: Any) -> bool:
     if origin is dict:
         pairs = value.items() if isinstance(value, dict) else [(None, None)]
         return all(_matches(k, arguments[0]) and _matches(v, arguments[1]) for k, v in pairs)
+    if annotation is Named:
+        return is_named(value)
     if annotation is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if annotation is int:
@@ -157,7 +208,8 @@ def _format_type(annotation: Any) -> str:
         return "one of " + ", ".join(repr(a) for a in arguments)
     if origin in (list, dict):
         return f"{origin.__name__} of {', '.join(_format_type(a) for a in arguments)}"
-    return "null" if annotation is type(None) else annotation.__name__
+    names = {type(None): "null", Named: "MODULE:NAME"}
+    return names.get(annotation) or annotation.__name__
 
 
 def _is_number(text: str) -> bool:

@@ -31,7 +31,7 @@ ROOMS = {
     "families": "|",
     "config_checks": "families util |",
     "config_files": "util storage families |",
-    "config_model": "families |",
+    "config_model": "util families |",
     "config": "old_names util storage families config_checks config_files config_model |",
     "mesh": "util config | haiku jax numpy",
     "calls": "mesh | jax numpy",

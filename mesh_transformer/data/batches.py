@@ -191,3 +191,25 @@ def _check_keys(method: str, sample: Any, ignored: str | None) -> None:
     for key in sample:
         if key not in (*BATCH_KEYS, ignored):
             raise InputError(f"{method}: the batch has an unknown key {key!r}; {expected}")
+
+
+def whole_batch(config: Config, batch: dict[str, np.ndarray]) -> tuple[Any, ...]:
+    """Return the arguments of the compiled training step that follow the state, on the host.
+
+    Without `batch_ramp_steps`, this is `batch`.  Otherwise zeros are appended to `batch` until it
+    has `gradient_accumulation_steps` microbatches, and its own number of microbatches is returned,
+    too.
+
+    Raises:
+      InputError: if `batch` has more microbatches than that.
+    """
+    if not config.batch_ramp_steps:
+        return (batch,)
+    microbatches, most = len(batch["obs"]), config.gradient_accumulation_steps
+    if microbatches > most:
+        raise InputError(
+            f"train: the batch has {microbatches} microbatches, expected at most "
+            f"gradient_accumulation_steps ({most})"
+        )
+    padding = ((0, most - microbatches), (0, 0), (0, 0))
+    return {key: np.pad(x, padding) for key, x in batch.items()}, np.int32(microbatches)

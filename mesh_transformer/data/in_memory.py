@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ class InMemoryTrainSet:
       size_of: a function from the number of earlier batches to the shape of the next one, (A, B).
       seed: the random seed of windows and epochs.
       document_end: see `RecordSet`; for items that are arrays.
+      columns: the sequences of each microbatch to return, by number; None for all.
 
     Raises:
       InputError: if the data are too few; from `get_samples` if an item has the wrong form.
@@ -52,7 +53,9 @@ class InMemoryTrainSet:
         size_of: Callable[[int], tuple[int, int]],
         seed: int,
         document_end: int | None = None,
+        columns: Sequence[int] | np.ndarray | None = None,
     ):
+        self._columns = slice(None) if columns is None else np.asarray(columns)
         self._row = functools.partial(_row, document_end=document_end)
         self._length, self._size_of, self._seed = length, size_of, seed % 2**64
         self._is_endless = True  # windows and epochs never end
@@ -113,7 +116,8 @@ class InMemoryTrainSet:
             if len(chunk) < shape[0] * shape[1]:
                 return
             number += len(chunk)
-            yield _stack(chunk, shape), number
+            batch = _stack(chunk, shape)
+            yield {key: x[:, self._columns] for key, x in batch.items()}, number
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last returned batch, as JSON values."""

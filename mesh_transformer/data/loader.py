@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.config import Config, Weight
+from mesh_transformer.data.in_memory import InMemoryTrainSet
 from mesh_transformer.data.mixture import Mixture, MixturePosition
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.record_set import RecordSet, Row, check_preferences, check_tokenizer
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.storage.access import AnyPath
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, is_named, load_named
 
 BATCHES_AHEAD = 4
 
@@ -208,7 +209,7 @@ def open_train_set(
     columns: Sequence[int] | np.ndarray | None = None,
     *,
     reference: bool | None = None,
-) -> TFRecordNewInputs:
+) -> "TFRecordNewInputs | InMemoryTrainSet":
     """Return a loader of a config's training set, whose arrays have shape [A, batch_size, T].
 
     A is the number of microbatches of the update (`Config.microbatches`), and T is the config's
@@ -216,6 +217,15 @@ def open_train_set(
     objective decides whether batches have the reference, and which records are accepted.
     """
     assert config.train_set is not None
+    if is_named(config.train_set):
+        return InMemoryTrainSet(
+            load_named(str(config.train_set), "train_set")(config),
+            config.seq,
+            lambda step: (config.microbatches(step), batch_size),
+            config.seed,
+            document_end(config),
+            columns,
+        )
     for path in [config.train_set] if isinstance(config.train_set, str) else config.train_set:
         check_tokenizer(path, config.tokenizer)
         if reference is None:

@@ -37,6 +37,7 @@ from mesh_transformer.model.heads import Heads
 from mesh_transformer.model.layer_values import LayerValues, layer_values
 from mesh_transformer.model.matrices import add_bias, project_in, project_out
 from mesh_transformer.model.norms import Norm, ProjectionNorm
+from mesh_transformer.util import is_named, load_named
 
 # checkpoint_name of the residual stream between attention and feed-forward, if the latter reads it
 MIDDLE = "middle"
@@ -304,6 +305,8 @@ class TransformerLayer(hk.Module):
         return drop_entries(x_BTD, self.par.cut(kept_BTD), rate)
 
     def _activated(self, x: Array) -> Array:
+        if is_named(self.config.activation):
+            return load_named(str(self.config.activation), "activation")(x)
         if self.config.activation == "silu":
             return jax.nn.silu(x)
         if self.config.activation == "relu2":

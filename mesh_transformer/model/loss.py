@@ -30,6 +30,7 @@ from mesh_transformer.model.transformer import (
     segment_runs,
     transforms,
 )
+from mesh_transformer.util import load_named
 
 
 class Losses(NamedTuple):
@@ -407,6 +408,9 @@ def train_loss(
       key_B: see `losses`.
     """
     result = losses(params, tokens_BT, targets_BT, config, par, segments_BT, key_B)
+    if config.token_loss is not None:
+        own = par.by_rows(load_named(str(config.token_loss), "token_loss"))
+        result = result._replace(loss_BT=own(result.loss_BT))
     if weights is None:
         z_loss = config.z_loss * jnp.mean(jnp.square(result.log_sum_BT))
         return result.loss_BT.mean() + z_loss, result.loss_BT[:, -1].mean() + z_loss

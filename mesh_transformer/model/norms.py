@@ -10,7 +10,7 @@ from mesh_transformer.config_model import Model
 from mesh_transformer.mesh import haiku as hk
 from mesh_transformer.mesh.parallel import Axes, Parallel, param
 from mesh_transformer.model.heads import Heads
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, is_named, load_named
 
 
 class Norm(hk.Module):
@@ -47,6 +47,8 @@ class Norm(hk.Module):
         c, kind, dtype = self.config, self.config.norm_kind, x_BTD.dtype
         assert c.norm_eps is not None
         x_BTD = x_BTD.astype(jnp.float32)
+        if is_named(c.norm):
+            return self._fan_out(self._own(x_BTD).astype(dtype))
         shape: tuple[int, ...] = () if kind.scalar else x_BTD.shape[-1:]
         axes: Axes = (None,) * len(shape)
         # The 2-norm, in place of the root mean square, and 1e-5 outside it are the original's.
@@ -77,6 +79,16 @@ class Norm(hk.Module):
             normed += self._param("offset", shape, axes, 0.0)
         normed = normed.astype(dtype)
         return normed if kind.per_shard else self._fan_out(normed)
+
+    @hk.transparent
+    def _own(self, x_BTD: Array) -> Array:
+        """Return the result of the user's function that the config names."""
+        width = x_BTD.shape[-1:]
+        return load_named(str(self.config.norm), "norm")(
+            x_BTD,
+            lambda name, initial: self._param(name, (), (), initial),
+            lambda name, initial: self._param(name, width, (None,), initial),
+        )
 
     def _fan_out(self, x: Array) -> Array:
         return x if self.fanned_out or self.after else self.par.fan_out(x)

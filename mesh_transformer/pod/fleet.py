@@ -23,7 +23,7 @@ import numpy as np
 
 from mesh_transformer.calls import Call, Result, joined, split
 from mesh_transformer.config import Config
-from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.generation.batch import BadWeights, NewBatch
 from mesh_transformer.generation.finite import blaming
 from mesh_transformer.network import (
@@ -35,6 +35,7 @@ from mesh_transformer.network import (
     Save,
     Train,
     TrainableNetwork,
+    TrainSet,
     Wait,
 )
 from mesh_transformer.pod.faults import LostError, PermanentError, RaisedError
@@ -172,7 +173,7 @@ class Fleet(TrainableNetwork):
         """Whether a member has reported that the last save has failed in the background."""
         return self._save_failed
 
-    def open_train_set(self) -> TFRecordNewInputs | ClusterTrainSet:
+    def open_train_set(self) -> TrainSet:
         """Open the config's training set.
 
         If the config sets `hosts_read`, the members read the records; otherwise this process does.

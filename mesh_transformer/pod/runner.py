@@ -21,7 +21,7 @@ import numpy as np
 import mesh_transformer
 from mesh_transformer.calls import Call, Result
 from mesh_transformer.config import Config, Weight
-from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
+from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.generation.batch import BatchCall, NewBatch, Run
 from mesh_transformer.mesh.devices import use_virtual_devices
 from mesh_transformer.mesh.jax_versions import bind_collectives
@@ -181,7 +181,7 @@ class NetworkRunner:
         self._unread: deque[tuple[int, dict[str, Any] | Exception]] = deque()
         self._clock = StepClock()
         self._notice = False  # whether SIGTERM was received
-        self._train_set: TFRecordNewInputs | None = None
+        self._train_set: Any = None
         self._read: deque[dict[str, np.ndarray]] = deque()  # batches not trained on yet
 
     def call(self, method: str, *arguments: Any) -> Any:

@@ -37,15 +37,17 @@ def fit(
     Args:
       data: token ids in one of these forms: a 1-D array, such as a `numpy.memmap` of a nanoGPT
         `.bin` file; a torch dataset, a list or an array of sequences; any other iterable of
-        sequences; or the path of a record set.  See `InMemoryTrainSet` for sequences.  If the
-        config's objective is grpo, prompts: a list of dicts with `prompt` or `messages`, or a path.
+        sequences; or the path of a record set, or a function as in the config key `train_set`.  See
+        `InMemoryTrainSet` for sequences.  If the config's objective is grpo, prompts: a list of
+        dicts with `prompt` or `messages`, or a path.
       folder: the model folder for checkpoints and metrics.  If it has a checkpoint, training
         resumes from it, with the batches that follow.  None writes nothing.
       steps: the global step to train to (default: the config's `total_steps`).
       val: validation data in the same forms, but no iterator; read in their order every `val_every`
         steps.  The loss is the metric `val/loss_val`.  For `keep_best` and `early_stop`, set
         `val_set` to {"val": "in memory"} in the config.
-      hooks: functions that are called with the metrics row of each step, such as `print`.
+      hooks: functions that are called with the metrics row of each step, such as `print`, before it
+        is written; they may add to it.
       objective: a function to minimise in place of the config's `objective`, for data in groups of
         texts; see `TrainableNetwork.set_objective`.
 

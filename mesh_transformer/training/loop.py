@@ -471,15 +471,17 @@ class _Run:
         return self.rows.row(*self.read.popleft())
 
     def _log(self, row: dict[str, Any]) -> None:
-        self.log.write(row)
+        try:
+            if self.on_row is not None:  # it may add to the row
+                self.on_row(row)
+        finally:
+            self.log.write(row)
         shown = {"loss": f"{row['train/loss']:.4f}" if "train/loss" in row else "skipped"}
         shown["tok/s"] = f"{row['train/tokens_per_sec']:,.0f}"
         if self.rows.peak is not None and "train/mfu" in row:
             shown["MFU"] = f"{row['train/mfu']:.1%} of {self.rows.peak / 1e12:,.4g} TFLOP/s"
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
-        if self.on_row is not None:
-            self.on_row(row)
 
     def _validate(self) -> None:
         """Validate the network; log the pending metrics, with the results in the newest row."""

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Config
-from mesh_transformer.mesh.declaration import Declaration, Moment, map_declared, select
+from mesh_transformer.mesh.declaration import Declaration, map_declared
 from mesh_transformer.model.casts import to_bf16, to_f32
-from mesh_transformer.training.update_rules import RULES, Rule
+from mesh_transformer.training.update_rules import RULES, OwnRule, Rule
 
 OptState = dict[str, Any]  # `count` and the moments of the config's rule; see `update_rules.Rule`
 
@@ -40,25 +40,19 @@ class Optimizer:
 
     @property
     def _rule(self) -> Rule:
-        return RULES[self.config.optimizer](self.config, self.declared)
+        return RULES.get(self.config.optimizer, OwnRule)(self.config, self.declared)
 
     def moments(self) -> dict[str, Any]:
         """Return {name: tree of `Moment`s}: which arrays the state has besides its `count`."""
         return self._rule.moments()
 
     def init(self, params: Any) -> OptState:
-        """Return the initial state, whose moments are 0.
+        """Return the initial state, whose moments are those of `Rule.initial`.
 
         The moments are in f32 or, if the config sets `bf16_optimizer`, in bf16.
         """
 
-        def zeros(moment: Moment, p: Array) -> Array:
-            return jnp.zeros([p.shape[axis] for axis in moment.axes], jnp.float32)
-
-        moments = {
-            name: jax.tree.map(zeros, tree, select(params, tree))
-            for name, tree in self.moments().items()
-        }
+        moments = self._rule.initial(params)
         return self._stored({"count": jnp.zeros((), jnp.int32)} | moments)
 
     def _stored(self, state: OptState) -> OptState:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mesh_transformer.config import Config
+from mesh_transformer.util import is_named, load_named
 
 # The config keys that determine a schedule, apart from `total_steps`, on which only wsd depends.
 KEYS = (
@@ -48,9 +49,9 @@ def learning_rate(
 ) -> Array:
     """Return the learning rate of the next update.
 
-    All schedules begin with a linear warm-up from 0 to `lr`.  The learning rate then follows the
-    config's `schedule`.  With n updates (or tokens) completed, W those of the warm-up, A those of
-    the decay, and N those of the whole run:
+    A user's function gets the config and `step`.  All other schedules begin with a linear warm-up
+    from 0 to `lr`.  The learning rate then follows the config's `schedule`.  With n updates (or
+    tokens) completed, W those of the warm-up, A those of the decay, and N those of the whole run:
 
     * cosine: see `gpt3_schedule`; `end_lr` from n = W + A on.
     * linear: a straight line from `lr` at n = W to `end_lr` at n = W + A.
@@ -68,6 +69,8 @@ def learning_rate(
       rows: sequences per microbatch; required if the schedule counts tokens.
     """
     c = config
+    if is_named(c.schedule):
+        return jnp.asarray(load_named(c.schedule, "schedule")(c, step), jnp.float32)
     assert c.anneal_steps is not None
     done, warmup, anneal = step, c.warmup_steps, c.anneal_steps
     if c.schedule_in_tokens:

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,10 +34,15 @@ from mesh_transformer.model.dropout import sequence_keys
 from mesh_transformer.model.loss import Teacher, loss_weights, losses, train_loss
 from mesh_transformer.model.transformer import Params
 from mesh_transformer.training import distillation, offload, spikes
-from mesh_transformer.training.objectives import Head, objective_loss, objective_weights
+from mesh_transformer.training.objectives import (
+    PREFIX,
+    Head,
+    objective_loss,
+    objective_weights,
+)
 from mesh_transformer.training.optimizer import Optimizer
 from mesh_transformer.training.schedule import learning_rate
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, load_named
 
 State = dict[str, Any]  # the state of a training run; `init_state` describes its entries
 Batch = dict[str, Array]
@@ -407,8 +411,8 @@ def compile_train(
 
     If the config sets `batch_ramp_steps`, the function takes a third argument: the number of
     microbatches to use, int32 [], of the A = `gradient_accumulation_steps` microbatches of `batch`.
-    `whole_batch` returns these arguments.  If it sets `teacher`, the last argument is the teacher's
-    parameters.
+    `data.batches.whole_batch` returns these arguments.  If it sets `teacher`, the last argument is
+    the teacher's parameters.
 
     The buffers of the state that is passed in are donated.
 
@@ -459,6 +463,9 @@ def compile_train(
             batch = batch | {"key": sequence_keys(config.seed, step, (accumulation, rows))}
         copies = device_copies(params, layout.optimizer.declared, config, config.dtype)
         grads, metrics = measure(copies, state["frozen"], extra[count:], batch, *extra[:count])
+        for name in config.metrics:
+            found = load_named(name, "metrics")(grads, copies)
+            metrics |= {f"{PREFIX}{key}": jnp.float32(value) for key, value in found.items()}
         rows = batch["obs"].shape[1]
         rate = learning_rate(config, step, state.get("sequences"), rows)
         norm = metrics["grad_norm"]
@@ -498,28 +505,6 @@ def compile_train(
         donate_argnums=0,
         compiler_options=compiler_options(layout),
     )
-
-
-def whole_batch(config: Config, batch: dict[str, np.ndarray]) -> tuple[Any, ...]:
-    """Return the arguments of the compiled training step that follow the state, on the host.
-
-    Without `batch_ramp_steps`, this is `batch`.  Otherwise zeros are appended to `batch` until it
-    has `gradient_accumulation_steps` microbatches, and its own number of microbatches is returned,
-    too.
-
-    Raises:
-      InputError: if `batch` has more microbatches than that.
-    """
-    if not config.batch_ramp_steps:
-        return (batch,)
-    microbatches, most = len(batch["obs"]), config.gradient_accumulation_steps
-    if microbatches > most:
-        raise InputError(
-            f"train: the batch has {microbatches} microbatches, expected at most "
-            f"gradient_accumulation_steps ({most})"
-        )
-    padding = ((0, most - microbatches), (0, 0), (0, 0))
-    return {key: np.pad(x, padding) for key, x in batch.items()}, np.int32(microbatches)
 
 
 def eval_step(params: Any, batch: Batch, config: Config, par: Parallel) -> dict[str, Array]:

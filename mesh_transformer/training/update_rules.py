@@ -11,6 +11,7 @@ outputs], although some have more axes; `per_layer` unstacks and reshapes them.
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,13 @@ from mesh_transformer.mesh.declaration import (
     Declaration,
     Moment,
     combine,
+    is_declaration,
     map_declared,
     partition,
+    select,
 )
+from mesh_transformer.model.casts import to_f32
+from mesh_transformer.util import InputError, load_named
 
 # Adafactor factors the moments of matrices with at least so many inputs and outputs.
 FACTORED_SIZE = 128
@@ -52,6 +57,17 @@ class Rule(abc.ABC):
     @abc.abstractmethod
     def moments(self) -> dict[str, Any]:
         """Return {name: tree with a `Moment` for each array}, without empty trees."""
+
+    def initial(self, params: Any) -> dict[str, Any]:
+        """Return the moments before the first update, which are 0."""
+
+        def zeros(moment: Moment, p: Array) -> Array:
+            return jnp.zeros([p.shape[axis] for axis in moment.axes], jnp.float32)
+
+        return {
+            name: jax.tree.map(zeros, tree, select(params, tree))
+            for name, tree in self.moments().items()
+        }
 
     @abc.abstractmethod
     def update(self, grads: Any, state: RuleState, params: Any) -> tuple[Any, RuleState]:
@@ -221,6 +237,102 @@ class Muon(Rule):
         if not after["nu"]:
             del after["nu"]
         return combine(updates, other_updates), after
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A moment of a user's transformation, and the keys of its parameter in the nested dicts."""
+
+    moment: Moment
+    keys: tuple[str, ...]
+
+
+class OwnRule(Rule):
+    """A transformation of optax's, which a function of the user's returns for the config.
+
+    Arrays of its state that are shaped like a parameter are moments, and have its layout; whole
+    numbers count the updates.  A moment is named after its place in the state, such as `mu`.
+
+    Raises:
+      InputError: if the function returns something else, or the state has other arrays.
+    """
+
+    @functools.cached_property
+    def _transformation(self) -> optax.GradientTransformation:
+        made = load_named(self.config.optimizer, "optimizer")(self.config)
+        if not isinstance(made, optax.GradientTransformation):
+            raise InputError(
+                f"optimizer {self.config.optimizer} returned {type(made).__name__}, expected a "
+                "transformation of optax"
+            )
+        return made
+
+    @functools.cached_property
+    def _state(self) -> tuple[list[tuple[str, _Place] | None], Any]:
+        """The name and `_Place` of each moment in the state, None for each count; and its tree."""
+
+        def places(node: Any, keys: tuple[str, ...] = ()) -> Any:
+            if is_declaration(node):
+                return _Place(_whole(node), keys)
+            return {name: places(child, (*keys, name)) for name, child in node.items()}
+
+        def checked(leaf: jax.ShapeDtypeStruct, place: _Place | None = None) -> Any:
+            is_count = not leaf.shape and jnp.issubdtype(leaf.dtype, jnp.integer)
+            if is_count if place is None else leaf.shape == place.moment.shape:
+                return place or 0
+            raise InputError(
+                f"optimizer {self.config.optimizer}: its state has an array of shape {leaf.shape} "
+                f"and type {leaf.dtype}; expected only arrays of the shapes of parameters, and "
+                "whole numbers that count the updates"
+            )
+
+        params = map_declared(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), self.declared)
+        init: Any = self._transformation.init
+        state, own = jax.eval_shape(init, params), places(self.declared)
+        map_params = optax.tree_utils.tree_map_params
+        found = map_params(init, checked, state, own, transform_non_params=checked)
+        slots = [
+            (_name(path[: -len(leaf.keys)]), leaf) if isinstance(leaf, _Place) else None
+            for path, leaf in jax.tree_util.tree_leaves_with_path(found)
+        ]
+        return slots, jax.tree.structure(state)
+
+    def _moments(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """Return {name: tree} of the leaves of a state that are moments."""
+        trees: dict[str, Any] = {}
+        for slot, leaf in zip(self._state[0], leaves, strict=True):
+            if slot is not None:
+                name, place = slot
+                node = trees.setdefault(name, {})
+                for key in place.keys[:-1]:
+                    node = node.setdefault(key, {})
+                node[place.keys[-1]] = leaf
+        return trees
+
+    def moments(self) -> dict[str, Any]:
+        return self._moments([slot and slot[1].moment for slot in self._state[0]])
+
+    def initial(self, params: Any) -> dict[str, Any]:
+        return self._moments(jax.tree.leaves(self._transformation.init(to_f32(params))))
+
+    def update(self, grads: Any, state: RuleState, params: Any) -> tuple[Any, RuleState]:
+        slots, tree = self._state
+
+        def leaf(slot: tuple[str, _Place] | None) -> Array:
+            if slot is None:
+                return state["count"]
+            return functools.reduce(lambda node, key: node[key], slot[1].keys, state[slot[0]])
+
+        before = jax.tree.unflatten(tree, map(leaf, slots))
+        updates, after = self._transformation.update(grads, before, params)
+        count = optax.safe_increment(state["count"])
+        return updates, {"count": count} | self._moments(jax.tree.leaves(after))
+
+
+def _name(path: Sequence[Any]) -> str:
+    """Return the name of a moment at a path of a state."""
+    keys = (str(getattr(key, "name", getattr(key, "idx", None))) for key in path)
+    return "_".join(keys) or "moment"
 
 
 RULES: dict[str, type[Rule]] = {

@@ -94,7 +94,7 @@ def main() -> int:
     print(f"median {statistics.median(ratios):.4f}")
     assert network is not None
     records = open_train_set(config, network.batch_size)
-    errors = gradient_errors(network, next(records))
+    errors = gradient_errors(network, records.get_samples())
     records.close()
     print("relative error of the gradients, by layer:")
     for name, own in errors.items():

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.batches import whole_batch
 from mesh_transformer.mesh import apart, blocks, virtual
 from mesh_transformer.mesh.placement import Rows
 from mesh_transformer.model import block_attention
@@ -65,7 +66,7 @@ def trained(
             rng = np.random.default_rng(number)
             batch["loss_mask"] = rng.integers(0, 2, batch["obs"].shape).astype(np.uint8)
             batch["segment_ids"] = np.sort(rng.integers(0, 3, batch["obs"].shape)).astype(np.uint8)
-        batch, *count = steps.whole_batch(config, batch)
+        batch, *count = whole_batch(config, batch)
         arguments = (Rows(mesh).place(batch, P(None, "dp")), *count)
         if train is None:
             lowered = steps.compile_train(layout).lower(state, *arguments)

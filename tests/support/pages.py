@@ -68,6 +68,17 @@ def runnable(page: str) -> list[Block]:
     return [b for b in blocks(page) if b.language in LANGUAGES and b.needs is None]
 
 
+def write_files(page: str, folder: Path) -> list[Path]:
+    """Write the blocks of a page that begin with a file name, as `# NAME.py`, to a folder."""
+    paths = []
+    for block in runnable(page):
+        name, _, code = block.text.partition("\n")
+        if re.fullmatch(r"# \w+\.py", name):
+            paths.append(folder / name.removeprefix("# "))
+            paths[-1].write_text(code, encoding="utf-8")
+    return paths
+
+
 @contextlib.contextmanager
 def reader(
     folder: Path, monkeypatch: pytest.MonkeyPatch, configs: tuple[str, ...] = (), **changes: Any

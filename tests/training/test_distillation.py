@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.batches import whole_batch
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.mesh.parallel import Auto
 from mesh_transformer.model import transformer
@@ -62,7 +63,7 @@ def run(config: Config, dp: int = 1, mp: int = 1, batch: Any = None) -> tuple[An
     state = jax.tree.map(jax.device_put, layout.padded(fresh_state(base)), layout.shardings)
     train = step.compile_train(layout, None, *teachers)
     batch = batch_of(config) if batch is None else batch
-    state, metrics = train(state, *step.whole_batch(config, batch), *params)
+    state, metrics = train(state, *whole_batch(config, batch), *params)
     moments = layout.unpadded({"opt_state": state["opt_state"]})["opt_state"]["mu"]
     gradient = jax.tree.map(lambda mu: np.asarray(mu) / (1 - config.adam_b1), moments)
     return {name: float(value) for name, value in metrics.items()}, gradient

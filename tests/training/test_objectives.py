@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
-from mesh_transformer.data.batches import GROUP
+from mesh_transformer.data.batches import GROUP, whole_batch
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.families import OBJECTIVES
 from mesh_transformer.mesh.parallel import Auto
@@ -276,7 +276,7 @@ def run(config: Config, dp: int, mp: int, batch: Any) -> tuple[dict[str, float],
     layout = step.StateLayout(config, mesh_of(dp, mp))
     state = jax.tree.map(jax.device_put, fresh_state(base), layout.shardings)
     train = step.compile_train(layout, head_of(config))
-    state, metrics = train(state, *step.whole_batch(config, batch))
+    state, metrics = train(state, *whole_batch(config, batch))
     moments = jax.tree.map(
         lambda mu: np.asarray(mu) / (1 - config.adam_b1), state["opt_state"]["mu"]
     )

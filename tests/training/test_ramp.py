@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.config import Config
+from mesh_transformer.data.batches import whole_batch
 from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.training import loop, step
 from mesh_transformer.training.metrics import NoiseScale
@@ -83,7 +84,7 @@ def test_an_update_ignores_the_missing_microbatches(partitioning, zero, masked):
         if masked:
             rng = np.random.default_rng(done)
             batch["loss_mask"] = rng.integers(0, 2, batch["obs"].shape).astype(np.uint8)
-        state, metrics = train(state, *step.whole_batch(config, batch))
+        state, metrics = train(state, *whole_batch(config, batch))
         expected, expected_metrics = reference(expected, batch)
         for name, value in expected_metrics.items():  # f32 sums in another order
             np.testing.assert_allclose(metrics[name], value, rtol=2e-6, err_msg=name)
@@ -95,7 +96,7 @@ def test_an_update_ignores_the_missing_microbatches(partitioning, zero, masked):
 def test_too_many_microbatches_are_refused():
     config = small_config(**RAMP)
     with pytest.raises(InputError, match=r"the batch has 6 microbatches, expected at most .*\(5\)"):
-        step.whole_batch(config, random_batch(config, 6, 2))
+        whole_batch(config, random_batch(config, 6, 2))
 
 
 def test_metrics_count_the_sequences_of_each_update(tmp_path, monkeypatch):

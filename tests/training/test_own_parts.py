@@ -1,0 +1,254 @@
+"""Functions of the user's in a run: values against second implementations, meshes, resumption.
+
+The functions are those of docs/own-parts.md.
+"""
+
+import importlib
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mesh_transformer
+from mesh_transformer.config import Config
+from mesh_transformer.data.loader import open_train_set
+from mesh_transformer.training.schedule import learning_rate
+from mesh_transformer.util import InputError
+from tests.support.pages import write_files
+
+PAGE = "docs/own-parts.md"
+ON_A_MESH = {"tpu_size": 8, "cores_per_replica": 4, "zero": 3, "partitioning": "jit"}
+PARTS = {
+    "optimizer": "belief:adabelief",
+    "schedule": "half_cosine:schedule",
+    "token_loss": "focal:focal",
+    "norm": "dyt:dyt",
+    "activation": "jax.nn:hard_swish",
+    "metrics": ["layer_norms:gradient_norms"],
+    "train_set": "counting:Counting",
+}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    """The page's files, in a folder from which modules are imported."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for path in write_files(PAGE, folder):
+        assert len(path.read_text().splitlines()) < 40
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def network_of(small):
+    def create(**changes):
+        config = small(**changes)
+        devices = jax.devices()[: config.tpu_size]
+        return mesh_transformer.CausalTransformer(config, devices=devices)
+
+    return create
+
+
+def sample_of(network, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (1, network.batch_size, network.config.seq + 1)
+    tokens = rng.integers(0, network.config.n_vocab, shape).astype(np.uint32)
+    return {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("mesh", [ON_A_MESH, {"tpu_size": 8, "cores_per_replica": 2}])
+def test_a_stopped_run_with_all_parts_resumes_with_the_same_bits(small, tmp_path, mesh):
+    keys = PARTS | mesh | {"total_steps": 6, "per_replica_batch": 2, "ckpt_every": 3}
+
+    def run(folder, *ends):
+        for end in ends:
+            network = mesh_transformer.CausalTransformer(small(**keys))
+            rows = mesh_transformer.fit(network, PARTS["train_set"], tmp_path / folder, steps=end)
+            network.close()
+        return leaves(network.state["params"]), leaves(network.state["opt_state"]), rows
+
+    *whole, rows = run("whole", 6)
+    *resumed, _ = run("resumed", 3, 6)
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(map(np.array_equal, one, other))
+    written = (tmp_path / "resumed/metrics.jsonl").read_text().splitlines()
+    for row, line in zip(rows, written, strict=True):
+        again = json.loads(line)
+        for name in ("train/loss", "train/grad_norm/layer_0", "train/grad_norm/layer_1"):
+            assert row[name] == again[name], name
+    saved = json.loads((tmp_path / "whole/step_6/aux/metadata").read_text())["config"]
+    assert saved["optimizer"] == "belief:adabelief"
+    for change, line in (
+        ({"optimizer": "adam"}, r"a run with optimizer belief:adabelief, but the config has adam"),
+        ({"norm": "layernorm"}, r"norm"),
+    ):
+        network = mesh_transformer.CausalTransformer(small(**keys | change))
+        with pytest.raises(InputError, match=line):
+            mesh_transformer.fit(network, PARTS["train_set"], tmp_path / "whole")
+
+
+@pytest.mark.parametrize("mesh", [{}, ON_A_MESH])
+def test_an_optimizer_updates_as_optax_does(network_of, mesh):
+    network = network_of(optimizer="belief:adabelief", schedule="constant", warmup_steps=0, **mesh)
+    config, sample = network.config, sample_of(network)
+    whole = optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_belief(b1=config.adam_b1, b2=config.adam_b2, eps=1e-16),
+    )
+    params = network.params
+    moments: Any = whole.init(params)
+    declared = network._layout.optimizer.declared
+    for _ in range(3):
+        gradients = jax.grad(mesh_transformer.loss)(params, sample["obs"][0], sample["target"][0])
+        updates: Any
+        updates, moments = whole.update(gradients, moments, params)
+
+        def moved(d, p, u):
+            decay = config.weight_decay if d.decay else 0.0
+            return p - config.lr * (u + decay * p)
+
+        tree = jax.tree.map(
+            moved, declared, params.tree, updates.tree, is_leaf=lambda x: hasattr(x, "decay")
+        )
+        before, params = params, type(params)(tree, params.layout)
+        network.train(sample)
+    assert any((a != b).any() for a, b in zip(leaves(before), leaves(params), strict=True))
+    for actual, expected in zip(leaves(network.params), leaves(params), strict=True):
+        # Sums in another order, and a division by a root of what can be as small as eps.
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-4 * config.lr)
+
+
+def test_moments_are_split_as_their_parameters(network_of):
+    network = network_of(optimizer="belief:adabelief", **ON_A_MESH)
+    state = network.state["opt_state"]
+    assert state.keys() == {"count", "mu", "nu"}
+    for name in ("mu", "nu"):
+        for moment, like in zip(
+            jax.tree.leaves(state[name]), jax.tree.leaves(network.state["params"]), strict=True
+        ):
+            assert moment.sharding == like.sharding
+
+
+def test_a_norm_is_the_function_of_its_parameters(network_of):
+    network = network_of(norm="dyt:dyt", **ON_A_MESH)
+    rng = np.random.default_rng(5)
+    network.replace(
+        params=jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), network.params)
+    )
+    params, config = network.params, network.config
+    stream = rng.normal(size=(2, 4, config.d_model)).astype(np.float32)
+    own = {name: np.asarray(x) for name, x in params["proj"]["projection/norm"].items()}
+    assert {name: x.shape for name, x in own.items()} == {
+        "alpha": (), "scale": (config.d_model,), "offset": (config.d_model,)
+    }  # fmt: skip
+    normed = own["scale"] * np.tanh(own["alpha"] * stream) + own["offset"]
+    head = {name: np.asarray(x) for name, x in params["proj"]["projection/head"].items()}
+    expected = (normed @ head["w"] + head["b"])[..., : config.n_vocab]
+    logits = mesh_transformer.logits_from(params, stream, config.layers)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)  # sums in another order
+
+
+@pytest.mark.parametrize("mesh", [{}, ON_A_MESH])
+def test_a_loss_and_metrics_are_those_of_plain_code(network_of, mesh):
+    network = network_of(
+        token_loss="focal:focal", metrics=["layer_norms:gradient_norms"], z_loss=0.0, **mesh
+    )
+    sample = sample_of(network)
+    obs, target = sample["obs"][0], sample["target"][0]
+
+    def loss(params):
+        cross_entropy = -mesh_transformer.log_probs(params, obs, target)
+        return ((1 - jnp.exp(-cross_entropy)) ** 2 * cross_entropy).mean()
+
+    expected, gradients = jax.value_and_grad(loss)(network.params)
+    assert float(mesh_transformer.loss(network.params, obs, target)) == pytest.approx(
+        float(expected), rel=1e-6
+    )
+    layers = leaves(gradients["layers"])
+    norms = [np.sqrt(sum(np.square(x[n], dtype=np.float64).sum() for x in layers)) for n in (0, 1)]
+    evaluated = network.eval({"obs": obs, "target": target})["loss"].mean()
+    metrics = network.train(sample)
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-6)
+    for number, norm in enumerate(norms):
+        actual = float(metrics[f"objective/grad_norm/layer_{number}"])
+        assert actual == pytest.approx(norm, rel=1e-5)
+    assert evaluated > float(expected) * 1.01  # it stays the cross entropy
+
+
+def test_known_functions_give_the_bits_of_their_names(network_of):
+    named = network_of(activation="jax.nn:silu")
+    usual = network_of(activation="silu")
+    for _ in range(2):
+        assert float(named.train(sample_of(named))["loss"]) == float(
+            usual.train(sample_of(usual))["loss"]
+        )
+    assert all(map(np.array_equal, leaves(named.params), leaves(usual.params)))
+
+
+def test_a_schedule_and_data_are_those_of_the_functions(small):
+    config = small(schedule="half_cosine:schedule", train_set="counting:Counting", total_steps=8)
+    for step in (0, 3, 8):
+        expected = config.lr * np.cos(0.5 * np.pi * step / 8)
+        assert float(learning_rate(config, jnp.int32(step))) == pytest.approx(expected, abs=1e-8)
+    whole, half = open_train_set(config, 4), open_train_set(config, 4, [1, 2])
+    for _ in range(2):
+        batch, part = whole.get_samples(), half.get_samples()
+        steps = np.diff(batch["obs"].astype(int), axis=-1) % config.n_vocab
+        assert (steps == 1).all()
+        np.testing.assert_array_equal(batch["obs"][:, [1, 2]], part["obs"])
+    state, following = whole.state(), whole.get_samples()
+    again = open_train_set(config, 4)
+    again.restore(state, 2)
+    np.testing.assert_array_equal(again.get_samples()["obs"], following["obs"])
+    for one in (whole, half, again):
+        one.close()
+
+
+def test_functions_are_named_after_their_modules(small):
+    belief = importlib.import_module("belief")
+    config = small(optimizer=belief.adabelief, metrics=[jax.nn.relu])
+    assert config.optimizer == "belief:adabelief"
+    assert Config(**json.loads(json.dumps(config.as_dict()))) == config
+    for wrong in (lambda config: None, small):
+        with pytest.raises(InputError, match=r"optimizer is <function .*define a function at"):
+            small(optimizer=wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"optimizer": "adan"}, "did you mean 'adam'"),
+        ({"optimizer": "no_such:thing"}, "optimizer is 'no_such:thing', which cannot be loaded"),
+        ({"optimizer": "belief:adan"}, r"belief:adan.*\(AttributeError"),
+        ({"optimizer": "math:sqrt"}, "TypeError|must be real number"),
+        ({"norm": "dyt:dyt", "qk_norm": "head"}, "qk_norm is 'head', which norm dyt:dyt"),
+        ({"token_loss": "focal:focal", "objective": "dpo"}, "token_loss is focal:focal, but obj"),
+        ({"train_set": "counting:Counting", "hosts_read": True}, "train_set is the function"),
+        (
+            {"optimizer": "belief:adabelief", "virtual_mesh": [1, 1]},
+            "belief:adabelief is not elementwise",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(network_of, changes, line):
+    with pytest.raises((InputError, TypeError), match=line) as caught:
+        network_of(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_state_without_a_layout_is_refused(network_of, files):
+    (files / "odd.py").write_text(
+        "import optax\n\ndef odd(config):\n    return optax.scale_by_factored_rms(True, 0.8, 8)\n"
+    )
+    with pytest.raises(InputError, match="odd:odd: its state has an array of shape"):
+        network_of(optimizer="odd:odd")
