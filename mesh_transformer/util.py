@@ -5,6 +5,7 @@ Every command imports this module, so it imports no package that takes long to i
 
 import contextlib
 import difflib
+import errno
 import functools
 import importlib
 import math
@@ -67,7 +68,11 @@ class InterruptedWorkError(Exception):
 
 
 class StoppedError(RuntimeError):
-    """A run cannot continue although its input is valid; scripts exit with status 1."""
+    """A run cannot continue although its input is valid; see `exit_status`."""
+
+
+class DivergedError(StoppedError):
+    """A run would stop at the same step again: losses are not finite, or updates are skipped."""
 
 
 class HostError(StoppedError):
@@ -107,6 +112,9 @@ def without_paths(value: Any) -> Any:
     if isinstance(value, dict):
         return {without_paths(k): without_paths(v) for k, v in value.items()}
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a file system
 
 
 class Named(str):
@@ -245,14 +253,46 @@ def bucket(size: int, smallest: int, largest: int | None = None) -> int:
     return rounded if largest is None else min(rounded, largest)
 
 
+def exit_status(error: BaseException) -> int:
+    """Return the exit status of a command that an error ends.
+
+    It is 5 if a disk is full, 4 if memory is, 3 for a DivergedError, 2 for an InputError, and 1
+    otherwise: then a restart may help.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause)
+        if getattr(cause, "errno", None) in FULL or any(os.strerror(n) in text for n in FULL):
+            return 5
+        if isinstance(cause, MemoryError) or "RESOURCE_EXHAUSTED" in text:  # of JAX's runtime
+            return 4
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, DivergedError):
+        return 3
+    return 2 if isinstance(error, InputError) else 1
+
+
+def error_line(error: Exception) -> str | None:
+    """Return the line to print about an error that ends a command; None to print a traceback."""
+    if isinstance(error, InputError | StoppedError):
+        return str(error)
+    text = first_line(error)[:300] or type(error).__name__
+    remedies = {
+        4: "memory is exhausted; lower per_replica_batch, or see what fits: mesh-transformer plan",
+        5: "make room, and start again to resume from the newest checkpoint",
+    }
+    if (status := exit_status(error)) in remedies:
+        return f"{text}; {remedies[status]}"
+    return extras.missing(error) if isinstance(error, ImportError) else None
+
+
 def run_script(main: Callable[[], int | None]) -> None:
     """Call a script's `main` and exit with the status that it returns.
 
-    If `main` raises InputError or StoppedError, its message is printed on stderr, and the exit
-    status is 2 for InputError and 1 for StoppedError.  A missing package that an extra brings is
-    an error of one line, too, with status 2.  A KeyboardInterrupt (Ctrl-C) that `main`
-    does not handle exits immediately with status 130 and no traceback, also while `main` imports
-    modules.
+    Errors of the user's input, of the machine, and missing packages that an extra brings are one
+    line on stderr (see `error_line`), and have a status of their own (see `exit_status`).  A
+    KeyboardInterrupt (Ctrl-C) that `main` does not handle exits immediately with status 130 and no
+    traceback, also while `main` imports modules.
     """
     report = sys.unraisablehook
 
@@ -273,14 +313,11 @@ def run_script(main: Callable[[], int | None]) -> None:
         sys.exit(main())
     except KeyboardInterrupt:
         exit_now("", 130)  # does not wait for threads that may still be writing to a slow disk
-    except (InputError, StoppedError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, InputError) else 1)
-    except ImportError as error:
-        if not (line := extras.missing(error)):
+    except Exception as error:
+        if not (line := error_line(error)):
             raise
         print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, ImportError) else exit_status(error))
 
 
 @contextlib.contextmanager

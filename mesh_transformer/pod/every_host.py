@@ -13,7 +13,7 @@ and ADVICE says to start all processes again:
     the run ends, or calls sys.exit(N)    nothing            nothing            0, or N
     an exception in process 0:
       HostError                           LINE; ADVICE       LINE; ADVICE       1
-      InputError, another StoppedError    LINE               nothing            2, 1
+      with a line (`util.error_line`)     LINE               nothing            `exit_status`
       KeyboardInterrupt                   nothing            LINE; ADVICE       130
       any other                           a traceback        LINE; ADVICE       1
     a call raises an error in process 1   `Fleet._raised` raises it, or another one, in process 0
@@ -59,7 +59,9 @@ from mesh_transformer.util import (
     HostError,
     InputError,
     StoppedError,
+    error_line,
     exit_now,
+    exit_status,
     start_thread,
     stop_signals,
 )
@@ -352,15 +354,15 @@ def _names(hosts: Sequence[str]) -> list[str]:
 
 def _end_with(error: BaseException, fleet: EveryHost) -> NoReturn:
     """Report an error in process 0, and end all processes."""
-    status, others = 1, ""  # others print no line if process 0 says all that is to be said
+    # Others print no line if process 0 says all that is to be said.
+    status, others = exit_status(error), ""
     if isinstance(error, HostError):
         others = str(error)
         print(f"error: {others}; {ADVICE}", file=sys.stderr)
-    elif isinstance(error, InputError | StoppedError):
-        status = 2 if isinstance(error, InputError) else 1
-        print(f"error: {error}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         status, others = 130, f"{fleet.members[0].name}: interrupted by Ctrl-C"
+    elif isinstance(error, Exception) and (line := error_line(error)):
+        print(f"error: {line}", file=sys.stderr)
     else:
         text = " ".join(str(error).split())[:300]
         others = f"{fleet.members[0].name}: {type(error).__name__}: {text}"

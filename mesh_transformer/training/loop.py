@@ -32,6 +32,7 @@ from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes, warmup_remark
 from mesh_transformer.util import (
     DamagedError,
+    DivergedError,
     HostError,
     InputError,
     InterruptedWorkError,
@@ -530,7 +531,7 @@ class _Run:
             summary = []
         except NonFiniteError as error:
             if not self.config.skip_nonfinite:
-                raise StoppedError(
+                raise DivergedError(
                     f"step {self.network.step}: validation: {error}{self.rows.unsaved}; lower lr, "
                     "or check the data"
                 ) from None

@@ -10,7 +10,7 @@ from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.training.goodput import Ledger
 from mesh_transformer.training.metrics import NoiseScale
 from mesh_transformer.training.objectives import PREFIX
-from mesh_transformer.util import InputError, StoppedError
+from mesh_transformer.util import DivergedError, InputError
 
 
 class Step(NamedTuple):
@@ -119,7 +119,7 @@ class MetricsRows:
           seconds: the step's duration.
 
         Raises:
-          StoppedError: if a loss or gradient norm is not finite and the config does not set
+          DivergedError: if a loss or gradient norm is not finite and the config does not set
             `skip_nonfinite`, or if `max_skipped` updates in a row were skipped.
         """
         self._count_skipped(step, values)
@@ -151,7 +151,7 @@ class MetricsRows:
         """Count and report the step if its update was skipped.
 
         Raises:
-          StoppedError: if the run must stop because of this step (see `row`).
+          DivergedError: if the run must stop because of this step (see `row`).
         """
         config = self.config
         is_finite = math.isfinite(values["loss"] + values["grad_norm"])
@@ -174,4 +174,4 @@ class MetricsRows:
             count = self._skipped["in_row"]
             check = "lower lr, or check the data" if values["counted"] else "check the loss masks"
             remedy = f"{count} updates in a row were skipped; {check}"
-        raise StoppedError(f"{problem}{self.unsaved}; {remedy}")
+        raise DivergedError(f"{problem}{self.unsaved}; {remedy}")

@@ -1,0 +1,167 @@
+"""Exit statuses by cause, and what Slurm's script and a JobSet do about them."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+
+import numpy as np
+import pytest
+import yaml
+
+from mesh_transformer.cli import train
+from mesh_transformer.util import (
+    DivergedError,
+    HostError,
+    InputError,
+    NonFiniteError,
+    StoppedError,
+    exit_status,
+    run_script,
+)
+from tests.support.pages import blocks
+
+PERMANENT = {0, 2, 3, 4, 5}
+KEYS = {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 16, "seq": 8, "pe_rotary_dims": 4}
+KEYS |= {"dtype": "float32", "train_set": "source:tokens", "total_steps": 3, "model_dir": "run"}
+KEYS |= {"bucket": "./", "per_replica_batch": 2, "name": "test"}
+SOURCE = """
+import jax.numpy as jnp
+import numpy as np
+
+def tokens(config):
+    return np.arange(1000) % config.n_vocab
+
+def infinite(cross_entropy):
+    return cross_entropy / 0.0
+
+def no_host_memory(gradients, params):
+    raise MemoryError
+
+def no_device_memory(gradients, params):
+    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
+
+def mistake(gradients, params):
+    raise KeyError("a mistake of the user's")
+"""
+
+
+def from_os(number):
+    try:
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError:
+            raise InputError("saving step 3 failed") from None
+    except InputError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InputError("a flag"), 2),
+        (NonFiniteError("weights"), 2),
+        (StoppedError("stopped"), 1),
+        (HostError("host 1 died"), 1),
+        (DivergedError("step 3: loss is nan"), 3),
+        (MemoryError(), 4),
+        (StoppedError("host 0: JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"), 4),
+        (from_os(errno.ENOSPC), 5),
+        (from_os(errno.EDQUOT), 5),
+        (from_os(errno.EACCES), 2),
+        (StoppedError(f"RESOURCE_EXHAUSTED: {os.strerror(errno.ENOSPC)} [writing a file]"), 5),
+        (KeyError("a mistake"), 1),
+    ],
+)
+def test_each_error_has_the_status_of_its_cause(error, status):
+    assert exit_status(error) == status
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Return a function that trains with changed keys, and returns the status and stderr."""
+    (tmp_path / "source.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def call(*words, **changes):
+        (tmp_path / "config.json").write_text(json.dumps(KEYS | changes))
+        monkeypatch.setattr("sys.argv", ["train", "--config", "config.json", *words])
+        with pytest.raises(SystemExit) as ended:
+            run_script(train.main)
+        return ended.value.code or 0, capsys.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "line"),
+    [
+        ({}, 0, None),
+        ({"no_such_key": 1}, 2, "no_such_key"),
+        ({"layers": 0}, 2, "layers is 0"),
+        ({"cores_per_replica": 3}, 2, "cores_per_replica"),
+        ({"train_set": "missing.index"}, 2, "missing.index"),
+        ({"train_set": "source:missing"}, 2, "source:missing"),
+        ({"tune_model_path": "missing"}, 2, "missing"),
+        ({"token_loss": "source:infinite"}, 3, "step 1: loss is inf"),
+        (
+            {"token_loss": "source:infinite", "skip_nonfinite": True, "max_skipped": 2},
+            3,
+            "2 updates in a row were skipped",
+        ),
+        ({"metrics": ["source:no_host_memory"]}, 4, "MemoryError; memory is exhausted"),
+        ({"metrics": ["source:no_device_memory"]}, 4, "99 bytes.*; memory is exhausted"),
+    ],
+)
+def test_a_run_ends_with_one_line_and_the_status_of_its_cause(run, changes, status, line):
+    found, printed = run(**changes)
+    assert found == status, printed
+    if line is None:
+        assert "error" not in printed
+    else:
+        (last,) = re.findall("^error: .*", printed, re.MULTILINE)
+        assert re.search(line, last), last
+        assert "Traceback" not in printed
+
+
+def test_a_mistake_of_the_users_code_keeps_its_traceback(run, monkeypatch):
+    with pytest.raises(KeyError, match="a mistake of the user's"):
+        run(metrics=["source:mistake"])  # which Python prints, with status 1
+
+
+def test_a_full_disk_has_its_status(run, small_disk):
+    folder = small_disk("1m")
+    (folder / "filled").write_bytes(np.random.default_rng(0).bytes(900_000))
+    changes = {"bucket": str(folder), "d_model": 64, "on_save_failure": "stop"}
+    status, printed = run(**changes)
+    assert status == 5, printed
+    assert "No space left on device" in printed
+    assert "Traceback" not in printed
+
+
+def test_slurm_queues_a_run_again_only_if_that_helps(tmp_path):
+    (script,) = [b.text for b in blocks("docs/slurm.md") if "#SBATCH" in b.text]
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> requeued\n')
+    for status in (0, 1, 2, 3, 4, 5, 75, 137):
+        (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
+        for name in ("srun", "scontrol"):
+            (tmp_path / name).chmod(0o755)
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": str(status)}
+        result = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=False)
+        assert result.returncode == status
+    requeued = (tmp_path / "requeued").read_text().split()
+    assert requeued == ["requeue", "1", "requeue", "75", "requeue", "137"]
+
+
+def test_a_job_set_fails_where_a_restart_is_of_no_use():
+    (text,) = [b.text for b in blocks("docs/slurm.md") if "kind: JobSet" in b.text]
+    spec = yaml.safe_load(text)["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob"
+    assert set(rule["onExitCodes"]["values"]) == PERMANENT - {0}
+    assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
+    (own,) = spec["failurePolicy"]["rules"]
+    assert own == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
