@@ -152,7 +152,7 @@ class Config(Model):
     # The path of an index or a folder of records, or a mixture: {path: weight}, where a weight is a
     # number, or pairs of a number of updates and the weight after them.  A relative path that does
     # not exist is looked up in data/.  Or a function that returns data (docs/own-parts.md).
-    train_set: str | dict[str, Weight] | None = field(default=None, hash=False)
+    train_set: str | Named | dict[str, Weight] | None = field(default=None, hash=False)
     # Documents of plain text, which end with the tokenizer's end-of-text token, do not attend to
     # each other.
     separate_documents: bool = False

@@ -104,6 +104,8 @@ def _check_expressible(config: Config, family: Family) -> None:
             expected |= set(own if all(map(config.has_bias, own)) else ())
         if set(config.biases or ()) != expected:
             refuse("biases", f"all or none of {' and of '.join(map(str, groups))}")
+    if config.activation not in _ACTIVATIONS.values():  # a function of the user's
+        refuse("activation", " and ".join(sorted(map(repr, set(_ACTIVATIONS.values())))))
     if family.legacy_gelu and config.activation == "gelu":
         refuse("activation", "other activations, such as 'gelu_tanh'")
     for key, number in family.numbers.items():

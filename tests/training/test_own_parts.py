@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import mesh_transformer
+from mesh_transformer.checkpoint.conversion import convert
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.training.schedule import learning_rate
@@ -244,6 +245,17 @@ def test_what_cannot_be_used_is_refused_in_one_line(network_of, changes, line):
     with pytest.raises((InputError, TypeError), match=line) as caught:
         network_of(**changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"activation": "jax.nn:hard_swish"}, {"norm": "dyt:dyt"}])
+@pytest.mark.parametrize("kind", ["hf", "original"])
+def test_other_formats_refuse_functions_in_one_line(network_of, tmp_path, changes, kind):
+    network = network_of(**changes)
+    network.save(tmp_path / "model")
+    network.close()
+    ((key, value),) = changes.items()
+    with pytest.raises(InputError, match=rf"config: {key} is '?{value}'?, but .* support"):
+        convert(tmp_path / "model", "native", tmp_path / "out", kind)
 
 
 def test_a_state_without_a_layout_is_refused(network_of, files):
