@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mesh_transformer.training.functions import (
         apply,
         decode_step,
+        generation_weights,
         hidden,
         log_probs,
         logits_from,
@@ -27,6 +28,7 @@ __all__ = [
     "apply",
     "decode_step",
     "fit",
+    "generation_weights",
     "hidden",
     "load",
     "log_probs",
@@ -43,6 +45,7 @@ _MODULES = {
     "apply": "training.functions",
     "decode_step": "training.functions",
     "fit": "training.fit",
+    "generation_weights": "training.functions",
     "hidden": "training.functions",
     "load": "transformer_shard",
     "log_probs": "training.functions",

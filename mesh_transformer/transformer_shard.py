@@ -52,7 +52,7 @@ from mesh_transformer.network import (
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import objectives
 from mesh_transformer.training import step as steps
-from mesh_transformer.training.functions import Parameters
+from mesh_transformer.training.functions import Parameters, functions_layout
 from mesh_transformer.util import InputError, NonFiniteError, UncountedWarning
 
 
@@ -165,12 +165,16 @@ class CausalTransformer(TrainableNetwork):
 
         `train` updates them in place: get them again after it.
         """
-        return Parameters(self._loaded()["params"], self._layout)
+        return Parameters(self._loaded()["params"], self._functions_layout)
 
     @property
     def frozen(self) -> Parameters:
         """The parameters that are not trained: with LoRA, those of the base model."""
-        return Parameters(self._loaded()["frozen"], self._layout)
+        return Parameters(self._loaded()["frozen"], self._functions_layout)
+
+    @functools.cached_property
+    def _functions_layout(self) -> steps.StateLayout:
+        return functions_layout(self._layout)
 
     def replace(self, *, params: Parameters) -> None:
         """Give the trained parameters other values; the optimizer's state and the step stay.
@@ -182,11 +186,14 @@ class CausalTransformer(TrainableNetwork):
           InputError: if their names or shapes are not those of `network.params`.
         """
         state, expected = self._loaded(), self._layout.abstract["params"]
-        if found := differing_leaf(leaves(params.tree), leaves(expected)):
-            raise InputError(f"params: {found}; give an update of network.params")
+        if not isinstance(params, Parameters):
+            raise InputError(f"params: {type(params).__name__}, expected those of network.params")
+        if difference := differing_leaf(leaves(params.tree), leaves(expected)):
+            raise InputError(f"params: {difference}; give an update of network.params")
 
         def placed(like: jax.ShapeDtypeStruct, x: Array) -> Array:
-            return jax.device_put(x.astype(like.dtype), like.sharding)
+            # A copy, as training updates it in place.
+            return jax.device_put(x.astype(like.dtype), like.sharding, may_alias=False)
 
         self._drop_weights()
         self.state = state | {"params": jax.tree.map(placed, expected, params.tree)}

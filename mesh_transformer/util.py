@@ -55,6 +55,10 @@ class DamagedError(InputError):
         return self.args[0]
 
 
+class UnreachableError(InputError):
+    """Storage could not be reached; a restart may help."""
+
+
 class NonFiniteError(InputError, ArithmeticError):
     """The model's results are NaN or infinite, as a rule because its weights are."""
 
@@ -115,6 +119,7 @@ def without_paths(value: Any) -> Any:
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of a file system
+NO_MEMORY = re.compile(r"RESOURCE_EXHAUSTED: .*(out of memory|alloc)", re.IGNORECASE)  # of devices
 
 
 class Named(str):
@@ -126,7 +131,6 @@ def is_named(value: object) -> bool:
     return isinstance(value, str) and bool(re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value))
 
 
-@functools.cache
 def load_named(name: str, key: str) -> Any:
     """Return the object that a config value MODULE:NAME names.
 
@@ -151,12 +155,18 @@ def load_named(name: str, key: str) -> Any:
 
 
 def name_of(value: Any, key: str) -> str:
-    """Return MODULE:NAME of a function, with which `load_named` finds it again.
+    """Return MODULE:NAME of a function, with which `load_named` returns it.
 
     Raises:
-      InputError: if it cannot be found so, such as a function inside of another one.
+      InputError: if there is no such name, as for a function inside of another one, or if the
+        module is private.
     """
-    name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    module = getattr(value, "__module__", None) or ""
+    name = f"{module}:{getattr(value, '__qualname__', '')}"
+    if module != "__main__" and any(part.startswith("_") for part in module.split(".")):
+        raise InputError(
+            f"{key} is {name}, of a private module; give its public name, as MODULE:NAME"
+        )
     if not is_named(name) or load_named(name, key) is not value:
         raise InputError(
             f"{key} is {value!r}, which has no name in a module, so that a checkpoint could not "
@@ -256,33 +266,38 @@ def bucket(size: int, smallest: int, largest: int | None = None) -> int:
 def exit_status(error: BaseException) -> int:
     """Return the exit status of a command that an error ends.
 
-    It is 5 if a disk is full, 4 if memory is, 3 for a DivergedError, 2 for an InputError, and 1
-    otherwise: then a restart may help.
+    It is 5 if a disk is full, 4 if memory is, 3 for a DivergedError, 2 for invalid input and for a
+    package that is missing, and 1 otherwise: then a restart may help.
     """
+    if isinstance(error, HostError | UnreachableError):
+        return 1
+    causes: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None:
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__
+    for cause in causes:
         text = str(cause)
         if getattr(cause, "errno", None) in FULL or any(os.strerror(n) in text for n in FULL):
             return 5
-        if isinstance(cause, MemoryError) or "RESOURCE_EXHAUSTED" in text:  # of JAX's runtime
+        if isinstance(cause, MemoryError) or NO_MEMORY.search(text):
             return 4
-        cause = cause.__cause__ or cause.__context__
     if isinstance(error, DivergedError):
         return 3
-    return 2 if isinstance(error, InputError) else 1
+    is_missing = isinstance(error, ImportError) and extras.missing(error)
+    return 2 if isinstance(error, InputError) or is_missing else 1
 
 
 def error_line(error: Exception) -> str | None:
     """Return the line to print about an error that ends a command; None to print a traceback."""
     if isinstance(error, InputError | StoppedError):
         return str(error)
-    text = first_line(error)[:300] or type(error).__name__
     remedies = {
-        4: "memory is exhausted; lower per_replica_batch, or see what fits: mesh-transformer plan",
-        5: "make room, and start again to resume from the newest checkpoint",
+        4: "memory is exhausted; `mesh-transformer plan` says what fits",
+        5: "make room, and start again",
     }
     if (status := exit_status(error)) in remedies:
-        return f"{text}; {remedies[status]}"
+        return f"{first_line(error)[:300] or type(error).__name__}; {remedies[status]}"
     return extras.missing(error) if isinstance(error, ImportError) else None
 
 
@@ -317,7 +332,7 @@ def run_script(main: Callable[[], int | None]) -> None:
         if not (line := error_line(error)):
             raise
         print(f"error: {line}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ImportError) else exit_status(error))
+        sys.exit(exit_status(error))
 
 
 @contextlib.contextmanager

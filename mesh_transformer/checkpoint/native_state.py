@@ -28,7 +28,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.model import transformer
 from mesh_transformer.storage.access import is_uri
 from mesh_transformer.training.optimizer import Optimizer
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, is_named
 
 
 def read(
@@ -52,8 +52,10 @@ def read(
     """
     step = path if isinstance(path, SavedStep) else find(path)
     where = str(step)
-    saved, given = Config.from_dict(step.config, f"{where}: saved config"), config
-    config = given or saved
+    saved = Config.from_dict(step.config, f"{where}: saved config")
+    # A function of the user's may have changed since.
+    is_own = config is None and not (is_named(saved.norm) or is_named(saved.optimizer))
+    config = config or saved
     check_same_model(config, step.config, where)
     declared, moments = transformer.trained(config), None
     has_moments = ("opt_state", "count") in step.leaves
@@ -61,8 +63,8 @@ def read(
         moments = Optimizer(config, declared).moments()
     expected_leaves = declared_leaves(declared, moments)
     own = {path: leaf for path, leaf in step.leaves.items() if path in expected_leaves}
-    if given is None and (found := differing_leaf(own, expected_leaves)):
-        raise damage_error(step.path, f": its {found}")
+    if is_own and (difference := differing_leaf(own, expected_leaves)):
+        raise damage_error(step.path, f": its {difference}")
     check_match(where, step.leaves, expected_leaves)
     flat: dict[Path, Any] = {}
     for key in expected_leaves:

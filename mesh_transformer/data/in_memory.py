@@ -59,6 +59,8 @@ class InMemoryTrainSet:
         self._row = functools.partial(_row, document_end=document_end)
         self._length, self._size_of, self._seed = length, size_of, seed % 2**64
         self._is_endless = True  # windows and epochs never end
+        size = len(data) if hasattr(data, "__len__") else None
+        self._fingerprint = f"{type(data).__name__} of {size}"
         self._rows_from = self._reader(data)
         self._next = self._batches = 0  # numbers of sequences and batches that were returned
         self._ahead: Prefetch[tuple[Row, int]] | None = None
@@ -118,6 +120,10 @@ class InMemoryTrainSet:
             number += len(chunk)
             batch = _stack(chunk, shape)
             yield {key: x[:, self._columns] for key, x in batch.items()}, number
+
+    def fingerprint(self) -> str:
+        """Return a text that is equal on hosts that have the same kind and number of data."""
+        return self._fingerprint
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last returned batch, as JSON values."""

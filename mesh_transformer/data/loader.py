@@ -218,14 +218,8 @@ def open_train_set(
     """
     assert config.train_set is not None
     if is_named(config.train_set):
-        return InMemoryTrainSet(
-            load_named(str(config.train_set), "train_set")(config),
-            config.seq,
-            lambda step: (config.microbatches(step), batch_size),
-            config.seed,
-            document_end(config),
-            columns,
-        )
+        data = load_named(str(config.train_set), "train_set")(config)
+        return in_memory(config, data, batch_size, columns)
     for path in [config.train_set] if isinstance(config.train_set, str) else config.train_set:
         check_tokenizer(path, config.tokenizer)
         if reference is None:
@@ -244,6 +238,23 @@ def open_train_set(
         reference=reference,
         teacher=config.has_stored_teacher,
         document_end=document_end(config),
+    )
+
+
+def in_memory(
+    config: Config,
+    data: Any,
+    batch_size: int,
+    columns: Sequence[int] | np.ndarray | None = None,
+) -> InMemoryTrainSet:
+    """Return training batches of data in memory, with the keys of a config."""
+    return InMemoryTrainSet(
+        data,
+        config.seq,
+        lambda step: (config.microbatches(step), batch_size),
+        config.seed,
+        document_end(config),
+        columns,
     )
 
 

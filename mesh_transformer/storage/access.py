@@ -19,7 +19,7 @@ from typing import Any
 
 from etils import epath
 
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, UnreachableError
 
 GCS = "gs://"
 BUCKET_SECONDS = 10.0  # longest wait for an answer about a bucket
@@ -43,6 +43,10 @@ _UNANSWERED = re.compile(
     "ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|PERMISSION_DENIED|RESOURCE_EXHAUSTED"
     "|UNAUTHENTICATED|UNAVAILABLE|UNKNOWN"
 )
+
+# Of these requests, those that may succeed later.
+_PASSING = re.compile("ABORTED|CANCELLED|DEADLINE_EXCEEDED|UNAVAILABLE")
+_PASSING_CLASSES = {"AbortedError", "CancelledError", "DeadlineExceededError", "UnavailableError"}
 
 # By default, tensorstore waits for an answer for as long as the operating system keeps the
 # connection, about half an hour.  With these variables, which it reads at its first request, a
@@ -228,9 +232,18 @@ def convert_storage_errors(what: str) -> contextlib.AbstractContextManager[None]
 
     def line(error: Exception) -> InputError:
         advice = "check the name, your credentials and the network"
-        return InputError(f"{what}: {reason(error)}; {advice}")
+        kind = UnreachableError if _may_pass(error) else InputError
+        return kind(f"{what}: {reason(error)}; {advice}")
 
     return replace_errors(lambda error: line(error) if is_storage_error(error) else error)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether a storage error says that the service or the network failed for now."""
+    *_, root = causes(error)
+    names = {kind.__name__ for kind in type(root).__mro__}
+    is_passing = bool(_PASSING.match(str(root))) or bool(names & _PASSING_CLASSES)
+    return is_passing or isinstance(root, ConnectionError | TimeoutError)
 
 
 def is_storage_error(error: BaseException) -> bool:

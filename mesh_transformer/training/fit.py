@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mesh_transformer.config import Config
-from mesh_transformer.data.in_memory import InMemoryTrainSet
-from mesh_transformer.data.loader import document_end, open_train_set
+from mesh_transformer.data.loader import in_memory, open_train_set
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import loop
@@ -140,13 +139,7 @@ class _Fitted:
             own = self._network.objective
             head = None if own is None else head_of(config, own)
             return open_train_set(config, rows, reference=head and head.needs_reference)
-        return InMemoryTrainSet(
-            self._data,
-            config.seq,
-            lambda step: (config.microbatches(step), rows),
-            config.seed,
-            document_end(config),
-        )
+        return in_memory(config, self._data, rows)
 
 
 class _Unsaved(_Fitted):

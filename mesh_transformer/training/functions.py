@@ -10,6 +10,7 @@ such as `network.frozen`.
 Array names end in their shape: B rows, T tokens, S slots, D model, V vocabulary.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from mesh_transformer.config import Config
+from mesh_transformer.config_model import Model
 from mesh_transformer.generation.forward import context_of, forward, full_logits, own_logits
 from mesh_transformer.generation.programs import compile_weights
 from mesh_transformer.generation.weights import weight_layout
@@ -35,6 +37,10 @@ from mesh_transformer.training.step import StateLayout
 from mesh_transformer.util import InputError
 
 ROWS = P("dp")  # the layout of an array [B, ...]
+# The config keys that the functions read, besides those of `Model`.
+KEYS = {"version", "partitioning", "tpu_size", "cores_per_replica", "context_parallel", "zero"}
+KEYS |= {"virtual_mesh", "early_collect", "shard_activations", "offload", "early_cast"}
+KEYS |= {"weight_bits", "int8_weights", "int8_cache"}
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["layout"])
@@ -53,6 +59,15 @@ class Parameters:
     def __getitem__(self, part: str) -> Any:
         """Return a part of the parameters, such as "embed"."""
         return self.tree[part]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["layout"])
+@dataclass(frozen=True, eq=False)
+class GenerationWeights:
+    """The result of `generation_weights`: a pytree, as `Parameters` are."""
+
+    tree: Any
+    layout: Any  # their config, and their layout on the mesh
 
 
 class Cache(NamedTuple):
@@ -78,7 +93,8 @@ def hidden(
       layers: the number of layers, from 0; None for all.
       segments: see `apply`.
     """
-    stop = params.layout.config.layers if layers is None else layers
+    stop = _checked_layers(params, layers)
+    _check_shapes(jnp.asarray(tokens), 2, segments=(segments, 2))
 
     def compute(whole: Any, rows: Any, config: Config, par: Parallel) -> Array:
         tokens_BT, segments_BT = rows
@@ -107,6 +123,9 @@ def logits_from(
       segments: see `apply`.
     """
 
+    _checked_layers(params, layers)
+    _check_shapes(stream, 3, segments=(segments, 2))
+
     def compute(whole: Any, rows: Any, config: Config, par: Parallel) -> Array:
         stream_BTD, segments_BT = rows
         none_BT = jnp.zeros(stream_BTD.shape[:2], jnp.int32)
@@ -132,6 +151,8 @@ def apply(
       segments: a number per token [B, T], if rows hold several texts; see
         `model.transformer.logits`.
     """
+
+    _check_shapes(jnp.asarray(tokens), 2, segments=(segments, 2))
 
     def compute(whole: Any, rows: Any, config: Config, par: Parallel) -> Array:
         tokens_BT, segments_BT = rows
@@ -164,6 +185,7 @@ def log_probs(
         return -losses(whole, tokens_BT, targets_BT, config, par, segments_BT).loss_BT
 
     pair = jnp.asarray(tokens), jnp.asarray(targets)
+    _check_shapes(pair[0], 2, targets=(targets, 2), segments=(segments, 2))
     return _forward(compute, params, frozen, pair, segments)
 
 
@@ -188,6 +210,7 @@ def loss(
       segments: see `apply`.
     """
     pair = jnp.asarray(tokens), jnp.asarray(targets)
+    _check_shapes(pair[0], 2, targets=(targets, 2), mask=(mask, 2), segments=(segments, 2))
     if mask is None and len(pair[0]) % _replicas(params.layout):
         mask = jnp.ones(pair[0].shape, jnp.int32)  # so that added rows do not count
 
@@ -201,9 +224,22 @@ def loss(
     return _run(compute, params, frozen, ((*pair, mask), segments), params.layout.config, P())
 
 
+@jax.jit
+def generation_weights(
+    params: Parameters, *, frozen: Parameters | None = None
+) -> GenerationWeights:
+    """Convert parameters once for many calls of `decode_step`, which would each convert them.
+
+    The weights are in the dtype of generation: f32 on CPUs, else the config's.  LoRA adapters are
+    merged, and `weight_bits` applies.
+    """
+    layout, whole = weight_layout(params.layout), combine(_fixed(params, frozen), params.tree)
+    return GenerationWeights(compile_weights(params.layout, layout)(whole, ()), layout)
+
+
 @functools.partial(jax.jit, static_argnames="slots")
 def prefill(
-    params: Parameters,
+    params: Parameters | GenerationWeights,
     tokens: ArrayLike,
     lengths: ArrayLike,
     slots: int,
@@ -212,16 +248,15 @@ def prefill(
 ) -> tuple[Array, Cache]:
     """Return the logits f32 [B, V] of the token that follows each text, and the texts' cache.
 
-    Here and in `decode_step`, weights are in the dtype of generation: f32 on CPUs, else the
-    config's.
-
     Args:
+      params: parameters, or the result of `generation_weights`, here and in `decode_step`.
       tokens: token ids [B, T], one left-aligned text per row; B must be a multiple of the number of
         replicas.
       lengths: the number of tokens of each text [B], from 1 to T.
       slots: the number of tokens of the longest row, with those that are added later.
     """
     tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
+    _check_shapes(tokens, 2, lengths=(lengths, 1))
     if slots < tokens.shape[1]:
         raise InputError(f"prefill: slots is {slots}, but the texts have {tokens.shape[1]} tokens")
 
@@ -247,7 +282,7 @@ def prefill(
 
 @jax.jit
 def decode_step(
-    params: Parameters,
+    params: Parameters | GenerationWeights,
     cache: Cache,
     tokens: ArrayLike,
     *,
@@ -279,6 +314,24 @@ def decode_step(
 def _logits(whole: Any, stream_BTD: Array, config: Config, par: Parallel) -> Array:
     """Return the logits [B, T, V] of all positions, from the residual stream of this device's."""
     return par.gather(transformer.head(whole, stream_BTD, config, par))[..., : config.n_vocab]
+
+
+def _checked_layers(params: Parameters, layers: int | None) -> int:
+    """Return a number of layers, where None stands for all."""
+    most = params.layout.config.layers
+    if layers is not None and not 0 <= layers <= most:
+        raise InputError(f"layers is {layers}, expected 0 to {most}")
+    return most if layers is None else layers
+
+
+def functions_layout(layout: StateLayout) -> StateLayout:
+    """Return a layout without the config keys that the functions do not read.
+
+    Parameters of two runs that differ only in those, such as `lr`, are then alike for JAX.
+    """
+    config, names = layout.config, {field.name for field in dataclasses.fields(Model)}
+    kept = {name: getattr(config, name) for name in names | KEYS}
+    return layout.of(Config(**kept))
 
 
 def _replicas(layout: StateLayout) -> int:
@@ -335,7 +388,7 @@ def _run(
 
 def _generate(
     compute: Callable[..., tuple[Array, Cache]],
-    params: Parameters,
+    params: Parameters | GenerationWeights,
     frozen: Parameters | None,
     rows: Any,
     row_specs: Callable[[Cache], Any],
@@ -345,13 +398,32 @@ def _generate(
     Args:
       row_specs: a function from the PartitionSpecs of the cache to those of `rows`.
     """
-    layout = weight_layout(params.layout)
+    if isinstance(params, Parameters):
+        params = generation_weights(params, frozen=frozen)
+    layout, count = params.layout, len(rows[-1])
+    if count % layout.par.dp:
+        raise InputError(f"{count} rows are not a multiple of the {layout.par.dp} replicas")
     heads, config = P("dp", "mp"), layout.config
     layer = LayerCache(*(heads,) * (4 if config.int8_cache else 2))
     specs = Cache((layer,) * config.layers, ROWS)
     run = layout.partitioned(compute, (layout.specs, row_specs(specs)), (ROWS, specs))
-    whole = combine(_fixed(params, frozen), params.tree)
-    return run(compile_weights(params.layout, layout)(whole, ()), rows)
+    return run(params.tree, rows)
+
+
+def _check_shapes(array: Array, axes: int, **others: tuple[Any, int]) -> None:
+    """Raise InputError unless other arrays have the shape of an array of tokens.
+
+    Args:
+      axes: the number of axes that the array must have.
+      others: for each array, by name, how many axes of the shape it must have; None is ignored.
+    """
+    if array.ndim < axes:
+        raise InputError(f"tokens have the shape {array.shape}, expected {axes} axes")
+    for name, (other, shared) in others.items():
+        if other is not None and jnp.shape(other) != array.shape[:shared]:
+            raise InputError(
+                f"{name} have the shape {jnp.shape(other)}, expected {array.shape[:shared]}"
+            )
 
 
 def _fixed(params: Parameters, frozen: Parameters | None) -> transformer.Params:

@@ -39,6 +39,7 @@ from mesh_transformer.util import (
     NonFiniteError,
     StoppedError,
     UncountedWarning,
+    brief,
     stop_signals,
 )
 
@@ -472,11 +473,16 @@ class _Run:
         return self.rows.row(*self.read.popleft())
 
     def _log(self, row: dict[str, Any]) -> None:
+        before = dict(row)
         try:
             if self.on_row is not None:  # it may add to the row
                 self.on_row(row)
-        finally:
-            self.log.write(row)
+            for name in row.keys() - before.keys():
+                row[name] = _as_number(name, row[name])
+        except BaseException:
+            self.log.write(before)
+            raise
+        self.log.write(row)
         shown = {"loss": f"{row['train/loss']:.4f}" if "train/loss" in row else "skipped"}
         shown["tok/s"] = f"{row['train/tokens_per_sec']:,.0f}"
         if self.rows.peak is not None and "train/mfu" in row:
@@ -564,3 +570,13 @@ class _Run:
 
     def _report(self, line: str) -> None:
         self.bar.write(line, file=sys.stderr)
+
+
+def _as_number(name: str, value: Any) -> float:
+    """Return what a hook has added to a row as a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"a hook added {name!r} to a row: {brief(repr(value))}, expected a number"
+        ) from None

@@ -1,5 +1,6 @@
 """The optimizer: gradient clipping, a rule for updates such as Adam, and weight decay."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class Optimizer:
     def _copies(self, declaration: Declaration) -> int:
         return self.config.original_bias_copies if declaration.summed else 1
 
-    @property
+    @functools.cached_property
     def _rule(self) -> Rule:
         return RULES.get(self.config.optimizer, OwnRule)(self.config, self.declared)
 

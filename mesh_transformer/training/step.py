@@ -35,14 +35,14 @@ from mesh_transformer.model.loss import Teacher, loss_weights, losses, train_los
 from mesh_transformer.model.transformer import Params
 from mesh_transformer.training import distillation, offload, spikes
 from mesh_transformer.training.objectives import (
-    PREFIX,
     Head,
     objective_loss,
     objective_weights,
 )
 from mesh_transformer.training.optimizer import Optimizer
+from mesh_transformer.training.own_metrics import own_metrics
 from mesh_transformer.training.schedule import learning_rate
-from mesh_transformer.util import InputError, load_named
+from mesh_transformer.util import InputError
 
 State = dict[str, Any]  # the state of a training run; `init_state` describes its entries
 Batch = dict[str, Array]
@@ -464,8 +464,7 @@ def compile_train(
         copies = device_copies(params, layout.optimizer.declared, config, config.dtype)
         grads, metrics = measure(copies, state["frozen"], extra[count:], batch, *extra[:count])
         for name in config.metrics:
-            found = load_named(name, "metrics")(grads, copies)
-            metrics |= {f"{PREFIX}{key}": jnp.float32(value) for key, value in found.items()}
+            metrics |= own_metrics(name, grads, copies, metrics)
         rows = batch["obs"].shape[1]
         rate = learning_rate(config, step, state.get("sequences"), rows)
         norm = metrics["grad_norm"]

@@ -32,7 +32,7 @@ from mesh_transformer.mesh.declaration import (
     select,
 )
 from mesh_transformer.model.casts import to_f32
-from mesh_transformer.util import InputError, load_named
+from mesh_transformer.util import InputError, first_line, load_named
 
 # Adafactor factors the moments of matrices with at least so many inputs and outputs.
 FACTORED_SIZE = 128
@@ -254,18 +254,27 @@ class OwnRule(Rule):
     numbers count the updates.  A moment is named after its place in the state, such as `mu`.
 
     Raises:
-      InputError: if the function returns something else, or the state has other arrays.
+      InputError: if the function returns something else, if the state has other arrays, or if the
+        updates are already multiplied by a learning rate.
     """
 
     @functools.cached_property
     def _transformation(self) -> optax.GradientTransformation:
-        made = load_named(self.config.optimizer, "optimizer")(self.config)
-        if not isinstance(made, optax.GradientTransformation):
+        name = self.config.optimizer
+        function = load_named(name, "optimizer")
+        try:
+            result = function(self.config)
+        except Exception as error:  # the user's code may raise any
             raise InputError(
-                f"optimizer {self.config.optimizer} returned {type(made).__name__}, expected a "
-                "transformation of optax"
+                f"optimizer {name}: {type(error).__name__}: {first_line(error)}; it is called with "
+                "the config"
+            ) from error
+        if not isinstance(result, optax.GradientTransformation):
+            raise InputError(
+                f"optimizer {name} returned {type(result).__name__}, expected a transformation of "
+                "optax"
             )
-        return made
+        return result
 
     @functools.cached_property
     def _state(self) -> tuple[list[tuple[str, _Place] | None], Any]:
@@ -286,15 +295,18 @@ class OwnRule(Rule):
                 "whole numbers that count the updates"
             )
 
+        _check_transformation(self.config.optimizer, self._transformation)
         params = map_declared(lambda d: jax.ShapeDtypeStruct(d.shape, jnp.float32), self.declared)
         init: Any = self._transformation.init
         state, own = jax.eval_shape(init, params), places(self.declared)
         map_params = optax.tree_utils.tree_map_params
-        found = map_params(init, checked, state, own, transform_non_params=checked)
+        checked_state = map_params(init, checked, state, own, transform_non_params=checked)
         slots = [
             (_name(path[: -len(leaf.keys)]), leaf) if isinstance(leaf, _Place) else None
-            for path, leaf in jax.tree_util.tree_leaves_with_path(found)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(checked_state)
         ]
+        names = [(slot[0], slot[1].keys) for slot in slots if slot is not None]
+        assert len(set(names)) == len(names)
         return slots, jax.tree.structure(state)
 
     def _moments(self, leaves: Sequence[Any]) -> dict[str, Any]:
@@ -313,7 +325,9 @@ class OwnRule(Rule):
         return self._moments([slot and slot[1].moment for slot in self._state[0]])
 
     def initial(self, params: Any) -> dict[str, Any]:
-        return self._moments(jax.tree.leaves(self._transformation.init(to_f32(params))))
+        own = map_declared(_unpadded, self.declared, to_f32(params))
+        moments = self._moments(jax.tree.leaves(self._transformation.init(own)))
+        return {name: self._padded(tree, params) for name, tree in moments.items()}
 
     def update(self, grads: Any, state: RuleState, params: Any) -> tuple[Any, RuleState]:
         slots, tree = self._state
@@ -321,18 +335,65 @@ class OwnRule(Rule):
         def leaf(slot: tuple[str, _Place] | None) -> Array:
             if slot is None:
                 return state["count"]
-            return functools.reduce(lambda node, key: node[key], slot[1].keys, state[slot[0]])
+            name, place = slot
+            moment = functools.reduce(lambda node, key: node[key], place.keys, state[name])
+            return _unpadded(place.moment.parameter, moment)
 
+        own_grads, own_params = (
+            map_declared(_unpadded, self.declared, tree) for tree in (grads, params)
+        )
         before = jax.tree.unflatten(tree, map(leaf, slots))
-        updates, after = self._transformation.update(grads, before, params)
+        updates, after = self._transformation.update(own_grads, before, own_params)
+        moments = self._moments(jax.tree.leaves(after))
+        padded = {name: self._padded(tree, params) for name, tree in moments.items()}
         count = optax.safe_increment(state["count"])
-        return updates, {"count": count} | self._moments(jax.tree.leaves(after))
+        return self._padded(updates, params), {"count": count} | padded
+
+    def _padded(self, tree: Any, params: Any) -> Any:
+        """Return arrays with the padding of their parameters, which is 0."""
+
+        def padded(x: Array, like: Array) -> Array:
+            if x.shape == like.shape:
+                return x
+            pairs = zip(like.shape, x.shape, strict=True)
+            return jnp.pad(x, [(0, most - size) for most, size in pairs])
+
+        return jax.tree.map(padded, tree, select(params, tree))
+
+
+def _unpadded(d: Declaration, x: Array) -> Array:
+    return x if x.shape == d.shape else x[tuple(map(slice, d.shape))]
+
+
+def _check_transformation(name: str, transformation: optax.GradientTransformation) -> None:
+    """Raise InputError if whole numbers of a state do not count, or updates point uphill.
+
+    The transformation updates a small parameter with positive gradients a few times.
+    """
+    with jax.ensure_compile_time_eval():
+        params = {"layers": {"w": jnp.ones((2, 2, 2))}}
+        state = transformation.init(params)
+        for count in range(4):
+            numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.integer)]
+            if any(x.shape or int(x) != count for x in numbers):
+                raise InputError(
+                    f"optimizer {name}: a whole number of its state does not count the updates, so "
+                    "that it cannot be stored; use another transformation"
+                )
+            updates, state = transformation.update(params, state, params)
+            first: Any = jax.tree.leaves(updates)[0]
+            if not count and (first < 0).any():
+                raise InputError(
+                    f"optimizer {name} returns updates against the gradients, which are multiplied "
+                    "by the learning rate and subtracted; leave out its own learning rate, as in "
+                    "optax.scale_by_adam() in place of optax.adam(lr)"
+                )
 
 
 def _name(path: Sequence[Any]) -> str:
     """Return the name of a moment at a path of a state."""
-    keys = (str(getattr(key, "name", getattr(key, "idx", None))) for key in path)
-    return "_".join(keys) or "moment"
+    keys = (jax.tree_util.keystr((key,), simple=True).replace(".", "_") for key in path)
+    return f"own_{name}" if (name := "_".join(keys)) in ("", "count") else name
 
 
 RULES: dict[str, type[Rule]] = {

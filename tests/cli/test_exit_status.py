@@ -17,6 +17,7 @@ from mesh_transformer.util import (
     InputError,
     NonFiniteError,
     StoppedError,
+    UnreachableError,
     exit_status,
     run_script,
 )
@@ -51,10 +52,22 @@ def from_os(number):
     try:
         try:
             raise OSError(number, os.strerror(number))
-        except OSError:
-            raise InputError("saving step 3 failed") from None
+        except OSError as error:
+            raise InputError("saving step 3 failed") from error
     except InputError as error:
         return error
+
+
+def after(earlier, error):
+    """Return an error that was raised while another one was handled."""
+    error.__context__ = earlier
+    return error
+
+
+def test_causes_in_a_circle_end():
+    one, other = StoppedError("one"), StoppedError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert exit_status(one) == 1
 
 
 @pytest.mark.parametrize(
@@ -72,6 +85,12 @@ def from_os(number):
         (from_os(errno.EACCES), 2),
         (StoppedError(f"RESOURCE_EXHAUSTED: {os.strerror(errno.ENOSPC)} [writing a file]"), 5),
         (KeyError("a mistake"), 1),
+        (ModuleNotFoundError("No module named 'wandb'", name="wandb"), 2),
+        # Limits of a service or of a connection, and causes that only came before.
+        (InputError("gs://b/m: RESOURCE_EXHAUSTED: HTTP 429; check the network"), 2),
+        (HostError("host 1: RESOURCE_EXHAUSTED: Out of memory"), 1),
+        (UnreachableError("gs://b/m: UNAVAILABLE: cannot connect"), 1),
+        (after(OSError(errno.ENOSPC, "full"), InputError("lr is -1")), 2),
     ],
 )
 def test_each_error_has_the_status_of_its_cause(error, status):
