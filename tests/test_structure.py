@@ -101,7 +101,7 @@ HOMES = {
         "mesh_transformer/checkpoint/orbax_handlers.py",
         "mesh_transformer/checkpoint/saved_step.py",
     },
-    "datasets": {"mesh_transformer/data/hub.py"},
+    "datasets": {"mesh_transformer/data/hub.py", "scripts/measure/tokenizing.py"},
     "gguf": {"mesh_transformer/checkpoint/gguf_files.py"},
     "pyarrow": {"mesh_transformer/data/tables.py"},
     "rouge_score": {"scripts/score_summaries.py"},

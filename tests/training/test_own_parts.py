@@ -68,6 +68,7 @@ def leaves(tree):
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mesh", [ON_A_MESH, {"tpu_size": 8, "cores_per_replica": 2}])
 def test_a_stopped_run_with_all_parts_resumes_with_the_same_bits(small, tmp_path, mesh):
     keys = PARTS | mesh | {"total_steps": 6, "per_replica_batch": 2, "ckpt_every": 3}
