@@ -176,7 +176,8 @@ def log_probs(
     The logits of only `loss_chunk` tokens of each row are in memory at a time.
 
     Args:
-      tokens, targets: token ids [B, T]; as a rule, targets are the tokens that follow.
+      tokens: token ids [B, T].
+      targets: token ids [B, T], as a rule those of the tokens that follow.
       segments: see `apply`.
     """
 
@@ -205,7 +206,8 @@ def loss(
     `loss_chunk` tokens of each row are in memory at a time.
 
     Args:
-      tokens, targets: token ids [B, T].
+      tokens: token ids [B, T].
+      targets: token ids [B, T].
       mask: 1 where a target counts in the loss, else 0, [B, T]; None if all count.
       segments: see `apply`.
     """
