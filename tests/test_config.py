@@ -66,7 +66,7 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"undesirable_weight": 0.0}, ["undesirable_weight is 0.0, expected above 0"]),
         ({"val_set": ["a"]}, ["val_set is list", "expected dict of str, str"]),
         ({"val_set": {"a": 1}}, ["val_set is dict", "expected dict of str, str"]),
-        ({"train_set": 3}, ["train_set is int 3", "expected str or MODULE:NAME or dict of str, float or list"]),
+        ({"train_set": 3}, ["train_set is int 3", "expected str or MODULE:NAME or dict of str"]),
         ({"eval_harness_tasks": "piqa"}, ["eval_harness_tasks is str", "expected list of str"]),
         ({"pe": "rotery"}, ["pe is str 'rotery'", "did you mean 'rotary'?", "'fixed', 't5'"]),
         ({"norm": "layer-norm"}, ["norm is str 'layer-norm'", "did you mean 'layernorm'?"]),
