@@ -501,10 +501,11 @@ def _check_objective(c: Any) -> None:
 def typed(key: str, value: Any, annotation: Any) -> Any:
     """Return the value of a config key; raise InputError if it has another type."""
     value = without_paths(value)
-    if Named in get_args(annotation) and callable(value):
-        return name_of(value, key)
-    if key == "metrics" and isinstance(value, list):
-        value = [name_of(one, key) if callable(one) else one for one in value]
+    if Named in get_args(annotation):  # also of list[Named]
+        if callable(value):
+            return name_of(value, key)
+        if isinstance(value, list):
+            value = [name_of(one, key) if callable(one) else one for one in value]
     if key == "val_set" and (value is None or isinstance(value, str)):
         return {"val": value} if value else {}
     if expected := mismatch(value, annotation):

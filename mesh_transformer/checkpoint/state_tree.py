@@ -276,8 +276,8 @@ def check_state(state: dict[str, Any], declared: Any) -> None:
 
 def _check_leaves(where: str, actual: dict[Path, Any], expected: dict[Path, Any]) -> None:
     """Raise InputError if `actual` differs from `expected`; name the first leaf that differs."""
-    if found := differing_leaf(actual, expected):
-        raise InputError(f"{where}: {found}; use the config that the model was trained with")
+    if difference := differing_leaf(actual, expected):
+        raise InputError(f"{where}: {difference}; use the config that the model was trained with")
 
 
 def differing_leaf(actual: dict[Path, Any], expected: dict[Path, Any]) -> str | None:

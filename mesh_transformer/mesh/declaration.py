@@ -23,8 +23,8 @@ def padded_size(size: int, mp: int, unit: int = 1) -> int:
 
 def resized(x: Array, shape: tuple[int, ...]) -> Array:
     """Cut the ends of x's axes, or append zeros to them, so that x gets the shape `shape`."""
-    if not shape:
-        return x  # jnp.pad refuses scalars
+    if x.shape == shape:  # also of scalars, which jnp.pad refuses
+        return x
     x = x[tuple(slice(size) for size in shape)]
     return jnp.pad(x, [(0, size - own) for size, own in zip(shape, x.shape, strict=True)])
 

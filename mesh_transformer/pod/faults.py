@@ -5,7 +5,8 @@ import re
 
 import jax
 
-from mesh_transformer.util import HostError, StoppedError
+from mesh_transformer.storage.access import PASSING_STATUSES
+from mesh_transformer.util import FULL, HostError, StoppedError
 
 # Causes that new processes would meet again, so that a restart is of no use.
 PERMANENT_STATUSES = {  # of JAX's runtime
@@ -20,17 +21,16 @@ PERMANENT_STATUSES = {  # of JAX's runtime
 PERMANENT_NUMBERS = {  # of the operating system
     errno.EACCES,
     errno.EADDRNOTAVAIL,
-    errno.EDQUOT,
     errno.ENAMETOOLONG,
     errno.ENOENT,
-    errno.ENOSPC,
     errno.EPERM,
     errno.EROFS,
+    *FULL,
 }
 # Causes outside of the process that raises the error: another process, or the network between them.
 # They may occur again by chance, so that a second occurrence does not make them permanent.
 PASSING = re.compile(
-    r"^(ABORTED|CANCELLED|DEADLINE_EXCEEDED|UNAVAILABLE):"  # of JAX's runtime and its coordinator
+    rf"^({PASSING_STATUSES}):"  # of JAX's runtime and its coordinator
     r"|\bGloo [\w -]+ failed: "  # a collective over CPUs, with any status
 )
 PASSING_NUMBERS = {

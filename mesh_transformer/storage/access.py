@@ -1,7 +1,6 @@
 """Paths, folders and error messages for local and cloud storage."""
 
 import contextlib
-import errno
 import functools
 import gc
 import http.client
@@ -19,7 +18,7 @@ from typing import Any
 
 from etils import epath
 
-from mesh_transformer.util import InputError, UnreachableError
+from mesh_transformer.util import FULL, InputError, UnreachableError
 
 GCS = "gs://"
 BUCKET_SECONDS = 10.0  # longest wait for an answer about a bucket
@@ -44,8 +43,8 @@ _UNANSWERED = re.compile(
     "|UNAUTHENTICATED|UNAVAILABLE|UNKNOWN"
 )
 
-# Of these requests, those that may succeed later.
-_PASSING = re.compile("ABORTED|CANCELLED|DEADLINE_EXCEEDED|UNAVAILABLE")
+# Statuses, also of JAX's runtime, of what may succeed later.
+PASSING_STATUSES = "ABORTED|CANCELLED|DEADLINE_EXCEEDED|UNAVAILABLE"
 _PASSING_CLASSES = {"AbortedError", "CancelledError", "DeadlineExceededError", "UnavailableError"}
 
 # By default, tensorstore waits for an answer for as long as the operating system keeps the
@@ -242,7 +241,7 @@ def _may_pass(error: BaseException) -> bool:
     """Return whether a storage error says that the service or the network failed for now."""
     *_, root = causes(error)
     names = {kind.__name__ for kind in type(root).__mro__}
-    is_passing = bool(_PASSING.match(str(root))) or bool(names & _PASSING_CLASSES)
+    is_passing = bool(re.match(PASSING_STATUSES, str(root))) or bool(names & _PASSING_CLASSES)
     return is_passing or isinstance(root, ConnectionError | TimeoutError)
 
 
@@ -341,7 +340,7 @@ def is_missing(error: BaseException) -> bool:
 
 def is_full(error: BaseException) -> bool:
     """Return whether a storage error means that the disk is full or a quota is exceeded."""
-    return reason(error) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+    return reason(error) in map(os.strerror, FULL)
 
 
 def free_space(folder: str) -> str:

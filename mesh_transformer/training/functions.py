@@ -151,7 +151,6 @@ def apply(
       segments: a number per token [B, T], if rows hold several texts; see
         `model.transformer.logits`.
     """
-
     _check_shapes(jnp.asarray(tokens), 2, segments=(segments, 2))
 
     def compute(whole: Any, rows: Any, config: Config, par: Parallel) -> Array:
@@ -319,7 +318,7 @@ def _logits(whole: Any, stream_BTD: Array, config: Config, par: Parallel) -> Arr
 
 
 def _checked_layers(params: Parameters, layers: int | None) -> int:
-    """Return a number of layers, where None stands for all."""
+    """Return the number of layers to run, by default all; raise InputError if there are fewer."""
     most = params.layout.config.layers
     if layers is not None and not 0 <= layers <= most:
         raise InputError(f"layers is {layers}, expected 0 to {most}")

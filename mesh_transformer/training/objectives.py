@@ -11,7 +11,7 @@ prompt, from which KTO estimates a KL divergence.  A group may lack some of them
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +24,13 @@ from mesh_transformer.data.batches import GROUP
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model.loss import losses
 from mesh_transformer.model.transformer import Params, segment_runs
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, load_named
 
 Values = dict[str, Array | None]  # the arrays of a batch in `VALUE_KEYS`
 PREFIX = "objective/"  # of an objective's metrics among those of a step
+# The names of the metrics of a step, which a function may not use.
+TAKEN = {"loss", "last_loss", "grad_norm", "learning_rate", "skipped", "sequences", "tokens"}
+TAKEN |= {"tokens_per_sec", "mfu"}
 
 
 class Texts(NamedTuple):
@@ -391,3 +394,26 @@ def objective_loss(
     loss, metrics = head.function(inputs)
     measured = metric_sums(metrics, counts)
     return jnp.mean(weights * loss), jnp.concatenate(measured)
+
+
+def own_metrics(name: str, grads: Any, params: Any, others: Collection[str]) -> dict[str, Array]:
+    """Return the metrics of a function that the config key `metrics` names.
+
+    Args:
+      others: the names of the other metrics.
+
+    Raises:
+      InputError: if the function does not return numbers by name, or uses another metric's name.
+    """
+    values = load_named(name, "metrics")(grads, params)
+    if not isinstance(values, dict):
+        raise InputError(f"metrics: {name} returned {type(values).__name__}, expected a dict")
+    metrics = {}
+    for key, value in values.items():
+        if key in TAKEN or f"{PREFIX}{key}" in others:
+            raise InputError(f"metrics: {name} returned {key!r}, the name of another metric")
+        if jnp.shape(value):
+            shape = jnp.shape(value)
+            raise InputError(f"metrics: {name} returned {key!r} of shape {shape}, expected numbers")
+        metrics[f"{PREFIX}{key}"] = jnp.float32(value)
+    return metrics

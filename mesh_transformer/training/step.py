@@ -38,9 +38,9 @@ from mesh_transformer.training.objectives import (
     Head,
     objective_loss,
     objective_weights,
+    own_metrics,
 )
 from mesh_transformer.training.optimizer import Optimizer
-from mesh_transformer.training.own_metrics import own_metrics
 from mesh_transformer.training.schedule import learning_rate
 from mesh_transformer.util import InputError
 

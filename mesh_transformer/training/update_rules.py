@@ -29,6 +29,7 @@ from mesh_transformer.mesh.declaration import (
     is_declaration,
     map_declared,
     partition,
+    resized,
     select,
 )
 from mesh_transformer.model.casts import to_f32
@@ -325,7 +326,7 @@ class OwnRule(Rule):
         return self._moments([slot and slot[1].moment for slot in self._state[0]])
 
     def initial(self, params: Any) -> dict[str, Any]:
-        own = map_declared(_unpadded, self.declared, to_f32(params))
+        own = self._unpadded(to_f32(params))
         moments = self._moments(jax.tree.leaves(self._transformation.init(own)))
         return {name: self._padded(tree, params) for name, tree in moments.items()}
 
@@ -337,32 +338,22 @@ class OwnRule(Rule):
                 return state["count"]
             name, place = slot
             moment = functools.reduce(lambda node, key: node[key], place.keys, state[name])
-            return _unpadded(place.moment.parameter, moment)
+            return resized(moment, place.moment.shape)
 
-        own_grads, own_params = (
-            map_declared(_unpadded, self.declared, tree) for tree in (grads, params)
-        )
         before = jax.tree.unflatten(tree, map(leaf, slots))
-        updates, after = self._transformation.update(own_grads, before, own_params)
+        own = self._unpadded(grads), before, self._unpadded(params)
+        updates, after = self._transformation.update(*own)
         moments = self._moments(jax.tree.leaves(after))
         padded = {name: self._padded(tree, params) for name, tree in moments.items()}
         count = optax.safe_increment(state["count"])
         return self._padded(updates, params), {"count": count} | padded
 
+    def _unpadded(self, tree: Any) -> Any:
+        return map_declared(lambda d, x: resized(x, d.shape), self.declared, tree)
+
     def _padded(self, tree: Any, params: Any) -> Any:
         """Return arrays with the padding of their parameters, which is 0."""
-
-        def padded(x: Array, like: Array) -> Array:
-            if x.shape == like.shape:
-                return x
-            pairs = zip(like.shape, x.shape, strict=True)
-            return jnp.pad(x, [(0, most - size) for most, size in pairs])
-
-        return jax.tree.map(padded, tree, select(params, tree))
-
-
-def _unpadded(d: Declaration, x: Array) -> Array:
-    return x if x.shape == d.shape else x[tuple(map(slice, d.shape))]
+        return jax.tree.map(lambda x, p: resized(x, p.shape), tree, select(params, tree))
 
 
 def _check_transformation(name: str, transformation: optax.GradientTransformation) -> None:
@@ -450,16 +441,10 @@ def per_layer(
     """
 
     def unpadded(kind: Moment, x: Array) -> Array:
-        if x.shape != kind.shape:
-            x = x[tuple(map(slice, kind.shape))]
-        return x.reshape(_shape_of_layers(kind))
+        return resized(x, kind.shape).reshape(_shape_of_layers(kind))
 
     def padded(index: int, x: Array) -> Array:
-        shape, full = kinds[index].shape, arrays[index].shape
-        x = x.reshape(shape)
-        if shape == full:
-            return x
-        return jnp.pad(x, [(0, most - size) for most, size in zip(full, shape, strict=True)])
+        return resized(x.reshape(kinds[index].shape), arrays[index].shape)
 
     layers = tuple(map(unpadded, kinds, arrays))
     if not kinds[0].parameter.stacked:

@@ -135,8 +135,8 @@ def run(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_run_ends_with_one_line_and_the_status_of_its_cause(run, changes, status, line):
-    found, printed = run(**changes)
-    assert found == status, printed
+    actual, printed = run(**changes)
+    assert actual == status, printed
     if line is None:
         assert "error" not in printed
     else:
