@@ -345,14 +345,18 @@ class RecordSet:
         The files are read in the order of `_files`.
         """
         while True:
-            for place, file in list(enumerate(self._files(position.epoch)))[position.file :]:
-                path = self.paths[file]
-                for payload, offset in frames(path, position.offset):
-                    where = _where(path, position.record)
-                    record = Record(payload, where, (file, position.record))
-                    position = Position(position.epoch, place, position.record + 1, offset)
-                    yield record, position
-                position = Position(position.epoch, place + 1)
+            left = list(enumerate(self._files(position.epoch)))[position.file :]
+            paths = [self.paths[file] for _, file in left]
+            sizes = [self.sizes[file] for _, file in left]
+            with files.OpenAhead(paths, sizes, is_cut=position.offset > 0) as ahead:
+                for place, file in left:
+                    path = self.paths[file]
+                    for payload, offset in frames(path, position.offset, ahead.next):
+                        where = _where(path, position.record)
+                        record = Record(payload, where, (file, position.record))
+                        position = Position(position.epoch, place, position.record + 1, offset)
+                        yield record, position
+                    position = Position(position.epoch, place + 1)
             if not repeat:
                 return
             position = Position(position.epoch + 1)
@@ -362,9 +366,12 @@ class RecordSet:
 
         A block does not extend into the next epoch, so the last block of an epoch may be shorter.
         """
+        records, epoch = iter(()), None
         while True:
             start = dataclasses.replace(position, taken=0)
-            block = list(islice(self._in_index_order(start, repeat=False), self.shuffle))
+            if start.epoch != epoch:
+                records, epoch = self._in_index_order(start, repeat=False), start.epoch
+            block = list(islice(records, self.shuffle))
             key = (start.epoch, start.file, start.record)
             order = random(self.seed, "records", *key).permutation(len(block))
             for taken in range(position.taken, len(block)):

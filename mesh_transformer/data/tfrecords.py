@@ -121,11 +121,6 @@ def _convert_errors(
     )
 
 
-def open_file(path: str) -> IO[bytes]:
-    """Open a local file, or one in a bucket that has been passed to `check_bucket`."""
-    return tensorflow().io.gfile.GFile(path, "rb") if is_uri(path) else open(path, "rb")
-
-
 def read_index(index_path: str) -> list[str]:
     """Return the entries of an index: the lines that name record files, without blank lines.
 
@@ -144,7 +139,7 @@ def read_index(index_path: str) -> list[str]:
             "repository's data/)"
         )
 
-    with _convert_errors(line), open_file(index_path) as file:
+    with _convert_errors(line), files.open_file(index_path) as file:
         content = file.read()
     try:
         if b"\0" in content:
@@ -223,20 +218,23 @@ def _length(path: str) -> int | None:
     return None if os.path.isdir(path) else os.path.getsize(path)
 
 
-def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
+def frames(
+    path: str, offset: int, opening: Callable[[], IO[bytes]] | None = None
+) -> Iterator[tuple[bytes, int]]:
     """Yield (payload, offset of the record's end) for each record of a TFRecord file.
 
     The file may be compressed (ZLIB or GZIP); offsets then count decompressed bytes.
 
     Args:
       offset: the byte at which to start; a record must start there.
+      opening: opens the file; by default, only its path is needed.
 
     Raises:
       InputError: if a record is truncated or corrupt; the message says at which byte it starts.
     """
     with (
         _convert_errors(lambda error: f"{path}: {reason(error)} (record at byte {offset})"),
-        open_file(path) as opened,
+        opening() if opening else files.open_file(path) as opened,
     ):
         file, is_whole = opened, True
         if _is_compressed(opened.read(HEADER_BYTES)):
@@ -259,7 +257,7 @@ def frames(path: str, offset: int) -> Iterator[tuple[bytes, int]]:
 
 def is_compressed(path: str) -> bool:
     """Return whether a TFRecord file is compressed, judging by its content, not by its name."""
-    with open_file(path) as file:
+    with files.open_file(path) as file:
         return _is_compressed(file.read(HEADER_BYTES))
 
 

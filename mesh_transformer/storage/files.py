@@ -2,13 +2,13 @@
 
 import contextlib
 import errno
-import functools
 import io
 import os
 import tempfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from etils import epath
 from tqdm import tqdm
@@ -20,17 +20,12 @@ from mesh_transformer.storage.access import (
     entries,
     is_missing,
     is_uri,
-    reason,
 )
-from mesh_transformer.util import InputError
+from mesh_transformer.storage.remote_file import IN_FLIGHT, READ_AHEAD, RemoteFile
 
-if TYPE_CHECKING:
-    import tensorstore
-
-# The initial and the maximum number of bytes to read ahead from a file in a bucket.  The number
-# doubles with each request as long as the file is read sequentially.
-READ_AHEAD = (1 << 16, 1 << 23)
-PART = 1 << 24  # longer reads are split into parts of this size, requested at the same time
+# Of the files in a bucket that are read next, the number that are opened before they are needed,
+# and the bytes that are requested of them.
+OPEN_FILES, OPEN_BYTES = 16, 2 * IN_FLIGHT
 
 
 def is_folder(path: str) -> bool:
@@ -53,8 +48,12 @@ def names(folder: str) -> list[str]:
     return [path.name for path in entries(_remote(folder))]
 
 
-def open_file(path: str) -> io.BufferedReader:
+def open_file(path: str, *, in_order: bool = False) -> io.BufferedReader:
     """Open a file for reading bytes at any position.
+
+    Args:
+      in_order: whether all of the file will be read, from its start to its end.  The first bytes of
+        a file in a bucket are then requested at once.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -71,7 +70,54 @@ def open_file(path: str) -> io.BufferedReader:
             remote = None
     if remote is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    return io.BufferedReader(_RemoteFile(path, remote.length, remote.mtime), READ_AHEAD[0])
+    file = RemoteFile(path, remote.length, remote.mtime, in_order=in_order)
+    return io.BufferedReader(file, READ_AHEAD[0])
+
+
+class OpenAhead:
+    """Context manager that opens files to be read one after the other.
+
+    Files in a bucket are opened, and their first bytes requested, before they are needed.
+
+    Args:
+      paths, sizes: the files in the order of reading, and their sizes in bytes.
+      is_cut: whether the first file will not be read from its start.
+    """
+
+    def __init__(self, paths: Sequence[str], sizes: Sequence[int], *, is_cut: bool = False):
+        self._files = list(zip(paths, sizes, strict=True))
+        self._begun, self._is_cut = 0, is_cut  # the number of files that were or are being opened
+        self._ahead: deque[tuple[int, Future[io.BufferedReader]]] = deque()
+        self._pool = ThreadPoolExecutor(OPEN_FILES)  # it starts threads as it needs them
+
+    def __enter__(self) -> "OpenAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def next(self) -> io.BufferedReader:
+        """Open the next file; for the errors, see `open_file`."""
+        self._open_ahead()
+        if not self._ahead:
+            self._begun += 1
+            return open_file(self._files[self._begun - 1][0])
+        _, opened = self._ahead.popleft()
+        self._open_ahead()
+        return opened.result()
+
+    def _open_ahead(self) -> None:
+        """Begin to open files as long as they are in a bucket and not too many."""
+        while self._begun < len(self._files) and len(self._ahead) < OPEN_FILES:
+            path, size = self._files[self._begun]
+            requested = min(size, IN_FLIGHT)
+            others = sum(own for own, _ in self._ahead)
+            if not is_uri(path) or (others and others + requested > OPEN_BYTES):
+                return
+            in_order = not (self._is_cut and self._begun == 0)
+            opened = self._pool.submit(open_file, path, in_order=in_order)
+            self._ahead.append((requested, opened))
+            self._begun += 1
 
 
 def size(path: str) -> int:
@@ -199,112 +245,3 @@ def write_text(path: str, text: str) -> None:
 def _remote(path: str) -> epath.Path:
     check_bucket(path)
     return epath.Path(path)
-
-
-class _RemoteFile(io.RawIOBase):
-    """A file in a bucket, opened for reading; each request fetches a range of the file's bytes.
-
-    Args:
-      size: the file's size in bytes.
-      version: a value that changes when the file changes, such as its modification time.
-    """
-
-    def __init__(self, path: str, size: int, version: Any):
-        self._path, self._size, self._version = path, size, version
-        self._position = 0
-        self._buffer, self._start = b"", 0  # bytes read ahead, and the position of the first
-        self._ahead = READ_AHEAD[0]
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        if origin + offset < 0:
-            raise ValueError(f"{self._path}: negative position {origin + offset}")
-        self._position = origin + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Read bytes until `buffer` is full or the file ends; return the number of bytes read."""
-        target = memoryview(buffer).cast("B")
-        target = target[: max(0, self._size - self._position)]
-        done = 0
-        while done < len(target):
-            held = self._held()
-            if not held:
-                if len(target) - done >= self._ahead:
-                    _read_range(self._path, self._position, target[done:])
-                    self._position += len(target) - done
-                    return len(target)
-                self._read_ahead()
-                continue
-            count = min(len(held), len(target) - done)
-            target[done : done + count] = held[:count]
-            self._position += count
-            done += count
-        return done
-
-    def _held(self) -> memoryview:
-        """Return the buffered bytes from the current position on; empty if there are none."""
-        offset = self._position - self._start
-        return memoryview(self._buffer)[offset:] if offset >= 0 else memoryview(b"")
-
-    def _read_ahead(self) -> None:
-        # Formats such as .npz have their table of contents at the end, which is read at each open.
-        tail = max(0, self._size - READ_AHEAD[0])
-        if self._position >= tail:
-            self._buffer = _read_tail(self._path, tail, self._size, self._version)
-            self._start = tail
-            return
-        in_order = self._buffer and self._position == self._start + len(self._buffer)
-        self._ahead = min(2 * self._ahead, READ_AHEAD[1]) if in_order else READ_AHEAD[0]
-        self._start = self._position
-        content = bytearray(min(self._ahead, self._size - self._start))
-        _read_range(self._path, self._start, memoryview(content))
-        self._buffer = bytes(content)
-
-
-@functools.lru_cache(maxsize=1024)
-def _read_tail(path: str, start: int, end: int, version: Any) -> bytes:
-    """Return the last bytes of a file in a bucket, from a cache if they were read before.
-
-    Args:
-      version: a value that changes when the file changes, so that a changed file is read again.
-    """
-    content = bytearray(end - start)
-    _read_range(path, start, memoryview(content))
-    return bytes(content)
-
-
-def _read_range(path: str, start: int, target: memoryview) -> None:
-    """Fill `target` with the bytes of a file in a bucket, starting at byte `start`.
-
-    Raises:
-      InputError: if the bytes cannot be read, or the file is too short.
-    """
-    folder, name = os.path.split(path)
-    end = start + len(target)
-    spans = [(at, min(at + PART, end)) for at in range(start, end, PART)]
-    try:
-        parts = [_store(folder).read(name, byte_range=slice(*span)) for span in spans]
-        for (first, last), part in zip(spans, parts, strict=True):
-            value = part.result().value
-            if len(value) != last - first:
-                raise ValueError("the file was replaced or truncated while it was read")
-            target[first - start : last - start] = value
-    except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
-        raise InputError(
-            f"{path}: bytes {start} to {end} cannot be read: {reason(error)}; check your "
-            "credentials and the network"
-        ) from error
-
-
-@functools.cache
-def _store(folder: str) -> "tensorstore.KvStore":
-    import tensorstore
-
-    return tensorstore.KvStore.open(f"{folder}/").result()

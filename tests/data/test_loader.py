@@ -14,6 +14,7 @@ from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.tfrecords import features, frames, write_records
 from mesh_transformer.storage.access import tensorflow
 from mesh_transformer.util import InputError
+from tests.support.fake_gcs import gcs_server
 
 SEQ = 6
 N_VOCAB = 500
@@ -143,25 +144,26 @@ def test_relative_paths_are_looked_up_beside_the_index_first(tmp_path, monkeypat
     np.testing.assert_array_equal(take(load("data/b.index", 2), 1), beside_index)
 
 
-def test_a_uri_is_read_through_tensorflows_file_system(index, files, tmp_path, monkeypatch):
-    # TensorFlow's in-memory file system takes the place of gs://; the calls are the same.
-    gfile = tensorflow().io.gfile
-    for name, number in (("a", 0), ("b", 2)):
-        gfile.copy(str(tmp_path / f"part_{number}.tfrecords"), f"ram://bucket/{name}.tfrecords")
+def test_a_uri_is_read_like_a_path(index, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "b.tfrecords").write_text("of another record set")
-    with gfile.GFile("ram://bucket/some.index", "w") as index:
-        index.write("ram://bucket/a.tfrecords\nb.tfrecords\n")
-    expected = np.concatenate([files[0], files[2]])
-    loader = load("ram://bucket/some.index", 5)
-    np.testing.assert_array_equal(take(loader, 2), expected[:10])
-    resumed = load("ram://bucket/some.index", 2, restore_state=loader.state())
-    np.testing.assert_array_equal(take(resumed, 1), expected[10:])
-    for path in ("ram://bucket", "ram://bucket/"):  # a folder with one index
-        np.testing.assert_array_equal(take(load(path, 5), 2), expected[:10])
-    gfile.remove("ram://bucket/some.index")  # a folder of records
-    np.testing.assert_array_equal(take(load("ram://bucket", 5), 2), expected[:10])
-    assert "ram://bucket/absent.index: no such file" in refusal("ram://bucket/absent.index")
+    with gcs_server(tmp_path) as (gcs, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        for name, number in (("a", 0), ("b", 2)):
+            content = (tmp_path / f"part_{number}.tfrecords").read_bytes()
+            gcs._put(("loader", f"{name}.tfrecords"), content)
+        gcs._put(("loader", "some.index"), b"gs://loader/a.tfrecords\nb.tfrecords\n")
+        expected = np.concatenate([files[0], files[2]])
+        loader = load("gs://loader/some.index", 5)
+        np.testing.assert_array_equal(take(loader, 2), expected[:10])
+        resumed = load("gs://loader/some.index", 2, restore_state=loader.state())
+        np.testing.assert_array_equal(take(resumed, 1), expected[10:])
+        for path in ("gs://loader", "gs://loader/"):  # a folder with one index
+            np.testing.assert_array_equal(take(load(path, 5), 2), expected[:10])
+        del gcs.objects["loader", "some.index"]  # a folder of records
+        np.testing.assert_array_equal(take(load("gs://loader", 5), 2), expected[:10])
+        assert "gs://loader/absent.index: no such file" in refusal("gs://loader/absent.index")
 
 
 def test_tensorflow_reads_our_records(index, files, tmp_path):

@@ -1,6 +1,7 @@
 """Files in a bucket are read like local ones, in few requests."""
 
 import io
+import itertools
 import os
 import zipfile
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from mesh_transformer.storage import files
+from mesh_transformer.storage import files, remote_file
 from mesh_transformer.util import InputError
 
 SIZE = 3_000_000
@@ -24,28 +25,30 @@ def content(tmp_path):
 @pytest.fixture
 def requests(monkeypatch):
     """The ranges (first, last + 1) that were requested; small ones, so that sizes here suffice."""
-    requests, read = [], files._read_range
+    requests = []
 
-    def recorded(path, start, target):
-        requests.append((start, start + len(target)))
-        read(path, start, target)
+    class Recorded(remote_file._Range):
+        def __init__(self, path, start, end):
+            requests.append((start, end))
+            super().__init__(path, start, end)
 
-    monkeypatch.setattr(files, "_read_range", recorded)
-    monkeypatch.setattr(files, "READ_AHEAD", (1 << 12, 1 << 16))
-    monkeypatch.setattr(files, "PART", 1 << 17)
-    files._read_tail.cache_clear()
+    monkeypatch.setattr(remote_file, "_Range", Recorded)
+    monkeypatch.setattr(remote_file, "READ_AHEAD", (1 << 12, 1 << 16))
+    monkeypatch.setattr(remote_file, "IN_FLIGHT", 1 << 18)
+    monkeypatch.setattr(remote_file, "PART", 1 << 17)
+    remote_file._read_tail.cache_clear()
     return requests
 
 
-def remote(folder, name="file", size=SIZE):
+def remote(folder, name="file", size=SIZE, **options):
     """Return a file of a URI that needs no bucket: tensorstore reads file:// in the same way."""
-    return files._RemoteFile(f"file://{folder}/{name}", size, 0)
+    return remote_file.RemoteFile(f"file://{folder}/{name}", size, 0, **options)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_reads_return_the_file_s_bytes(tmp_path, content, requests, seed):
     generator = np.random.default_rng(seed)
-    with remote(tmp_path) as file, io.BytesIO(content) as expected:
+    with remote(tmp_path, in_order=seed % 2 > 0) as file, io.BytesIO(content) as expected:
         for _ in range(200):
             if generator.random() < 0.4:
                 whence = int(generator.integers(3))
@@ -69,6 +72,53 @@ def test_reading_in_order_takes_few_requests(tmp_path, content, requests):
         file.seek(100)
         assert file.read(2_000_000) == content[100:2_000_100]
     assert requests == [(100, 2_000_100)]  # a long read is not read ahead
+
+
+def test_requests_run_ahead_of_the_reader_as_far_as_it_has_read(tmp_path, content, requests):
+    with remote(tmp_path) as file:
+        file.seek(100)
+        assert file.read(10) == content[100:110]
+        assert requests == [(100, 100 + (1 << 12))]
+        file.seek(90 + (1 << 12))
+        assert b"".join(file.read(1000) for _ in range(400)) == content[90 + (1 << 12) :][:400_000]
+        assert all(end == first for (_, end), (first, _) in itertools.pairwise(requests))
+        assert file.tell() + (1 << 17) < requests[-1][1] <= file.tell() + (1 << 18) + (1 << 16)
+        asked = len(requests)
+        file.seek(2_000_000)
+        assert file.read(10) == content[2_000_000:2_000_010]
+        assert requests[asked:] == [(2_000_000, 2_000_000 + (1 << 12))]
+
+
+def test_a_file_read_in_order_is_requested_at_once(tmp_path, content, requests):
+    with remote(tmp_path, in_order=True) as file:
+        assert requests == [(at, at + (1 << 16)) for at in range(0, 1 << 18, 1 << 16)]
+        assert file.readall() == content
+    assert [first for first, _ in requests] == [*range(0, SIZE, 1 << 16)]
+    assert requests[-1][1] == SIZE
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_files_in_a_bucket_are_opened_before_they_are_needed(tmp_path, monkeypatch, is_cut):
+    paths = [f"file://{tmp_path}/{number}" for number in range(40)]
+    sizes = [int(10 ** np.random.default_rng(number).uniform(1, 6)) for number in range(40)]
+    for number, size in enumerate(sizes):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * size)
+    opened = []
+
+    def open_file(path, *, in_order=False):
+        opened.append((path, in_order))
+        return open(path.removeprefix("file://"), "rb")
+
+    monkeypatch.setattr(files, "open_file", open_file)
+    monkeypatch.setattr(files, "OPEN_BYTES", 300_000)
+    with files.OpenAhead(paths, sizes, is_cut=is_cut) as ahead:
+        for number in range(len(paths)):
+            with ahead.next() as file:
+                assert file.read() == bytes([number]) * sizes[number]
+            begun = sizes[number + 1 : ahead._begun]
+            assert len(begun) <= 1 or (sum(begun) <= 300_000 and len(begun) <= files.OPEN_FILES)
+    assert sorted(path for path, _ in opened) == sorted(paths)
+    assert {path for path, in_order in opened if not in_order} == set(paths[:is_cut])
 
 
 def test_an_archive_s_table_is_requested_once(tmp_path, requests):
