@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,18 @@ def write_large_files(folder: Path, size: int) -> None:
     (folder / "large.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def command(folder: Path, part: int, name: str, *options: str) -> list[str]:
-    arguments = [str(folder / "in"), "set", "--output-dir", str(folder / name), "--seq", "256"]
+def command(folder: str, part: int, name: str, *options: str) -> list[str]:
+    arguments = [f"{folder}/in", "set", "--output-dir", f"{folder}/{name}", "--seq", "256"]
     return [sys.executable, "-c", COMMAND, str(part), *arguments, *options]
 
 
 def start(arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with open(log, "ab") as file:
-        return subprocess.Popen(arguments, stderr=file, stdout=file, env=environment)
+        # A set in a bucket keeps its progress in the current folder.
+        return subprocess.Popen(
+            arguments, cwd=log.parent, stderr=file, stdout=file, env=environment
+        )
 
 
 def ray_processes(pattern: str) -> list[int]:
@@ -109,10 +113,22 @@ def kill_at_random(
 
 
 def run_round(
-    folder: Path, number: int, cluster: Any, others: list[Any], generator: random.Random
+    folder: str,
+    number: int,
+    cluster: Any,
+    others: list[Any],
+    generator: random.Random,
+    log: Path,
+    is_equal: Callable[[str], bool],
 ) -> list[str]:
-    """Create a set under kills, compare it, and return what was killed."""
-    name, log, killed = f"set_{number}", folder / f"{number}.log", []
+    """Create a set under kills, compare it, and return what was killed.
+
+    Args:
+      folder: a local folder or one in a bucket; the text is in its folder `in`.
+      log: the file for the output of the command.
+      is_equal: whether the set in a folder with this name is right.
+    """
+    name, killed = f"set_{number}", []
     deadline, status = time.monotonic() + SECONDS, None
     while status != 0:
         process = start(command(folder, PART, name, "--ray", cluster.address), log)
@@ -120,8 +136,7 @@ def run_round(
         status = process.wait()
         assert status in (0, -signal.SIGKILL), log.read_text(errors="replace")
         assert time.monotonic() < deadline, log.read_text(errors="replace")
-    assert contents(folder / name) == contents(folder / "whole"), name
-    assert not (folder / name / "set.partial").exists()
+    assert is_equal(name), name
     counts = ", ".join(f"{killed.count(kind)} {kind}s" for kind in sorted(set(killed)))
     print(f"round {number}: killed {counts or 'nothing'}: equal bytes", flush=True)
     return killed
@@ -133,15 +148,21 @@ def kills(folder: Path, rounds: int) -> None:
     generator = random.Random(seed)
     write_text(folder / "in")
     write_large_files(folder / "in", 3 << 20)
-    assert start(command(folder, PART, "whole"), folder / "log").wait() == 0
+    assert start(command(str(folder), PART, "whole"), folder / "log").wait() == 0
     killed = []
+
+    def is_equal(name: str) -> bool:
+        is_partial = (folder / name / "set.partial").exists()
+        return contents(folder / name) == contents(folder / "whole") and not is_partial
+
     for place, cpus in enumerate(LAYOUTS):
         with ray_cluster(cpus[0]) as cluster:
             print(f"nodes with {', '.join(map(str, cpus))} CPUs", flush=True)
             others: list[Any] = []
             for number in range(place, rounds, len(LAYOUTS)):
                 others += [add_node(cluster, count) for count in cpus[1 + len(others) :]]
-                killed += run_round(folder, number, cluster, others, generator)
+                log = folder / f"{number}.log"
+                killed += run_round(str(folder), number, cluster, others, generator, log, is_equal)
     totals = {kind: killed.count(kind) for kind in sorted(set(killed))}
     print(f"{rounds} sets equal to that of one process; killed: {totals}", flush=True)
 
@@ -151,7 +172,7 @@ def measured(folder: Path, *options: str) -> tuple[float, float]:
     log = folder / "log"
     log.unlink(missing_ok=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    arguments = command(folder, 1 << 22, "set", "--new", *options)
+    arguments = command(str(folder), 1 << 22, "set", "--new", *options)
     assert start(arguments, log).wait() == 0, log.read_text()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # The last state of the bar has the time that this phase took.

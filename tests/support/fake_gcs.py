@@ -331,11 +331,14 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def gcs_server(folder: Path) -> Iterator[tuple[FakeGcs, dict[str, str]]]:
+def gcs_server(
+    folder: Path, gcs: FakeGcs | None = None
+) -> Iterator[tuple[FakeGcs, dict[str, str]]]:
     """Run a server; yields it and the environment variables with which clients use it.
 
     Args:
       folder: where its key and its certificate are written.
+      gcs: what it serves; by default, new buckets.
     """
     key, certificate = folder / "tls.key", folder / "tls.pem"
     names = ",".join(f"DNS:{name}" for name in HOSTS)
@@ -345,7 +348,7 @@ def gcs_server(folder: Path) -> Iterator[tuple[FakeGcs, dict[str, str]]]:
     subprocess.run(command, check=True, capture_output=True)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
-    gcs = FakeGcs()
+    gcs = gcs or FakeGcs()
     handler = type("Handler", (_Handler,), {"gcs": gcs, "tls": tls})
     with _Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
