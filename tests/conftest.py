@@ -36,7 +36,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 15_000
 THIRD = "TEST_THIRD"  # a landing's number: of the slow tests, only that third is run
-HALF = "TEST_HALF"  # a number: of all tests, only that half is run
+QUARTER = "TEST_QUARTER"  # a number: of all tests, only that quarter is run
 STARTED = "TEST_STARTED"  # when the session started, in seconds, for its workers
 # Ray reads at its import how it authenticates, and some tests import it before a head starts.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -131,8 +131,8 @@ SMALL = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as slow the cases of a test after the first n, if it has the mark `quick(n)`.
 
-    If `TEST_THIRD` is set, deselect the slow tests of the two other thirds, and if `TEST_HALF` is
-    set, all tests of the other half.
+    If `TEST_THIRD` is set, deselect the slow tests of the two other thirds, and if `TEST_QUARTER`
+    is set, all tests of the three other quarters.
     """
     seen: dict[str, int] = {}
     for item in items:
@@ -145,8 +145,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if number := os.environ.get(THIRD):
         slow = [item for item in items if item.get_closest_marker("slow")]
         left_out |= {item for item in slow if part_of(item.nodeid, 3) != int(number) % 3}
-    if number := os.environ.get(HALF):
-        left_out |= {item for item in items if part_of(item.nodeid, 2) != int(number) % 2}
+    if number := os.environ.get(QUARTER):
+        left_out |= {item for item in items if part_of(item.nodeid, 4) != int(number) % 4}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
