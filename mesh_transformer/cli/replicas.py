@@ -1,4 +1,4 @@
-"""Replicas of the command `serve` on a Ray cluster: flags, and the address of all replicas."""
+"""Replicas of a server on a Ray cluster: flags, and the address of all replicas."""
 
 import argparse
 import contextlib
@@ -13,18 +13,19 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mesh_transformer.cli.arguments import model_arguments, positive
+from mesh_transformer.cli.service import application
 from mesh_transformer.util import InputError, StoppedError, exit_now, start_thread
 
 if TYPE_CHECKING:
     from mesh_transformer.pod.replicas import Replicas
+    from mesh_transformer.serving.local import LocalRequests
 
-Application = Callable[[argparse.Namespace], contextlib.AbstractContextManager[Any]]
 OBJECT_STORE = 100 << 20  # bytes of a Ray started here; no request needs it
 
 
-def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for replicas, and the limits of each API key."""
-    group = parser.add_argument_group("replicas", "several servers behind one address, with Ray")
+def add_cluster_arguments(parser: argparse.ArgumentParser, description: str) -> Any:
+    """Add the flags for replicas, in a group of flags with a description, and return the group."""
+    group = parser.add_argument_group("replicas", description)
     group.add_argument(
         "--replicas",
         type=counts,
@@ -45,6 +46,12 @@ def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
         default={},
         help='Ray\'s resources of each replica, such as {"TPU": 4} (default: none)',
     )
+    return group
+
+
+def add_replica_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for replicas, and the limits of each API key."""
+    group = add_cluster_arguments(parser, "several servers behind one address, with Ray")
     group.add_argument(
         "--spare-replica",
         action="store_true",
@@ -89,17 +96,22 @@ def check_replica_arguments(args: argparse.Namespace) -> None:
         if getattr(args, name) and not getattr(args, required):
             flag, other = (f"--{word.replace('_', '-')}" for word in (name, required))
             raise InputError(f"{flag} requires {other}; give {other}, or remove {flag}")
-    if args.replicas and args.tpu:
-        raise InputError("--replicas does not support --tpu; give --ray and --replica-resources")
+    check_cluster_arguments(args)
     if args.replicas and args.batch_folder:
         raise InputError("--replicas does not support --batch-folder; remove one of them")
 
 
-def serve_replicas(args: argparse.Namespace, application: Application) -> None:
+def check_cluster_arguments(args: argparse.Namespace) -> None:
+    """Raise InputError if replicas are asked for on machines that Ray does not know."""
+    if args.replicas and args.tpu:
+        raise InputError("--replicas does not support --tpu; give --ray and --replica-resources")
+
+
+def serve_replicas(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Serve replicas until SIGTERM or Ctrl-C; SIGHUP replaces them by ones of the newest weights.
 
     Args:
-      application: called in a replica's process with its flags; the result yields its application.
+      options: those of `running_service` in a replica.
 
     Raises:
       InputError: if the flags or the model cannot be used, or if there is no such cluster.
@@ -122,7 +134,8 @@ def serve_replicas(args: argparse.Namespace, application: Application) -> None:
             name, args.replicas, args.rows, args.replica_resources, drain, args.spare_replica
         )
         try:
-            renewal = Renewal(args, application, replicas)
+            build = functools.partial(application, key_file=args.api_key_file, **options)
+            renewal = Renewal(args, build, replicas)
             renewal.deploy(chosen)
             signal.signal(signal.SIGHUP, lambda *_: renewal.start())
             log = sys.stderr if args.log_requests else None
@@ -160,16 +173,16 @@ class Renewal:
 
     Args:
       args: the command's flags.
-      application: see `serve_replicas`.
+      build: see `application`.
     """
 
-    def __init__(self, args: argparse.Namespace, application: Application, replicas: "Replicas"):
-        self._args, self._application, self._replicas = args, application, replicas
+    def __init__(self, args: argparse.Namespace, build: Callable[..., Any], replicas: "Replicas"):
+        self._args, self._build, self._replicas = args, build, replicas
         self._lock = threading.Lock()
 
     def deploy(self, chosen: argparse.Namespace) -> None:
         """Start replicas with these flags, in place of those that run."""
-        self._replicas.deploy(functools.partial(self._application, chosen))
+        self._replicas.deploy(functools.partial(self._build, chosen))
         self._chosen = chosen
 
     def start(self) -> None:
@@ -186,3 +199,34 @@ class Renewal:
                 with contextlib.suppress(StoppedError):
                     self.deploy(self._chosen)
             print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def replica_requests(
+    args: argparse.Namespace, options: dict[str, Any]
+) -> "Iterator[tuple[LocalRequests, Replicas]]":
+    """Return a context manager that yields requests to replicas, without an address, and these.
+
+    Args:
+      options: those of `running_service` in a replica.
+
+    Raises:
+      InputError, StoppedError: see `serve_replicas`.
+    """
+    from mesh_transformer.serving.front import create_front
+    from mesh_transformer.serving.local import LocalRequests, running_loop
+    from mesh_transformer.serving.requests import Keys
+
+    chosen, window = replica_arguments(args)
+    with ray_cluster(args.ray):
+        from mesh_transformer.pod.replicas import Replicas
+
+        name = f"mesh-transformer-{os.getpid()}-{os.uname().nodename}"
+        replicas = Replicas(name, args.replicas, args.rows, args.replica_resources, 0.0)
+        try:
+            replicas.deploy(functools.partial(application, chosen, **options))
+            front = create_front(replicas, Keys(None), window)
+            with running_loop() as loop, LocalRequests(front, loop) as requests:
+                yield requests, replicas
+        finally:
+            replicas.close()

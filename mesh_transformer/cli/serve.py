@@ -1,9 +1,7 @@
 """Serve a model over HTTP: OpenAI's API, mesh-transformer-jax's API and a web page."""
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from mesh_transformer.cli.arguments import model_parser, positive
@@ -56,28 +54,17 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@contextlib.contextmanager
-def application(args: argparse.Namespace) -> Iterator[Any]:
-    """Return a context manager that yields the application of a replica, in its process."""
-    from mesh_transformer.serving.app import create_app
-    from mesh_transformer.serving.requests import Keys
-
-    keys = Keys(args.api_key_file)
-    with running_service(
-        args,
-        queue=args.queue,
-        max_tokens=args.max_tokens,
-        stall_seconds=args.stall_seconds,
-        wait=True,  # so that no request waits for the programs of a new replica
-    ) as service:
-        yield create_app(service, keys, hosts=["*"])  # the address has checked the Host header
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `running_service` that the flags of this command give."""
+    return {name: getattr(args, name) for name in ("queue", "max_tokens", "stall_seconds")}
 
 
 def main() -> None:
     args = parse_args()
     check_replica_arguments(args)
     if args.replicas:
-        serve_replicas(args, application)
+        # No request waits for the programs of a new replica.
+        serve_replicas(args, {**engine_options(args), "wait": True})
         return
 
     from mesh_transformer.serving.app import create_app
@@ -89,12 +76,7 @@ def main() -> None:
     keys = Keys(args.api_key_file)
     with (
         listen(args.host, args.port) as socket,
-        running_service(
-            args,
-            queue=args.queue,
-            max_tokens=args.max_tokens,
-            stall_seconds=args.stall_seconds,
-        ) as service,
+        running_service(args, **engine_options(args)) as service,
     ):
         log = sys.stderr if args.log_requests else None
         batches = None

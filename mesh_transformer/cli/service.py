@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mesh_transformer.cli.arguments import model_arguments, natural, positive
 from mesh_transformer.cli.machines import add_host_arguments, running_model
@@ -13,6 +13,7 @@ from mesh_transformer.util import InputError, exit_now
 
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.source import Source
+    from mesh_transformer.data.chat import ChatTemplate
     from mesh_transformer.serving.service import Service
 
 
@@ -166,6 +167,47 @@ def draft_of(args: argparse.Namespace, config: Config) -> "Source | None":
     return draft
 
 
+class Described(NamedTuple):
+    """A model as clients see it, before its weights are loaded.
+
+    Attributes:
+      model: where its weights are.
+      config: the config that was given; None for that of the checkpoint.
+      own: the model's config.
+      tokenizer: a tokenizer of transformers.
+      template: renders conversations; None for a model that cannot chat.
+      names: see `names_of`.
+    """
+
+    model: "str | Source"
+    config: Config | None
+    own: Config
+    tokenizer: Any
+    template: "ChatTemplate | None"
+    names: dict[str, int]
+
+
+def described(args: argparse.Namespace) -> Described:
+    """Return what the flags of `model_parser` and `add_service_arguments` say of the model.
+
+    Raises:
+      InputError: if the model, its tokenizer or its chat template cannot be used.
+    """
+    path, config = model_arguments(args)
+
+    from mesh_transformer.checkpoint.source import Source
+    from mesh_transformer.data.chat import template_to_chat
+    from mesh_transformer.data.tokenizer import Tokenizer
+
+    model = path if config else Source(path)
+    own = config or Source.of(model).config
+    tokenizer = Tokenizer.of(None, own, must_fit=True).loaded
+    template = template_to_chat(tokenizer, args.chat_template)
+    unnamed = own.name == Config.name
+    names = names_of(args, Source.of(model).name if unnamed else own.name)
+    return Described(model, config, own, tokenizer, template, names)
+
+
 @contextlib.contextmanager
 def running_service(
     args: argparse.Namespace,
@@ -188,11 +230,7 @@ def running_service(
     Raises:
       InputError: if the flags, the model, its tokenizer or its chat template cannot be used.
     """
-    path, config = model_arguments(args)
-
     from mesh_transformer.checkpoint.source import Source
-    from mesh_transformer.data.chat import template_to_chat
-    from mesh_transformer.data.tokenizer import Tokenizer
     from mesh_transformer.generation.sampling_settings import check_defaults
     from mesh_transformer.serving.engine import Engine
     from mesh_transformer.serving.metrics import Metrics
@@ -201,18 +239,13 @@ def running_service(
     # This comes before the model is loaded, which takes long, so that errors appear at once.
     if args.host_cache and (args.tpu or args.local_hosts):
         raise InputError("--host-cache does not support several hosts; leave it out")
-    model = path if config else Source(path)
-    own_config = config or Source.of(model).config
-    tokenizer = Tokenizer.of(None, own_config, must_fit=True).loaded
-    template = template_to_chat(tokenizer, args.chat_template)
-    sampling = own_config.sampling
+    known = described(args)
+    sampling = known.own.sampling
     check_defaults(sampling)
-    unnamed = own_config.name == Config.name
-    names = names_of(args, Source.of(model).name if unnamed else own_config.name)
-    draft = draft_of(args, own_config)
+    draft = draft_of(args, known.own)
     folders = [folder for _, folder in args.adapter]
     with running_model(
-        args, model, config, only_generate=True, adapters=folders, draft=draft
+        args, known.model, known.config, only_generate=True, adapters=folders, draft=draft
     ) as network:
         metrics = Metrics(args.rows)
         engine = Engine(
@@ -233,29 +266,47 @@ def running_service(
         if warm_up:
             engine.warm_up(wait=wait)
         yield Service(
-            names,
+            known.names,
             engine,
-            tokenizer,
+            known.tokenizer,
             metrics,
             max_tokens or network.config.window,
-            template,
+            known.template,
             args.any_name,
             ends_of(map(Source, folders)),
             sampling,
         )
 
 
-def identity_of(args: argparse.Namespace, service: "Service") -> list[Any]:
-    """Return JSON values that differ if the service may give other answers."""
+def identity_of(args: argparse.Namespace, model: "Service | Described") -> list[Any]:
+    """Return JSON values that differ if the model may give other answers."""
     from mesh_transformer.checkpoint.source import Source
 
     path, config = model_arguments(args)
     sources = [Source(name) for name in (path, *(folder for _, folder in args.adapter))]
-    template = service.template and service.template.template
+    template = model.template and model.template.template
     shapes = args.fixed_shapes and [args.chunk, args.speculate]
     flags = [args.any_name, shapes, args.embeddings]
     config = config or sources[0].config
-    return [*(source.identity for source in sources), repr(config), template, service.names, *flags]
+    return [*(source.identity for source in sources), repr(config), template, model.names, *flags]
+
+
+@contextlib.contextmanager
+def application(
+    args: argparse.Namespace, key_file: str | None = None, **options: Any
+) -> Iterator[Any]:
+    """Return a context manager that yields the application of a replica, in its process.
+
+    Args:
+      key_file: the file of API keys, if clients need one.
+      options: those of `running_service`.
+    """
+    from mesh_transformer.serving.app import create_app
+    from mesh_transformer.serving.requests import Keys
+
+    keys = Keys(key_file)
+    with running_service(args, **options) as service:
+        yield create_app(service, keys, hosts=["*"])  # the address has checked the Host header
 
 
 def end(service: "Service") -> NoReturn:

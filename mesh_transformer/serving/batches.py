@@ -152,7 +152,7 @@ class Batches:
         while not self._closed:
             with contextlib.suppress(ApiError):  # deleted
                 if name := self._queue.get():
-                    self._complete(name, LocalRequests(self._service, loop))
+                    self._complete(name, LocalRequests.of(self._service, loop))
 
     def _change(self, name: str, status: str, **values: Any) -> dict[str, Any]:
         """Store a batch's new status, and other values."""

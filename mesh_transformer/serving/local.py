@@ -1,4 +1,4 @@
-"""Requests to a service from its own process, answered by the same code as those over HTTP."""
+"""Requests to a service, or to replicas, from this process, answered by the code of a server."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -24,6 +25,7 @@ URLS = (COMPLETIONS, CHAT, EMBEDDINGS)  # of the lines of a batch
 ATTEMPTS = 3  # of a request during which the network fails
 CHARACTERS = 4  # of a token, about
 BUSY_SECONDS = 0.5  # between two attempts while the queue is full
+REPLICA_SECONDS = 600.0  # maximum time for a request to wait for a replica in place of a dead one
 
 log = logging.getLogger(__name__)
 
@@ -64,17 +66,33 @@ async def response_to(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]
 
 
 class LocalRequests:
-    """Sends requests to a service from other threads than that of its event loop.
+    """Sends requests to an application from other threads than that of its event loop.
+
+    At the end of its `with` block, the requests are stopped.
 
     Args:
+      app: the application of a service, or of the address of several replicas.
       loop: the event loop, which is running.
+      service: the service; None if there are replicas.
     """
 
-    def __init__(self, service: Service, loop: asyncio.AbstractEventLoop):
-        self._service, self._loop = service, loop
-        self._app = create_app(service, Keys(None))
+    def __init__(
+        self, app: ASGIApp, loop: asyncio.AbstractEventLoop, service: Service | None = None
+    ):
+        self._app, self._loop, self._service = app, loop, service
         self._stopped = threading.Event()
         self._sent = set[Future[Any]]()
+
+    @classmethod
+    def of(cls, service: Service, loop: asyncio.AbstractEventLoop) -> "LocalRequests":
+        """Return the requests to a service with its usual application."""
+        return cls(create_app(service, Keys(None)), loop, service)
+
+    def __enter__(self) -> "LocalRequests":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         """Let the requests that are running, and those that are sent later, raise StoppedError."""
@@ -85,12 +103,15 @@ class LocalRequests:
     def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Return the status and the JSON value of the response to `POST path`.
 
-        Requests that find the queue full, or during which the network fails, are sent again.
+        Requests that find the queue full, or during which the network fails or a replica dies, are
+        sent again.
 
         Raises:
-          StoppedError: if the service has stopped, or its network fails permanently.
+          StoppedError: if the service has stopped, its network fails permanently, or no replica
+            answers.
         """
         content, failures = json.dumps(body, default=str).encode(), 0
+        began = time.monotonic()
         while not self._stopped.is_set():
             response = response_to(self._app, path, content)
             try:
@@ -109,8 +130,16 @@ class LocalRequests:
                 self._sent.discard(sent)
             if status == 429:
                 self._stopped.wait(BUSY_SECONDS)
+                began = time.monotonic()
                 continue
-            problem = self._service.engine.health_problem if status >= 500 else None
+            problem = None
+            if self._service is not None:
+                problem = self._service.engine.health_problem if status >= 500 else None
+            elif status == 503:
+                if time.monotonic() < began + REPLICA_SECONDS:
+                    self._stopped.wait(BUSY_SECONDS)
+                    continue
+                problem = f"no replica answers within {REPLICA_SECONDS:.0f} s"
             failures += status >= 500
             if problem is not None:
                 raise StoppedError(f"the model cannot answer: {problem}; run the command again")
@@ -120,8 +149,8 @@ class LocalRequests:
 
 
 @contextlib.contextmanager
-def running(service: Service) -> Iterator[LocalRequests]:
-    """Start a service that is not served over HTTP, and stop it at the end."""
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """Run an event loop in a thread; requests that are left at the end are cancelled."""
     ended, ready = asyncio.Event(), threading.Event()
     loop = asyncio.new_event_loop()
 
@@ -130,19 +159,26 @@ def running(service: Service) -> Iterator[LocalRequests]:
         await ended.wait()
 
     def run() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # cancels requests at the end
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
             runner.run(wait())
 
     thread = start_thread(run, name="requests")
     ready.wait()
-    service.start()
-    requests = LocalRequests(service, loop)
     try:
-        yield requests
+        yield loop
     finally:
-        requests.stop()
         loop.call_soon_threadsafe(ended.set)
         thread.join(EXIT_SECONDS)
+
+
+@contextlib.contextmanager
+def running(service: Service) -> Iterator[LocalRequests]:
+    """Start a service that is not served over HTTP, and stop it at the end."""
+    try:
+        with running_loop() as loop, LocalRequests.of(service, loop) as requests:
+            service.start()
+            yield requests
+    finally:
         service.close(EXIT_SECONDS)
 
 

@@ -1,7 +1,11 @@
 """`serve --replicas`, as a user runs it, with replicas that die and weights that change."""
 
+import json
 import os
+import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +14,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.replicas import Server, Weights, answer, requests_of, running
+from tests.support.replicas import (
+    FLAGS,
+    Server,
+    Weights,
+    answer,
+    environment_with,
+    replica_processes,
+    requests_of,
+    running,
+)
 from tests.support.waiting import SECONDS, wait_until
 
 REQUESTS = requests_of(groups=4, each=4)
@@ -124,3 +137,39 @@ def test_weights_change_without_a_refused_request(server, weights, expected):
     assert all(text in either[number % len(either)] for number, text in enumerate(texts))
     wait_until(lambda: len(server.processes()) == 2, "the old replicas have ended")
     assert texts_of(ask_all(server)) == expected[1]
+
+
+def test_a_batch_on_replicas_has_the_bytes_of_one_here(folder, weights):
+    rng = random.Random(5)
+    rows = [{"prompt": "".join(rng.choices("abcdefgh ", k=rng.randint(1, 60)))} for _ in range(160)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--max-tokens", "30", "--logprobs", "--model-path", str(weights.step(0)), *FLAGS[:4]]
+
+    def start(output: str, *more: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "mesh_transformer", "batch", "rows.jsonl", output]
+        return subprocess.Popen(
+            [*command, *words, *FLAGS[-3:], *more],
+            cwd=folder,
+            env=environment_with(folder),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def answered() -> int:
+        (journal, *_) = [*folder.glob(".there.jsonl.*.partial"), None]
+        return 0 if journal is None else journal.read_bytes().count(b"\n")
+
+    here = start("here.jsonl")
+    assert here.wait(SECONDS) == 0, here.communicate()
+    with start("there.jsonl", "--replicas", "2") as there:
+        try:
+            wait_until(lambda: answered() > 20 or there.poll() is not None, "answers")
+            assert there.poll() is None, there.communicate()
+            os.kill(replica_processes(str(there.pid))[0], signal.SIGKILL)
+            output, errors = there.communicate(timeout=SECONDS)
+        finally:
+            there.kill()
+    assert there.returncode == 0, errors
+    assert output.endswith("there.jsonl: 160 rows, 0 of them with errors\n")
+    assert (folder / "there.jsonl").read_bytes() == (folder / "here.jsonl").read_bytes()

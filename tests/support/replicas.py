@@ -70,25 +70,39 @@ class Weights:
         self._published += 1
 
 
+def environment_with(compiled: Path) -> dict[str, str]:
+    """Return the environment of a command with one device, which keeps programs in a folder."""
+    inherited = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    return inherited | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": QUICK_COMPILATION,
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def replica_processes(name: str) -> list[int]:
+    """Return the process ids of the replicas of the command with a port or a process id."""
+    start, ids = f"ray::ServeReplica:mesh-transformer-{name}-".encode(), []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (path / "cmdline").read_bytes().startswith(start):
+                ids.append(int(path.name))
+    return sorted(ids)
+
+
 class Server:
     """The command `serve` in a process, and its address."""
 
     def __init__(self, model: Path, *flags: str, compiled: Path):
-        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-        environment |= {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(compiled),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "XLA_FLAGS": QUICK_COMPILATION,
-            "PYTHONPATH": str(ROOT),
-        }
         command = [sys.executable, "-m", "mesh_transformer", "serve", "--model-path", str(model)]
         self.errors = compiled / f"errors_{random.getrandbits(40):x}"
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [*command, "--port", "0", *FLAGS, *flags],
                 cwd=ROOT,
-                env=environment,
+                env=environment_with(compiled),
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -103,12 +117,7 @@ class Server:
 
     def processes(self) -> list[int]:
         """Return the process ids of the replicas."""
-        name, ids = f"ray::ServeReplica:mesh-transformer-{self.port}-".encode(), []
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if (path / "cmdline").read_bytes().startswith(name):
-                    ids.append(int(path.name))
-        return sorted(ids)
+        return replica_processes(self.port)
 
     def names(self) -> list[str]:
         """Return the names of the replicas that can answer."""
