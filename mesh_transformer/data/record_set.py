@@ -5,6 +5,7 @@ import functools
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -25,10 +26,12 @@ from mesh_transformer.data.tfrecords import (
     size,
 )
 from mesh_transformer.storage import files
+from mesh_transformer.storage.access import GCS
 from mesh_transformer.util import InputError
 
 DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
-# Threads that query the sizes of files, and files per task.
+# Threads that query the sizes of files, and files per task; the files of a bucket's folder that are
+# as many are listed instead.
 THREADS, FILES = 32, 64
 # The purposes for which random numbers are drawn; each has its own random stream.
 STREAMS = ("files", "records", "sets", "prompts", "answers")
@@ -233,10 +236,19 @@ class RecordSet:
 
     def _sizes(self) -> list[int]:
         """Return the size of each file; there may be hundreds of thousands, some of them remote."""
+        folders = Counter(path.rpartition("/")[0] for path in self.paths if path.startswith(GCS))
+        known: dict[str, int] = {}
+        for folder, count in folders.items():
+            if count >= FILES:
+                known |= files.sizes_in(folder)
+
+        def sizes(paths: list[str]) -> list[int]:
+            # Empty and missing files are left to `size`, which raises the error.
+            return [known.get(path) or size(self.source, path) for path in paths]
+
         parts = [self.paths[at : at + FILES] for at in range(0, len(self.paths), FILES)]
         with ThreadPoolExecutor(THREADS) as pool:
-            each = pool.map(lambda part: [size(self.source, path) for path in part], parts)
-            return list(itertools.chain.from_iterable(each))
+            return list(itertools.chain.from_iterable(pool.map(sizes, parts)))
 
     def require(self, count: int) -> None:
         """Raise InputError if the set has fewer than `count` records."""

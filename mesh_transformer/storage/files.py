@@ -9,11 +9,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 from tqdm import tqdm
 
 from mesh_transformer.storage.access import (
+    GCS,
     check_bucket,
     convert_storage_errors,
     delete_tree,
@@ -142,6 +144,21 @@ def _is_last(path: str) -> bool:
     deletes them first, so that readers never take an incomplete set of files for a complete one.
     """
     return os.path.basename(path) in ("meta.json", "config.json") or path.endswith(".index")
+
+
+def sizes_in(folder: str) -> dict[str, int]:
+    """Return the size of each file in a folder of a `gs://` bucket, by its path.
+
+    A request lists 1,000 files, whereas `size` sends one for each file.
+    """
+    check_bucket(folder)
+    from gcsfs.core import GCSFileSystem  # gcsfs's own would ask for the kind of the bucket
+
+    with convert_storage_errors(folder):
+        found: Any = GCSFileSystem(use_listings_cache=False, skip_instance_cache=True).find(
+            folder, maxdepth=1, detail=True
+        )
+    return {f"{GCS}{name}": int(entry["size"]) for name, entry in found.items()}
 
 
 def upload(folder: str, target: str, *, replace: bool = False) -> None:

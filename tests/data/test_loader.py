@@ -164,6 +164,19 @@ def test_a_uri_is_read_like_a_path(index, files, tmp_path, monkeypatch):
         del gcs.objects["loader", "some.index"]  # a folder of records
         np.testing.assert_array_equal(take(load("gs://loader", 5), 2), expected[:10])
         assert "gs://loader/absent.index: no such file" in refusal("gs://loader/absent.index")
+        # Many files of one folder are listed, not asked for one by one.
+        content = (tmp_path / "part_1.tfrecords").read_bytes()
+        names = [f"many/{number}.tfrecords" for number in range(1200)]
+        for name in names:
+            gcs._put(("loader", name), content)
+        gcs._put(("loader", "many.index"), "\n".join(f"gs://loader/{x}" for x in names).encode())
+        before = gcs.requests
+        loader = load("gs://loader/many.index", 5)
+        assert gcs.requests - before < 20
+        np.testing.assert_array_equal(take(loader, 2), np.concatenate([files[1]] * 10))
+        loader.close()
+        gcs._put(("loader", names[-1]), b"")
+        assert f"{names[-1]} is empty, expected records" in refusal("gs://loader/many.index")
 
 
 def test_tensorflow_reads_our_records(index, files, tmp_path):

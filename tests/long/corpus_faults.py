@@ -12,6 +12,7 @@ the testbench that makes requests fail.
 import argparse
 import os
 import random
+import secrets
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.support.fake_gcs import HOSTS, Answer, FakeGcs, gcs_server
 from tests.support.ray_cluster import add_node, ray_cluster
 
 SHARE = 0.05  # of the requests that begin a fault
-BUCKET = "bucket"
+BUCKET = f"bucket-{secrets.token_hex(4)}"  # a testbench keeps those of earlier runs
 # What the testbench can do to a request; the last one only to a download.
 INSTRUCTIONS = (
     *("return-503", "return-429", "return-reset-connection"),
