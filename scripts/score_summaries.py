@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from mesh_transformer import extras
 from mesh_transformer.cli.arguments import model_arguments, model_parser, positive
-from mesh_transformer.cli.completion_records import no_pairs_error, read_pairs
 from mesh_transformer.cli.machines import add_host_arguments, running_model
 from mesh_transformer.data.completions import Pair
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files
+from mesh_transformer.data.rows import no_pairs_error, read_pairs
 from mesh_transformer.data.special_tokens import before_end, end_tokens, prompt_tokens
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError, run_script

@@ -27,7 +27,7 @@ ROOMS = {
     "old_names": "|",
     "extras": "|",
     "util": "old_names extras |",
-    "storage": "util | etils tensorflow tensorstore tqdm yaml",
+    "storage": "util | etils gcsfs tensorflow tensorstore tqdm yaml",
     "families": "|",
     "config_checks": "families util |",
     "config_files": "util storage families |",

@@ -1,6 +1,7 @@
 """Command-line flags shared by several commands, and their conversion to configs and options."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
     from mesh_transformer.checkpoint.source import Source
+    from mesh_transformer.data.parts import Workers
 
 
 class RunOptions(TypedDict):
@@ -370,4 +372,23 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder or GGUF file of a tokenizer or its model, hub name, gpt2 or bytes (default "
         "gpt2)",
     )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="tokenise on the Ray cluster at HOST:PORT or auto, which finds it; all its machines "
+        "must reach the input and the output folder at the same paths (default: this machine "
+        "alone)",
+    )
     add_input_arguments(parser)
+
+
+def ray_workers(address: str | None) -> "contextlib.AbstractContextManager[Workers | None]":
+    """Return a context manager that connects to the Ray cluster at an address, if there is one."""
+    if address is None:
+        return contextlib.nullcontext()
+    from mesh_transformer.pod.ray_head import set_driver_environment
+
+    set_driver_environment()
+    from mesh_transformer.pod.ray_workers import RayWorkers  # an installation may lack Ray
+
+    return RayWorkers(address)

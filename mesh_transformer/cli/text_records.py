@@ -16,7 +16,6 @@ sequence begin the next epoch.
 """
 
 import argparse
-import contextlib
 import dataclasses
 
 from mesh_transformer.cli.arguments import (
@@ -25,11 +24,11 @@ from mesh_transformer.cli.arguments import (
     add_text_column,
     input_help,
     positive,
+    ray_workers,
 )
 from mesh_transformer.data.file_types import FILE_TYPES
 from mesh_transformer.data.inputs import InputSet, find_set, find_sets, left_out
 from mesh_transformer.data.packing import TextOptions
-from mesh_transformer.data.parts import Workers
 from mesh_transformer.data.text_set import make_set
 from mesh_transformer.data.tfrecords import check_set_name
 from mesh_transformer.data.tokenizer import load_tokenizer
@@ -72,13 +71,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--seed", type=int, default=10, help="shuffling seed (default %(default)s)"
     )
     packing.add_argument("--preserve-data-order", action="store_true", help="do not shuffle")
-    parser.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="tokenise on the Ray cluster at HOST:PORT or auto, which finds it; all its machines "
-        "must reach the input and the output folder at the same paths (default: this machine "
-        "alone)",
-    )
     parser.add_argument("--verbose", action="store_true", help="print skipped sequences")
     return parser.parse_args(arguments)
 
@@ -121,18 +113,6 @@ def input_sets(options: argparse.Namespace) -> dict[str, InputSet]:
     return sets
 
 
-def _workers(address: str | None) -> "contextlib.AbstractContextManager[Workers | None]":
-    """Return a context manager that connects to the Ray cluster at an address, if there is one."""
-    if address is None:
-        return contextlib.nullcontext()
-    from mesh_transformer.pod.ray_head import set_driver_environment
-
-    set_driver_environment()
-    from mesh_transformer.pod.ray_workers import RayWorkers  # an installation may lack Ray
-
-    return RayWorkers(address)
-
-
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     tokenizer = load_tokenizer(options.tokenizer)
@@ -143,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_set_name(name)
     names = [field.name for field in dataclasses.fields(TextOptions)]
     chosen = TextOptions(**{name: getattr(options, name) for name in names})
-    with _workers(options.ray) as workers:
+    with ray_workers(options.ray) as workers:
         for name, inputs in sets.items():
             print(make_set(chosen, name, inputs, tokenizer, workers))
     if line := left_out(options.input_path, FILE_TYPES):

@@ -23,8 +23,9 @@ from mesh_transformer.data.packing import (
     sequences,
     write_parts,
 )
-from mesh_transformer.data.parts import TokenizingParts, Work, Workers
+from mesh_transformer.data.parts import Workers
 from mesh_transformer.data.same_tokenizer import encoding
+from mesh_transformer.data.text_parts import TextWork, TokenizingParts
 from mesh_transformer.data.tokenizer import fingerprint
 from mesh_transformer.storage.access import check_bucket, is_uri
 from mesh_transformer.storage.files import delete, is_file, open_file, upload
@@ -191,7 +192,7 @@ def _tokenizing(
     folder = _folder_of_parts(options, name, work)
     if options.new:
         delete(folder)
-    part_work = Work(folder, os.getcwd(), tokenizer, *cleaning, column)
+    part_work = TextWork(folder, os.getcwd(), tokenizer, *cleaning, column)
     return TokenizingParts(*arguments, work=part_work, workers=workers)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mesh_transformer.cli import text_records as script
-from mesh_transformer.data import documents, parts, text_set
+from mesh_transformer.data import documents, parts, text_parts, text_set
 from mesh_transformer.data.documents import read_pieces
 from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.spans import Span, ends_of_spans
@@ -22,41 +22,10 @@ from mesh_transformer.data.tokenizer import character_tokenizer, load_tokenizer
 from mesh_transformer.util import InputError
 from tests.long import killed_tokenizing
 from tests.support.fake_gcs import gcs_server
+from tests.support.shuffled_workers import ShuffledWorkers, Stopped
 
 END = "<|endoftext|>"
 SEQ = 16
-
-
-class Stopped(BaseException):
-    """An exception that ends a run and that no handler in the script catches."""
-
-
-class ShuffledWorkers:
-    """Call the function in this process, for the parts in a random order, twice for some of them.
-
-    Args:
-      calls: the number of parts after which the run is interrupted.
-    """
-
-    def __init__(self, seed: int, calls: int | None = None):
-        self.generator, self.left, self.parts = random.Random(seed), calls, []
-
-    def run(self, function, shared, parts):
-        waiting, is_last = [], False
-        while waiting or not is_last:
-            while not is_last and len(waiting) < 5:
-                part = next(parts, None)
-                is_last = part is None
-                waiting += [] if part is None else [part]
-            if not waiting:
-                return
-            part = waiting.pop(self.generator.randrange(len(waiting)))
-            if self.left is not None and len(self.parts) == self.left:
-                raise Stopped
-            self.parts.append(part)
-            for _ in range(self.generator.choice([1, 1, 2])):
-                result = function(shared, part)
-            yield part, result
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +38,10 @@ def small(monkeypatch, gpt2):
     """Make pieces and parts small, and let no worker change this process."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     monkeypatch.setattr(documents, "PIECE_CHARACTERS", 64)
-    monkeypatch.setattr(parts, "PART_BYTES", 300)
-    monkeypatch.setattr(parts, "SAVE_EVERY", 3)
+    monkeypatch.setattr(text_parts, "PART_BYTES", 300)
+    monkeypatch.setattr(text_parts, "SAVE_EVERY", 3)
     monkeypatch.setattr(script, "load_tokenizer", lambda name: gpt2)
-    parts._tokenizing.cache_clear()
+    parts._reader.cache_clear()
 
 
 @pytest.fixture
@@ -80,7 +49,7 @@ def create(monkeypatch):
     """Create a set with the command; by means of workers if there are any."""
 
     def create(source, out, workers, *options):
-        monkeypatch.setattr(script, "_workers", lambda _: contextlib.nullcontext(workers))
+        monkeypatch.setattr(script, "ray_workers", lambda _: contextlib.nullcontext(workers))
         script.main([str(source), "set", "--output-dir", str(out), "--seq", str(SEQ), *options])
         return killed_tokenizing.contents(out)
 
@@ -324,13 +293,13 @@ def test_missing_files_of_a_worker_are_named(tmp_path, monkeypatch, create):
 PROGRAM = """
 import contextlib, sys
 from mesh_transformer.cli import text_records
-from mesh_transformer.data import parts
-from tests.data.test_parts import ShuffledWorkers, Stopped
+from mesh_transformer.data import text_parts
+from tests.support.shuffled_workers import ShuffledWorkers, Stopped
 
-parts.PART_BYTES = 2000
+text_parts.PART_BYTES = 2000
 calls = int(sys.argv.pop(1))
 workers = ShuffledWorkers(1, calls if calls >= 0 else None)
-text_records._workers = lambda _: contextlib.nullcontext(workers)
+text_records.ray_workers = lambda _: contextlib.nullcontext(workers)
 try:
     text_records.main(sys.argv[1:])
 except Stopped:

@@ -18,10 +18,10 @@ import pytest
 import mesh_transformer
 from mesh_transformer.__main__ import main
 from mesh_transformer.cli import completion_records
-from mesh_transformer.cli.completion_records import Names, read_texts
 from mesh_transformer.config import Config
 from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.loader import open_train_set
+from mesh_transformer.data.rows import Names, read_texts
 from mesh_transformer.data.tokenizer import character_tokenizer, load_tokenizer
 from mesh_transformer.evaluation import answers, openai_client
 from mesh_transformer.evaluation.openai_client import Client

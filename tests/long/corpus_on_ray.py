@@ -33,10 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = """
 import sys
 from mesh_transformer.cli import text_records
-from mesh_transformer.data import parts
+from mesh_transformer.data import text_parts
 from mesh_transformer.util import run_script
 
-parts.PART_BYTES = int(sys.argv.pop(1))
+text_parts.PART_BYTES = int(sys.argv.pop(1))
 run_script(lambda: text_records.main(sys.argv[1:]))
 """
 LAYOUTS = ((1,), (2,), (1, 1), (4,), (2, 2), (1, 2, 1))  # CPUs of the nodes
