@@ -96,7 +96,7 @@ ENTRY %main (p: f32[32,128]) -> f32[32,128] {
     part = 4 * 8 * 128
     assert traffic.between_slices == part  # of each device: together, one gradient per slice
     assert traffic.on_links == 2 * 3 * part
-    assert {exchange.axis for exchange in traffic.exchanges} == {"dp", "slices"}
+    assert {exchange.axis for exchange in traffic.exchanges} == {"part of dp", "slices"}
     between = "all-reduce" + hlo.BETWEEN_SLICES
     assert bytes_sent(between, 800, 4) == 2 * 600  # each slice sends and gets three quarters twice
     options = {"devices": 8, "tokens": 1, "peak_bytes": 0, "hbm_traffic_bytes": 0, "link_bytes": 0}
