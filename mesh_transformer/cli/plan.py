@@ -180,7 +180,7 @@ def plan_for(
         options = {"limit": args.limit, "in_full": not args.fast, "deadline": deadline}
         return search(config, slice_, fixed=changes, **options)
     if chooses:
-        return choose(config, slice_, fixed=changes, deadline=deadline)
+        return choose(config, slice_, fixed=changes, fast=args.fast, deadline=deadline)
     teacher = None if config.teacher_path is None else Source(config.teacher_path).config
     make_plan = functools.partial(priced_plan, teacher=teacher)
     if args.decode:

@@ -275,6 +275,7 @@ def choose(
     topology: Slice,
     *,
     fixed: dict[str, Any] | None = None,
+    fast: bool = False,
     deadline: float | None = None,
 ) -> Plan:
     """Choose the settings that train fastest on paper, and compile them to confirm that they fit.
@@ -284,6 +285,7 @@ def choose(
 
     Args:
       fixed: config keys and values that all settings must have.
+      fast: whether to compile with reduced optimisation.
       deadline: time of `time.monotonic` at which to stop compiling; None for no limit.
 
     Returns:
@@ -312,7 +314,7 @@ def choose(
         if any(_is_larger(setting, other) for other in outcomes.too_large):
             continue
         try:
-            result = plan(setting, topology, deadline=deadline)
+            result = plan(setting, topology, fast=fast, deadline=deadline)
         except OutOfTimeError:
             return plan(setting, topology, on_paper=True)
         except InputError as error:  # ZeRO finds no axis to split, or compilation fails
@@ -387,11 +389,12 @@ def _that_may_fit(
     """
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     is_fixed = "shard_activations" in fixed
-    variants = [config if is_fixed else config.replace(shard_activations=False)]
+    is_whole = is_fixed or not config.shard_activations
+    variants = [config if is_whole else config.replace(shard_activations=False)]
     estimates = [estimate_step(variants[0], hardware, topology.devices)]
-    mp, is_whole = config.cores_per_replica, config.context_parallel == 1
+    mp, cp = config.cores_per_replica, config.context_parallel
     may_exceed = peak_on(topology, estimates[0].peak_bytes) * (1 + PAPER_ERROR) > limit
-    if may_exceed and mp > 1 and not config.seq % mp and is_whole and not is_fixed:
+    if may_exceed and mp > 1 and not config.seq % mp and cp == 1 and not is_fixed:
         variants.append(config.replace(shard_activations=True))
         estimates.append(estimate_step(variants[1], hardware, topology.devices))
     return [
