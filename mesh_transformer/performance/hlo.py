@@ -30,6 +30,7 @@ KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective
 # The end of the kinds of collectives over the network of the data centre, such as
 # "all-reduce between slices".
 BETWEEN_SLICES = " between slices"
+BACKWARD = "transpose(jvp"  # part of JAX's names of the operations of a backward pass
 # Kinds whose -start operation returns a tuple of its operands followed by its results.
 WITH_OPERANDS = ("all-gather", "collective-permute")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="([A-Z_]+)"')
@@ -233,11 +234,14 @@ class Loop:
       trips: number of iterations; None if the HLO text does not give it.
       collectives: collectives that one iteration runs, without those in nested loops.
       loops: the loops that are nested directly in this loop.
+      is_backward: whether it has operations of a backward pass, by their names.  Not all of its
+        collectives have one.
     """
 
     trips: int | None
     collectives: list[Collective]
     loops: list["Loop"]
+    is_backward: bool = False
 
     def runs(self) -> Iterator[tuple[Collective, int]]:
         """Yield each collective, and how many times it runs in one iteration of this loop.
@@ -271,7 +275,8 @@ def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> 
 
     Collectives and loops in computations that the body calls are included.
     """
-    loop = Loop(trips, [], [])
+    names = (operation.rest for operation in computations[name].values())
+    loop = Loop(trips, [], [], is_backward=any(BACKWARD in rest for rest in names))
     beside = _beside_loops(computations[name])
     for operation in computations[name].values():
         if operation.body:

@@ -277,7 +277,7 @@ class Traffic:
     Attributes:
       layer_forward: number of all-reduces of activations per layer in the forward pass.  With a
         `virtual_mesh`, each of them consists of an all-to-all and an all-gather.  In a program for
-        several slices the passes cannot be told apart, and those of the backward pass count too.
+        several slices the passes may not be told apart, so that only both together are reported.
       layer_backward: number of all-reduces of activations per layer in the backward pass; 0 in a
         decode step.
       bytes_by_kind: for each kind of collective, the size in bytes of its results on one device,
@@ -311,7 +311,7 @@ class Traffic:
         parts = " (all-to-all and all-gather)" if "all-to-all" in self.bytes_by_kind else ""
         counts = f"{self.layer_forward} forward, {self.layer_backward} backward"
         if self.between_slices:
-            counts = f"{self.layer_forward} forward and backward together"
+            counts = f"{self.layer_forward + self.layer_backward} forward and backward together"
         return [
             f"activation all-reduces{parts} per layer: {counts}",
             *(exchange.line() for exchange in self.exchanges),
@@ -333,7 +333,7 @@ def traffic_of(text: str, layout: Layout) -> Traffic:
     reduced = {False: 0, True: 0}  # elements, in the forward and the backward pass
     for loop in layers:
         for collective in loop.collectives:
-            reduced["transpose" in collective.where] += _all_reduced(collective, size, mesh)
+            reduced[loop.is_backward] += _all_reduced(collective, size, mesh)
     exchanges = _exchanges(program, layout)
     forward, backward = (elements // size for elements in reduced.values())
     return Traffic(forward, backward, _by_kind(exchanges), exchanges)
@@ -406,7 +406,7 @@ def _exchanges(program: hlo.Loop, layout: Layout) -> list[Exchange]:
                 continue
             place = outer
             if outer == "layer":
-                place = "layer backward" if "transpose" in collective.where else "layer forward"
+                place = "layer backward" if loop.is_backward else "layer forward"
             key = place, collective.kind, axis, collective.dtype
             sent = bytes_sent(collective.kind, collective.bytes, size)
             on_links = bytes_on_links(collective.kind, collective.bytes, size)

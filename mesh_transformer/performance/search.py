@@ -282,15 +282,17 @@ def choose(
 
     All settings have the config's number of sequences per step.  Those that fit with memory to
     spare (`SPARE`) come first.  The next ones are compiled only if the first one does not fit.
+    Each is compiled with reduced optimisation first, and in full if it then fits.
 
     Args:
       fixed: config keys and values that all settings must have.
-      fast: whether to compile with reduced optimisation.
+      fast: whether to compile nothing in full.
       deadline: time of `time.monotonic` at which to stop compiling; None for no limit.
 
     Returns:
-      The first plan that fits; if none of `MOST_CHOICES` does, the one with the smallest peak.  It
-      is on paper if no setting may fit, or if the deadline passes first.
+      The first plan that fits; if none of `MOST_CHOICES` does, the one with the smallest peak.  If
+      the deadline passes first, it is compiled with reduced optimisation or on paper.  It is also
+      on paper if no setting may fit.
 
     Raises:
       InputError: if no setting for the slice has the config's number of sequences per step, or if
@@ -314,18 +316,34 @@ def choose(
         if any(_is_larger(setting, other) for other in outcomes.too_large):
             continue
         try:
-            result = plan(setting, topology, fast=fast, deadline=deadline)
-        except OutOfTimeError:
-            return plan(setting, topology, on_paper=True)
+            result, is_last = _confirmed(setting, topology, fast, deadline)
         except InputError as error:  # ZeRO finds no axis to split, or compilation fails
             outcomes.refused.append(error)
             continue
-        if result.fits:
+        if is_last:
             return result
         outcomes.too_large.append(result)
     if not outcomes.too_large:
         raise outcomes.refused[0]
     return min(outcomes.too_large, key=lambda result: result.peak_bytes)
+
+
+def _confirmed(
+    config: Config, topology: Slice, fast: bool, deadline: float | None
+) -> tuple[Plan, bool]:
+    """Compile a setting as far as the time allows; see `choose`.
+
+    Returns:
+      The plan, and whether it fits or the deadline has passed.
+    """
+    result = None
+    try:
+        result = plan(config, topology, fast=True, deadline=deadline)
+        if result.fits and result.fast and not fast:
+            result = plan(config, topology, deadline=deadline)
+    except OutOfTimeError:
+        return result or plan(config, topology, on_paper=True), True
+    return result, result.fits
 
 
 def comparison(plans: Sequence[Plan]) -> str:
@@ -351,7 +369,7 @@ def _comparison_cells(own: Plan) -> list[str]:
         f"{own.per_replica_batch} x {own.accumulation}",
         f"{own.peak_bytes / GIB:.2f} of {own.hbm_bytes / GIB:.2f}",
         *speeds,
-        "compiled" if own.compile_seconds else "on paper",
+        f"compiled{' quickly' * own.fast}" if own.compile_seconds else "on paper",
     ]
 
 

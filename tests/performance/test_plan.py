@@ -499,7 +499,7 @@ def test_a_search_ranks_the_plans_that_fit():
     assert {found_plan.zero for found_plan in result.plans} == {0}
     assert "2 fit" in result.table()
     json.dumps(dataclasses.asdict(result))
-    with pytest.raises(InputError, match=r"the config's \d+ sequences per step"):
+    with pytest.raises(InputError, match=r"gives the \d+ sequences per step"):
         search.search(
             config.replace(per_replica_batch=1),
             slice_named("cpu-4"),

@@ -358,18 +358,27 @@ def test_collectives_outside_loops_do_not_belong_to_a_layer():
     assert [exchange.place for exchange in result.exchanges] == ["step"]
 
 
-LAYERS = """%body (state: (s32[], f32[1,4,8])) -> (s32[], f32[1,4,8]) {
+LAYERS = """%forward (state: (s32[], f32[1,4,8])) -> (s32[], f32[1,4,8]) {
   %state = (s32[], f32[1,4,8]{2,1,0}) parameter(0)
   %a = f32[1,4,8]{2,1,0} get-tuple-element(%state), index=1
   %one = f32[1,4,8]{2,1,0} all-reduce(%a), replica_groups=MP
-  %two = f32[1,4,8]{2,1,0} all-reduce(%one), replica_groups=MP, metadata={op_name="transpose(x)"}
-  %dp = f32[32]{0} all-reduce(%b), replica_groups=DP, metadata={op_name="transpose(y)"}
+  ROOT %next = (s32[], f32[1,4,8]{2,1,0}) tuple(%i, %one)
+}
+
+%backward (state: (s32[], f32[1,4,8])) -> (s32[], f32[1,4,8]) {
+  %state = (s32[], f32[1,4,8]{2,1,0}) parameter(0)
+  %b = f32[1,4,8]{2,1,0} get-tuple-element(%state), index=1
+  %c = f32[32]{0} reshape(%b), metadata={op_name="jit(step)/transpose(jvp())/while/reshape"}
+  %two = f32[1,4,8]{2,1,0} all-reduce(%b), replica_groups=MP
+  %dp = f32[32]{0} all-reduce(%c), replica_groups=DP
   ROOT %next = (s32[], f32[1,4,8]{2,1,0}) tuple(%i, %two)
 }
 
 ENTRY %main (a: (s32[], f32[1,4,8])) -> (s32[], f32[1,4,8]) {
   %a = (s32[], f32[1,4,8]{2,1,0}) parameter(0)
-  ROOT %loop = (s32[], f32[1,4,8]{2,1,0}) while(%a), condition=%c, body=%body, \
+  %first = (s32[], f32[1,4,8]{2,1,0}) while(%a), condition=%c, body=%forward, \
+backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %second = (s32[], f32[1,4,8]{2,1,0}) while(%first), condition=%c, body=%backward, \
 backend_config={"known_trip_count":{"n":"3"}}
 }
 """
@@ -385,7 +394,10 @@ backend_config={"known_trip_count":{"n":"3"}}
     ],
 )
 def test_only_sums_over_mp_are_those_of_activations(dp, mp, groups, expected):
-    """A gradient that is summed over dp in the loop over layers may have the same size."""
+    """A gradient that is summed over dp in the loop over layers may have the same size.
+
+    The loop of the backward pass is known by other operations than its collectives.
+    """
     config = Config(layers=3, d_model=8, n_heads=2, n_vocab=8, seq=4, cores_per_replica=mp)
     text = LAYERS.replace("MP", groups[0]).replace("DP", groups[1])
     mesh = Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
@@ -878,6 +890,31 @@ def test_a_choice_is_on_paper_if_the_time_is_over_or_nothing_may_fit(monkeypatch
     assert (result.on_paper, len(compiled)) == (True, 1)
     result, compiled = planned(monkeypatch, lambda number: 1, model="llama3-70b")
     assert (result.on_paper, result.fits, compiled) == (True, False, [])
+
+
+@pytest.mark.parametrize(
+    ("most", "fast", "expected"),
+    [
+        (9, False, [True, False, True, False]),
+        (3, False, [True, False, True]),  # the time is over
+        (9, True, [True]),
+    ],
+)
+def test_a_choice_is_compiled_quickly_and_then_in_full(monkeypatch, most, fast, expected):
+    """The second setting fits in full; the first one only if it is compiled quickly."""
+    calls: list[bool] = []
+
+    def make(config: Config, _: Any, *, fast: bool = False, **options: Any) -> Any:
+        if len(calls) == most:
+            raise OutOfTimeError
+        calls.append(fast)
+        return fake_plan(config, 1.0, fits=len(calls) != 2, fast=fast)
+
+    monkeypatch.setattr(search, "plan", make)
+    config = search.with_batch(Config.load(None, model="pythia-1b"), 2**19, [8])
+    fixed = {"per_replica_batch": 4}
+    result = search.choose(config, topology("v5e-8"), fixed=fixed, fast=fast)
+    assert (calls, result.fits, result.fast) == (expected, True, expected[-1])
 
 
 def test_a_search_that_runs_out_of_time_keeps_what_it_found(monkeypatch):
