@@ -24,7 +24,7 @@ from mesh_transformer.cli.arguments import (
     load_config,
     positive,
 )
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, exit_now
 
 if TYPE_CHECKING:
     from mesh_transformer.config import Config
@@ -237,7 +237,5 @@ def main() -> None:
             print(OUT_OF_TIME)
     status = 0 if args.scaling else int(not all(result.fits for result in results))
     if is_late:  # a compilation may still run in a thread, which nothing can stop
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        exit_now("", status)
     sys.exit(status)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from mesh_transformer.mesh.program import compiled_folder
 from mesh_transformer.performance.hlo import planned_memory
-from mesh_transformer.util import InputError, first_line
+from mesh_transformer.util import InputError, first_line, start_thread
 
 # Compiler options that make compilation fast.  They do not change the collectives.  They change the
 # peak memory by at most 8 percent, with ZeRO 3 by 12, and the memory traffic by at most a factor of
@@ -136,7 +136,7 @@ def _within(deadline: float | None, compile_program: Callable[[], Any]) -> Any:
         except BaseException as error:  # raised again below
             result.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()  # the compiler cannot be interrupted
+    start_thread(run, name="compilation")  # which nothing can interrupt
     try:
         return result.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
@@ -153,8 +153,7 @@ def _progress(what: str) -> Iterator[None]:
             while not done.wait(every):
                 bar.refresh()
 
-        thread = threading.Thread(target=show, daemon=True)
-        thread.start()
+        thread = start_thread(show, name="progress")
         try:
             yield
         finally:

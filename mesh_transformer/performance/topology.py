@@ -51,6 +51,7 @@ class Topology:
       generation: TPU generation, such as v5e.
       grid: number of chips along each dimension of a slice.
       slices: number of slices.
+      platform: "tpu".
     """
 
     name: str
@@ -224,6 +225,8 @@ class Gpus:
       memory: bytes of the whole memory of one GPU.
       devices: number of GPUs.
       is_assumed: whether `model` is an assumption.
+      platform: "gpu".
+      compute_capability: a lower bound, with which GPUs have bf16.
     """
 
     name: str
@@ -233,7 +236,7 @@ class Gpus:
     is_assumed: bool = False
 
     platform = "gpu"
-    compute_capability = "8.0"  # at least: all of them have bf16
+    compute_capability = "8.0"
 
     @property
     def hbm(self) -> int:
@@ -363,8 +366,8 @@ def this_machine() -> LocalDevices:
 def slice_named(name: str) -> Slice:
     """Return the devices called `name`.
 
-    This is a TPU slice (see `topology`), GPUs (see `gpus_named`), or `cpu`, `cpu-<N>` or `gpu` of
-    this machine.
+    This is a TPU slice (see `Topology`), GPUs such as `8xH100` or `gpu:80GiBx8` (see `Gpus`), or
+    `cpu`, `cpu-<N>` or `gpu` of this machine.
 
     Raises:
       InputError: if there are no devices of that name, or the machine does not have them.
