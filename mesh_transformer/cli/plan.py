@@ -199,7 +199,7 @@ def plan_for(
                 f"topology {slice_.name}: the step was not compiled within --minutes "
                 f"{args.minutes:g}; raise it or add --fast"
             ) from None
-        return make_plan(changed, slice_, on_paper=True)
+        return priced_plan(changed, slice_, teacher=teacher, on_paper=True)
 
 
 def main() -> None:
