@@ -349,7 +349,7 @@ def _confirmed(
 def comparison(plans: Sequence[Plan]) -> str:
     """Format plans for several slices as a Markdown table, one row per plan."""
     head = ["devices", "fits", "mesh", "ZeRO", "remat", "activations", "batch x micro"]
-    head += ["GiB per device", "MFU, estimate", "tokens/s, estimate", "bound by", "figures"]
+    head += ["GiB per device", "MFU, estimate", "tokens/s, estimate", "bound by", "peak and bytes"]
     return markdown_table(head, [_comparison_cells(own) for own in plans])
 
 
@@ -369,7 +369,7 @@ def _comparison_cells(own: Plan) -> list[str]:
         f"{own.per_replica_batch} x {own.accumulation}",
         f"{own.peak_bytes / GIB:.2f} of {own.hbm_bytes / GIB:.2f}",
         *speeds,
-        f"compiled{' quickly' * own.fast}" if own.compile_seconds else "on paper",
+        f"{own.basis}{', compiled quickly' * own.fast}",
     ]
 
 

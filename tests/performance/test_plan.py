@@ -285,7 +285,7 @@ def test_plans_for_several_devices_are_a_table(monkeypatch, capsys):
     assert line.startswith("| --- |")
     for row, name in ((first, "cpu-4"), (second, "cpu-2")):
         assert re.match(rf"\| {name} \| yes \| dp \d x mp \d \|", row)
-        assert row.endswith("| on paper |")
+        assert row.endswith("| on paper, not compiled |")
     assert (status, note) == (0, search.OUT_OF_TIME)
     assert text.count("peak and bytes: on paper, not compiled; nothing was measured") == 2
     status, text = run_in_process(monkeypatch, capsys, *words, "--json")
