@@ -282,7 +282,7 @@ def choose(
 
     All settings have the config's number of sequences per step.  Those that fit with memory to
     spare (`SPARE`) come first.  The next ones are compiled only if the first one does not fit.
-    Each is compiled with reduced optimisation first, and in full if it then fits.
+    With a deadline, each is compiled with reduced optimisation first, and in full if it then fits.
 
     Args:
       fixed: config keys and values that all settings must have.
@@ -338,8 +338,9 @@ def _confirmed(
     """
     result = None
     try:
-        result = plan(config, topology, fast=True, deadline=deadline)
-        if result.fits and result.fast and not fast:
+        if fast or deadline is not None:
+            result = plan(config, topology, fast=True, deadline=deadline)
+        if result is None or (result.fits and result.fast and not fast):
             result = plan(config, topology, deadline=deadline)
     except OutOfTimeError:
         return result or plan(config, topology, on_paper=True), True

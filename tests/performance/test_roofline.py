@@ -893,14 +893,15 @@ def test_a_choice_is_on_paper_if_the_time_is_over_or_nothing_may_fit(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("most", "fast", "expected"),
+    ("most", "options", "expected"),
     [
-        (9, False, [True, False, True, False]),
-        (3, False, [True, False, True]),  # the time is over
-        (9, True, [True]),
+        (9, {"deadline": math.inf}, [True, False, True, False]),
+        (3, {"deadline": math.inf}, [True, False, True]),  # the time is over
+        (9, {"fast": True}, [True]),
+        (9, {}, [False]),
     ],
 )
-def test_a_choice_is_compiled_quickly_and_then_in_full(monkeypatch, most, fast, expected):
+def test_a_choice_with_a_time_limit_is_compiled_quickly_first(monkeypatch, most, options, expected):
     """The second setting fits in full; the first one only if it is compiled quickly."""
     calls: list[bool] = []
 
@@ -913,7 +914,7 @@ def test_a_choice_is_compiled_quickly_and_then_in_full(monkeypatch, most, fast, 
     monkeypatch.setattr(search, "plan", make)
     config = search.with_batch(Config.load(None, model="pythia-1b"), 2**19, [8])
     fixed = {"per_replica_batch": 4}
-    result = search.choose(config, topology("v5e-8"), fixed=fixed, fast=fast)
+    result = search.choose(config, topology("v5e-8"), fixed=fixed, **options)
     assert (calls, result.fits, result.fast) == (expected, True, expected[-1])
 
 
