@@ -96,7 +96,9 @@ def parse_args() -> argparse.Namespace:
         "--fast", action="store_true", help="compile quickly, for less exact figures"
     )
     parser.add_argument(
-        "--minutes", type=above_0, help="time limit, after which the best so far is printed"
+        "--minutes",
+        type=above_0,
+        help="time limit for compiling, after which the best so far is printed",
     )
     parser.add_argument(
         "--json",

@@ -87,6 +87,8 @@ def compiled(
     entry = _entry(lowered.as_text(), devices, options)
     if memory := _read(entry):
         return memory
+    if deadline is not None and time.monotonic() >= deadline:
+        raise OutOfTimeError
     began = time.perf_counter()
     try:
         with _progress(f"compiling for {topology}{setting and f', {setting}'}"):
@@ -126,8 +128,6 @@ def _within(deadline: float | None, compile_program: Callable[[], Any]) -> Any:
     """Return what `compile_program` returns, or raise OutOfTimeError at the deadline."""
     if deadline is None:
         return compile_program()
-    if time.monotonic() >= deadline:
-        raise OutOfTimeError
     result: Future[Any] = Future()
 
     def run() -> None:
