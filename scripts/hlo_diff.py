@@ -84,6 +84,7 @@ def write(path: Path, only: str | None) -> None:
     from mesh_transformer.generation.weights import weight_layout
     from mesh_transformer.mesh.program import Layout
     from mesh_transformer.performance import device_arrays, plan
+    from mesh_transformer.performance.compilation import compiled
     from mesh_transformer.performance.topology import mesh_of, slice_named
     from mesh_transformer.training import step
 
@@ -102,10 +103,10 @@ def write(path: Path, only: str | None) -> None:
         batch = plan.abstract_batch(layout)
         result["programs"] |= {
             f"{name}, train": summary(
-                plan.compiled(topology, step.compile_train(layout), layout.abstract, batch)
+                compiled(topology, step.compile_train(layout), layout.abstract, batch)
             ),
             f"{name}, decode": summary(
-                plan.compiled(
+                compiled(
                     topology,
                     *plan.decode_program(weights, device_arrays.abstract_weights(weights), rows),
                 )

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -36,6 +37,47 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
+
+
+def above_0(text: str) -> float:
+    """Parse a flag's value as a positive number; for use as argparse's `type`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def token_count(text: str) -> int:
+    """Parse a number of tokens, such as 2097152, 512K or 2M; for use as argparse's `type`.
+
+    As in the names of batch sizes, K is 2**10 and M is 2**20.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text.upper().replace(",", ""))
+    tokens = float(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]] if match else 0.0
+    if tokens < 1 or tokens % 1:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a number of tokens such as 2097152, 512K or 2M (2 x 2**20)"
+        )
+    return int(tokens)
+
+
+def add_batch_tokens(parser: argparse.ArgumentParser, note: str) -> None:
+    """Add the flag --batch-tokens, whose help ends in `note`."""
+    parser.add_argument(
+        "--batch-tokens",
+        type=token_count,
+        metavar="N",
+        help=f"tokens per step, such as 512K or 2M (K is 2**10, M is 2**20); {note}",
+    )
+
+
+TOPOLOGY_HELP = (
+    "TPU slice, such as v3-8, v4-256, v5e-256 or v5p:16x16x24; GPUs, such as 8xH100 or "
+    "gpu:80GiBx8; or this machine's cpu, cpu-8 or gpu"
+)
 
 
 def natural(text: str) -> int:

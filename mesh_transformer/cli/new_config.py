@@ -6,7 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mesh_transformer.cli.arguments import Parser, add_setting_argument, settings
+from mesh_transformer.cli.arguments import (
+    TOPOLOGY_HELP,
+    Parser,
+    above_0,
+    add_batch_tokens,
+    add_setting_argument,
+    settings,
+)
 from mesh_transformer.config import Config
 from mesh_transformer.families import SIZES
 from mesh_transformer.storage import files
@@ -14,17 +21,6 @@ from mesh_transformer.storage.access import check_absent
 from mesh_transformer.util import InputError
 
 CPU_MINUTES = 10
-
-
-def above_0(text: str) -> float:
-    """Parse a flag's value as a positive number; for use as argparse's `type`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -64,8 +60,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--topology",
-        help="devices to train on: a TPU slice such as v3-8, or cpu or gpu (default: this "
-        "machine's)",
+        help=f"devices to train on (default: this machine's): {TOPOLOGY_HELP}",
+    )
+    add_batch_tokens(
+        parser,
+        "mp, ZeRO, remat and microbatches are then the fastest on paper that fit (default: by the "
+        "amount of text)",
     )
     add_setting_argument(parser)
     return parser.parse_args(arguments)
@@ -153,6 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
         epochs=args.epochs,
         minutes=args.minutes or CPU_MINUTES,
         changes=changes,
+        batch_tokens=args.batch_tokens,
     )
     name = Path(args.output).stem
     paths = {"bucket": "./runs", "model_dir": name, "train_set": args.train, "name": name}

@@ -97,6 +97,18 @@ HARDWARE = (
     Hardware("a100-pcie", "A100 80GB PCIe", 312e12, 1935e9, 300e9, 2, _NVIDIA, 2.0, host=32e9),
     Hardware("a100", "A100", 312e12, 2039e9, 300e9, 2, _NVIDIA, 2.0, host=32e9),
 )
+# Bytes of the memory of the GPUs in `HARDWARE`, by name: as CUDA reports them in XLA's target
+# configurations, or else the data sheet's GB.
+GPU_MEMORY = {
+    "h100-pcie": 84_942_979_072,
+    "h100-nvl": 94 * 10**9,
+    "h100": 84_942_979_072,
+    "gh200": 96 * 10**9,
+    "h200": 141 * 10**9,
+    "a100-40gb": 42_331_013_120,
+    "a100-pcie": 79_050_250_240,
+    "a100": 85_100_068_864,
+}
 
 
 class Device(Protocol):

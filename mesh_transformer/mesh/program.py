@@ -29,14 +29,21 @@ COMPILE_SECONDS = 3600  # the longest time that one process waits for another's 
 CACHE_VARIABLE = "MESH_TRANSFORMER_CACHE"
 
 
+def compiled_folder() -> str:
+    """Return the folder or URI of the cache of compiled programs; "" for no cache.
+
+    This is `$MESH_TRANSFORMER_CACHE` or, if this variable is not set, in the user's cache folder.
+    """
+    return os.environ.get(CACHE_VARIABLE, str(cache_folder() / "compiled"))
+
+
 def use_compilation_cache() -> None:
     """Enable JAX's persistent compilation cache.
 
-    The cache is in the folder `$MESH_TRANSFORMER_CACHE` or, if this variable is not set, in the
-    user's cache folder.  If the variable is empty, the cache is not enabled.  If JAX's
-    configuration already sets a cache folder, that folder is used instead.
+    The cache is in the folder `compiled_folder`, if there is one.  If JAX's configuration already
+    sets a cache folder, that folder is used instead.
     """
-    folder = os.environ.get(CACHE_VARIABLE, str(cache_folder() / "compiled"))
+    folder = compiled_folder()
     if not folder or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
     jax.config.update("jax_compilation_cache_dir", folder)

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import functools
 import math
 from typing import Self
 
@@ -204,6 +205,7 @@ def _scores(config: Config, attention: str) -> int:
     return F32 * config.n_heads * pairs // config.seq
 
 
+@functools.lru_cache(maxsize=1)  # called twice per estimate
 def moments_per_parameter(config: Config) -> float:
     """Return the number of entries in all of the optimizer's moments, divided by the parameters'.
 

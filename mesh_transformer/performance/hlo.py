@@ -24,12 +24,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
+from mesh_transformer.performance.groups import Groups, groups_of
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 # The end of the kinds of collectives over the network of the data centre, such as
 # "all-reduce between slices".
 BETWEEN_SLICES = " between slices"
+BACKWARD = "transpose(jvp"  # part of JAX's names of the operations of a backward pass
 # Kinds whose -start operation returns a tuple of its operands followed by its results.
 WITH_OPERANDS = ("all-gather", "collective-permute")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="([A-Z_]+)"')
@@ -39,8 +40,6 @@ _ARRAY = re.compile(r"\b(pred|[sfu]\d+|bf16)\[([\d,]*)\](\{[^}]*\})?")
 _OTHER_MEMORY = re.compile(r"S\([1-9]")
 _CYCLES, UNKNOWN = re.compile(r'"estimated_cycles":"?(\d+)'), 2**62
 _BYTES = {"pred": 1, "bf16": 2}
-
-Groups = frozenset[frozenset[int]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class Collective:
       kind: one of `KINDS`, or one of them and `BETWEEN_SLICES`.
       shape, dtype: shape and dtype of the result on one device; between slices, of what the device
         contributes.
-      groups: the sets of devices that exchange data with each other; empty if all devices are one
-        group.
+      groups: the sets of devices that exchange data with each other (see `groups_of`); empty if all
+        devices are one group.
       where: JAX's name of the operation (`op_name`).
       chain: empty, unless the compiler has split the collective into several operations.  Each of
         them then has a `Collective`, and those of the same array have the same `chain`.
@@ -86,28 +85,6 @@ def width(dtype: str) -> float:
     Elements of 4 bits are taken to be packed in pairs, as the compilers for CPUs and TPUs do.
     """
     return _BYTES.get(dtype) or int(dtype[1:]) / 8
-
-
-def groups_of(text: str) -> Groups:
-    """Parse the groups of devices (`replica_groups`) in a line of HLO text.
-
-    All three notations of HLO are supported.  A sender and its receiver (`source_target_pairs`) are
-    a group.  The result is empty if the line has no groups.
-    """
-    rows: Any = ()
-    if listed := re.search(r"(?:replica_groups|target_pairs)=\{(\{[\d,{}]*\})\}", text):
-        rows = [row.split(",") for row in re.findall(r"\{([\d,]+)\}", listed[1])]
-    elif named := re.search(r"replica_groups=mesh\[([^]]*)\] *\{([^}]*)\}", text):
-        sizes = {axis: int(n) for axis, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        over = [axis for axis in sizes if f"'{axis}'" in named[2]]
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        ids = np.moveaxis(ids, [list(sizes).index(axis) for axis in over], range(-len(over), 0))
-        rows = ids.reshape(-1, math.prod(sizes[axis] for axis in over))
-    elif iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, source, order = (_shape(group or "") for group in iota.groups())
-        ids = np.arange(math.prod(source)).reshape(source)
-        rows = (ids.transpose(order) if order else ids).reshape(shape)
-    return frozenset(frozenset(map(int, row)) for row in rows)
 
 
 def computations(text: str) -> dict[str, list[str]]:
@@ -257,11 +234,14 @@ class Loop:
       trips: number of iterations; None if the HLO text does not give it.
       collectives: collectives that one iteration runs, without those in nested loops.
       loops: the loops that are nested directly in this loop.
+      is_backward: whether it has operations of a backward pass, by their names.  Not all of its
+        collectives have one.
     """
 
     trips: int | None
     collectives: list[Collective]
     loops: list["Loop"]
+    is_backward: bool = False
 
     def runs(self) -> Iterator[tuple[Collective, int]]:
         """Yield each collective, and how many times it runs in one iteration of this loop.
@@ -295,7 +275,8 @@ def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> 
 
     Collectives and loops in computations that the body calls are included.
     """
-    loop = Loop(trips, [], [])
+    names = (operation.rest for operation in computations[name].values())
+    loop = Loop(trips, [], [], is_backward=any(BACKWARD in rest for rest in names))
     beside = _beside_loops(computations[name])
     for operation in computations[name].values():
         if operation.body:
@@ -306,7 +287,7 @@ def _loop(computations: dict[str, Operations], name: str, trips: int | None) -> 
         if operation.name in beside:
             own = [replace(one, beside_loop=True) for one in own]
         loop.collectives += own
-        if operation.called:
+        if operation.called and not operation.kind.endswith("-done"):  # its start counts
             inner = _loop(computations, operation.called, 1)
             loop.collectives += inner.collectives
             loop.loops += inner.loops

@@ -1,14 +1,12 @@
 """Predictions of the memory, collectives and speed of training or generation on given devices.
 
 A plan compiles the real training or decode step, but does not run it, so the devices need not be
-present.  The peak memory and the collectives come from the compiler; the speed is an estimate.
+present.  The peak memory and the collectives come from the compiler; the speed is an estimate.  For
+GPUs that are not present the compiler is that of TPUs (`topology.Gpus`).
 """
 
 import dataclasses
 import math
-import re
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +25,8 @@ from mesh_transformer.mesh.device_order import Distances
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import flops
 from mesh_transformer.model.paged import slots_together
+from mesh_transformer.performance.analytic import estimate_step
+from mesh_transformer.performance.compilation import Memory, compiled
 from mesh_transformer.performance.device_arrays import (
     abstract_rows,
     abstract_weights,
@@ -34,7 +34,7 @@ from mesh_transformer.performance.device_arrays import (
     cache_read,
     weights_read,
 )
-from mesh_transformer.performance.hlo import Program, planned_memory
+from mesh_transformer.performance.hlo import Program
 from mesh_transformer.performance.roofline import (
     Estimate,
     Traffic,
@@ -42,35 +42,16 @@ from mesh_transformer.performance.roofline import (
     estimate,
     traffic_of,
 )
-from mesh_transformer.performance.topology import Slice, format_mesh, mesh_of
+from mesh_transformer.performance.topology import (
+    Slice,
+    basis_of,
+    format_mesh,
+    mesh_of,
+    peak_on,
+)
 from mesh_transformer.training import step
 from mesh_transformer.training.distillation import teacher_layout
 from mesh_transformer.training.objectives import Head, head_of
-from mesh_transformer.util import InputError, first_line
-
-# Compiler options that make compilation fast.  They do not change the collectives.  They change the
-# peak memory by at most 8 percent, with ZeRO 3 by 12, and the memory traffic by at most a factor of
-# 2.
-FAST_OPTIONS = {"optimization_level": 9}  # O0; JAX 0.10 does not accept the name
-_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM")
-_SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Peak memory and HLO of a compiled program.
-
-    Attributes:
-      peak: peak memory in bytes on one device.
-      text: HLO text; None if the compiler rejected the program because it needs too much memory.
-      seconds: compilation time.
-      fast: whether the program was compiled with reduced optimisation (`FAST_OPTIONS`).
-    """
-
-    peak: int
-    text: str | None
-    seconds: float
-    fast: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +67,16 @@ class Plan:
       host_bytes: parameters and optimizer state in host memory.
       hbm_bytes: memory that a program may use on one device.
       fits: whether `peak_bytes` is at most `hbm_bytes`.
+      basis: where `peak_bytes`, `collectives` and the bytes of `estimate` come from.
       flops: FLOPs of one step on all devices together, counted as in the PaLM paper, without those
         of a teacher.
       collectives, estimate: collectives of one step, and its estimated speed.  Both are None if the
-        compiler rejected the program because it needs too much memory.
+        compiler rejected the program because it needs too much memory, and `collectives` if the
+        step was not compiled.
+      compile_seconds: compilation time; 0 if the step was not compiled.
       fast: whether the step was compiled with reduced optimisation (`FAST_OPTIONS`), which makes
         the peak and the estimate less exact.
+      cached: whether the figures are those of an earlier compilation of the same program.
       distances: how far apart the devices of the mesh are; None except for TPUs.
       plain: the plan without `virtual_mesh`, if `priced_plan` made this one for a config with it.
     """
@@ -114,12 +99,14 @@ class Plan:
     peak_bytes: int
     hbm_bytes: int
     fits: bool
+    basis: str
     flops_per_token: int
     flops: int
     collectives: Traffic | None
     estimate: Estimate | None
     compile_seconds: float
     fast: bool
+    cached: bool = False
     distances: Distances | None = None
     plain: "Plan | None" = None
 
@@ -140,6 +127,7 @@ class Plan:
             f"{self.parameters / 1e9:.2f}B parameters, {self.flops_per_token / 1e9:.2f} GFLOP per "
             f"token (weights + 12LHQT), {self.flops / 1e12:,.1f} TFLOP per step",
             format_memory(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
+            f"peak and bytes: {self.basis}; nothing was measured",
         ]
         if self.host_bytes:
             lines.append(
@@ -154,8 +142,9 @@ class Plan:
             lines += self.estimate.lines()
         if self.plain is not None:
             lines.append(self._price(self.plain))
-        effort = " (--fast)" if self.fast else ""
-        return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s{effort}"])
+        if self.compile_seconds:
+            lines.append(_compilation(self.compile_seconds, fast=self.fast, cached=self.cached))
+        return "\n".join(lines)
 
     def _price(self, plain: "Plan") -> str:
         """Compare this plan with that of the step without `virtual_mesh`, as a line of text."""
@@ -180,6 +169,11 @@ class Plan:
         )
 
 
+def _compilation(seconds: float, *, fast: bool = False, cached: bool = False) -> str:
+    earlier = ", by an earlier command (cached)" if cached else ""
+    return f"compiled in {seconds:.0f} s{' (--fast)' if fast else ''}{earlier}"
+
+
 def format_memory(state: int, peak: int, limit: int, *, fits: bool) -> str:
     """Format the memory per device as one line of text.
 
@@ -200,7 +194,13 @@ def format_memory(state: int, peak: int, limit: int, *, fits: bool) -> str:
 
 
 def plan(
-    config: Config, topology: Slice, *, fast: bool = False, teacher: Config | None = None
+    config: Config,
+    topology: Slice,
+    *,
+    fast: bool = False,
+    teacher: Config | None = None,
+    deadline: float | None = None,
+    on_paper: bool = False,
 ) -> Plan:
     """Compile a config's training step for a slice, and predict its memory, collectives and speed.
 
@@ -210,10 +210,13 @@ def plan(
       fast: whether to compile with reduced optimisation, which takes a fraction of the time and
         makes the figures less exact.
       teacher: the config of the config's `teacher`, if it has one.
+      deadline: time of `time.monotonic` at which to stop compiling; None for no limit.
+      on_paper: whether to estimate the step by `performance.analytic` instead of compiling it.
 
     Raises:
       InputError: if mp x cp does not divide the number of devices, if libtpu is missing, or if
         compilation fails.  A step that needs too much memory raises no error; `fits` is then False.
+      OutOfTimeError: if the deadline passes first.
     """
     mesh = mesh_of(config, topology)
     config = config.replace(tpu_size=topology.devices, batch_ramp_steps=0)
@@ -226,10 +229,29 @@ def plan(
     if teacher is not None:
         own = teacher_layout(layout, teacher, str(config.teacher))
         teachers = [own.abstract["params"]]
-    train = step.compile_train(layout, head, own)
-    memory = compiled(topology.name, train, state, batch, *teachers, fast=fast)
     tokens = math.prod(batch["obs"].shape)
     traffic = speed = None
+    if on_paper:
+        speed = estimate_step(config, hardware, mesh.size)
+        memory = Memory(speed.peak_bytes, None, 0.0, fast=False)
+    else:
+        train = step.compile_train(layout, head, own)
+        setting = (
+            f"{format_mesh(mesh.shape['dp'], config.context_parallel, mesh.shape['mp'])}, ZeRO "
+            f"{config.zero}, remat {config.remat}, batch {config.per_replica_batch} x "
+            f"{config.gradient_accumulation_steps}"
+        )
+        memory = compiled(
+            topology.name,
+            train,
+            state,
+            batch,
+            *teachers,
+            setting=setting,
+            fast=fast,
+            deadline=deadline,
+        )
+    peak = peak_on(topology, memory.peak)
     if memory.text is not None:
         traffic = traffic_of(memory.text, layout)
         speed = estimate(
@@ -237,7 +259,7 @@ def plan(
             hardware,
             devices=mesh.size,
             tokens=tokens,
-            peak_bytes=memory.peak,
+            peak_bytes=peak,
             hbm_traffic_bytes=Program(memory.text).moved(),
             link_bytes=traffic.on_links,
             slice_bytes=traffic.between_slices,
@@ -246,6 +268,8 @@ def plan(
             # A third of a training step is the forward pass.
             teacher_flops=flops.palm_flops_per_token(own.config) // 3 if own else 0,
         )
+    elif peak <= limit:  # of GPUs with more memory than the TPUs in their place
+        speed = speed or estimate_step(config, hardware, mesh.size)
     per_token = flops.palm_flops_per_token(config)
     return Plan(
         topology=topology.name,
@@ -263,15 +287,17 @@ def plan(
         parameters=flops.n_params(config),
         state_bytes=bytes_per_device([state, teachers]),
         host_bytes=bytes_per_device(state, in_host=True),
-        peak_bytes=memory.peak,
+        peak_bytes=peak,
         hbm_bytes=limit,
-        fits=memory.text is not None and memory.peak <= limit,
+        fits=speed is not None and peak <= limit,
+        basis=basis_of(topology, on_paper=on_paper),
         flops_per_token=per_token,
         flops=per_token * tokens,
         collectives=traffic,
         estimate=speed,
         compile_seconds=memory.seconds,
         fast=memory.fast,
+        cached=memory.cached,
         distances=topology.distances(mesh),
     )
 
@@ -287,51 +313,6 @@ def priced_plan(config: Config, topology: Slice, **options: Any) -> Plan:
     rows = config.per_replica_batch * config.virtual_replicas(result.dp)
     plain = config.replace(virtual_mesh=None, per_replica_batch=rows)
     return dataclasses.replace(result, plain=plan(plain, topology, **options))
-
-
-def compiled(topology: str, function: Callable[..., Any], *args: Any, fast: bool = False) -> Memory:
-    """Compile a jitted function, and return its peak memory and HLO text.
-
-    Args:
-      topology: name of the slice, for error messages.
-      args: the function's arguments, as abstract arrays with shardings.  The function is compiled
-        for the devices of these shardings.
-      fast: whether to compile with reduced optimisation (`FAST_OPTIONS`); ignored except for TPUs.
-
-    Raises:
-      InputError: if compilation fails.  A program that needs too much memory raises no error; see
-        `Memory.text`.
-    """
-    began = time.perf_counter()
-    lowered = function.trace(*args).lower()  # type: ignore[attr-defined]
-    on_tpu = _platform(args) == "tpu"
-    fast = fast and on_tpu
-    try:
-        program = lowered.compile(compiler_options=FAST_OPTIONS if fast else None)
-    except jax.errors.JaxRuntimeError as error:
-        size = _OUT_OF_MEMORY.search(str(error))
-        if size is None:
-            reason = first_line(error)
-            raise InputError(f"topology {topology}: compilation failed: {reason}") from None
-        peak = int(float(size[1]) * _SIZES[size[2]])
-        return Memory(peak, None, time.perf_counter() - began, fast)
-    # Only the TPU compiler reports the peak memory.
-    peak = _peak_on_device(program) if on_tpu else planned_memory(program)
-    return Memory(peak, program.as_text(), time.perf_counter() - began, fast)
-
-
-def _peak_on_device(program: Any) -> int:
-    """Return the peak memory in bytes of a compiled program on one TPU device."""
-    m = program.memory_analysis()
-    new = m.host_output_size_in_bytes - m.host_alias_size_in_bytes
-    in_host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes + new
-    return m.peak_memory_in_bytes - in_host  # the peak includes them
-
-
-def _platform(args: Any) -> str:
-    """Return the platform, such as "tpu", of the devices in the shardings of abstract arrays."""
-    leaves = (leaf for leaf in jax.tree.leaves(args) if leaf.sharding is not None)
-    return next(iter(next(leaves).sharding.device_set)).platform
 
 
 PLANNED_ALTERNATIVES = 20  # tokens of a stored teacher per position: the most that servers send
@@ -393,6 +374,7 @@ class DecodePlan:
       cache_tokens: number of positions in the pages of each replica; None for rows of their own.
       weights_bytes, cache_bytes: those of the model and of the draft, if there is one.
       draft_bytes: weights and cache of the draft.
+      basis: where `peak_bytes`, `collectives` and `bytes_per_step` come from.
       flops_per_token: those of the model.
       state_bytes: weights and cache.
       read_bytes: bytes that every step must read: the cache in use, and the weights except the
@@ -424,6 +406,7 @@ class DecodePlan:
     peak_bytes: int
     hbm_bytes: int
     fits: bool
+    basis: str
     flops_per_token: int
     collectives: Traffic | None
     bytes_per_step: int | None
@@ -431,6 +414,7 @@ class DecodePlan:
     source: str
     tokens_per_second: tuple[float, float | None]
     compile_seconds: float
+    cached: bool = False
 
     def table(self) -> str:
         """Format the plan as readable text."""
@@ -448,6 +432,7 @@ class DecodePlan:
             + (f"{self.draft_bytes / 1e9:.2f} GB of it the draft's, " if self.draft_bytes else "")
             + f"{self.flops_per_token / 1e9:.2f} GFLOP per token",
             format_memory(self.state_bytes, self.peak_bytes, self.hbm_bytes, fits=self.fits),
+            f"peak and bytes: {self.basis}; nothing was measured",
         ]
         if self.collectives is not None and self.bytes_per_step is not None:
             lines += self.collectives.lines()
@@ -458,7 +443,7 @@ class DecodePlan:
             )
             if self.guesses:
                 lines.append(f"{1 + self.guesses} times as many if all guesses are right")
-        return "\n".join([*lines, f"compiled in {self.compile_seconds:.0f} s"])
+        return "\n".join([*lines, _compilation(self.compile_seconds, cached=self.cached)])
 
 
 def decode_program(
@@ -492,6 +477,7 @@ def decode_plan(
     guesses: int = 0,
     draft: Config | None = None,
     fast: bool = False,
+    deadline: float | None = None,
 ) -> DecodePlan:
     """Compile a decode step for a slice, and predict its memory, collectives and speed.
 
@@ -506,8 +492,10 @@ def decode_plan(
       draft: the config of the model that guesses; None: guesses are looked up.
       fast: whether to compile with reduced optimisation, which takes a fraction of the time and
         makes the figures less exact.
+      deadline: time of `time.monotonic` at which to stop compiling; None for no limit.
 
     Raises:
+      OutOfTimeError: if the deadline passes first.
       InputError: if mp x cp does not divide the number of devices, if `cache_tokens` is too small
         for one row, if the draft does not fit the model, if libtpu is missing, or if compilation
         fails.  A step that needs too much memory raises no error; `fits` is then False.
@@ -540,7 +528,8 @@ def decode_plan(
     # Called before compiling, because this raises an error if the devices are unknown.
     hardware, limit = topology.hardware(config.dtype), topology.hbm
     program = decode_program(layout, weights, state, pool, guesses, draft)
-    memory = compiled(topology.name, *program, fast=fast)
+    memory = compiled(topology.name, *program, fast=fast, deadline=deadline)
+    peak = peak_on(topology, memory.peak)
     weights_bytes = cache_bytes = read = 0
     for times, model, own, caches in models:
         own_bytes, own_cache = bytes_per_device(own), bytes_per_device(caches)
@@ -569,9 +558,10 @@ def decode_plan(
         draft_bytes=draft_bytes,
         state_bytes=weights_bytes + cache_bytes,
         read_bytes=read,
-        peak_bytes=memory.peak,
+        peak_bytes=peak,
         hbm_bytes=limit,
-        fits=memory.text is not None and memory.peak <= limit,
+        fits=memory.text is not None and peak <= limit,
+        basis=basis_of(topology),
         flops_per_token=flops.decode_flops_per_token(config),
         collectives=traffic,
         bytes_per_step=moved,
@@ -579,4 +569,5 @@ def decode_plan(
         source=hardware.source,
         tokens_per_second=(rows * hardware.hbm / read, likely),
         compile_seconds=memory.seconds,
+        cached=memory.cached,
     )

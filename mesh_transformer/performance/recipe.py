@@ -13,6 +13,8 @@ Nothing is compiled.  The rules are:
   step and at most 2**19 (2**15 for fine-tuning).
 * Mesh: the smallest number of devices per replica whose memory suffices.  They split the model or,
   if the records are long (`analytic.context_sizes`) and that is not enough, the positions too.
+* With a batch in tokens, this batch is kept, and mesh, ZeRO, remat and microbatches are the fastest
+  on paper of those that fit (`search.fastest`).
 """
 
 import dataclasses
@@ -26,13 +28,14 @@ from mesh_transformer.data.record_set import SetSize
 from mesh_transformer.families import SIZES, Size
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.model import flops
+from mesh_transformer.performance import search
 from mesh_transformer.performance.analytic import (
     attention_on,
     context_sizes,
     estimate_step,
     memory_bytes,
 )
-from mesh_transformer.performance.topology import LocalDevices, Slice, format_mesh
+from mesh_transformer.performance.topology import Slice, format_mesh
 from mesh_transformer.util import InputError
 
 TOKENS_PER_PARAMETER = 20
@@ -90,7 +93,7 @@ def device_of(devices: Slice) -> Device:
     Its `dtype` is "float32" for CPUs and for GPUs without bf16 (compute capability below 8), and
     otherwise "bfloat16".
     """
-    platform = devices.platform if isinstance(devices, LocalDevices) else "tpu"
+    platform = devices.platform
     major = str(getattr(devices, "compute_capability", "")).partition(".")[0]
     lacks_bf16 = major.isdecimal() and int(major) < 8  # NVIDIA GPUs before Ampere, such as the V100
     dtype = "float32" if platform == "cpu" or lacks_bf16 else "bfloat16"
@@ -132,6 +135,7 @@ class _Request:
     epochs: float
     minutes: float | None
     changes: dict[str, Any]
+    batch_tokens: int | None
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -154,6 +158,7 @@ def recipe(
     epochs: float | None = None,
     minutes: float | None = None,
     changes: dict[str, Any] | None = None,
+    batch_tokens: int | None = None,
 ) -> Recipe:
     """Choose a config for training on a set of records.
 
@@ -168,6 +173,7 @@ def recipe(
       epochs: passes over the training set; None for 4, or for 1 if a base model is fine-tuned.
       minutes: maximum training time on CPUs; ignored on other devices.
       changes: config keys and values set by the user, which override those that would be chosen.
+      batch_tokens: tokens per step; None to choose it.
 
     Raises:
       InputError: if no model fits the devices, if the training set is too small for one step, if
@@ -185,7 +191,9 @@ def recipe(
             f"with at most {base.seq}; recreate them with --seq {base.seq}"
         )
     epochs = epochs or (USEFUL_EPOCHS if base is None else 1)
-    request = _Request(corpus, held_out, device, base, size, epochs, minutes, changes or {})
+    request = _Request(
+        corpus, held_out, device, base, size, epochs, minutes, changes or {}, batch_tokens
+    )
     if base is not None:
         model = _base_keys(base, request)
         # That of the size whose number of parameters is nearest.
@@ -270,9 +278,13 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
     if _most_tokens(model, request) < tokens:
         tokens = _most_tokens(model, request)
         limit = f", limited to {request.minutes:g} minutes on {device.name} (--minutes)"
-    sequences = _sequences_per_step(corpus, tokens, is_fine_tuning=request.base is not None)
-    mesh, memory = _fit(model, sequences, device)
-    own = {key: value for key, value in request.changes.items() if key in mesh}
+    own = {}
+    if request.batch_tokens:
+        mesh, memory = _fastest(model, request.batch_tokens, request)
+    else:
+        sequences = _sequences_per_step(corpus, tokens, is_fine_tuning=request.base is not None)
+        mesh, memory = _fit(model, sequences, device)
+        own = {key: value for key, value in request.changes.items() if key in mesh}
     if own:
         mesh |= own
         memory = _memory(model.replace(**mesh), device)
@@ -311,7 +323,7 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
         f"{_millions(request.tokens)} in all",
         reason,
         f"batch: {sequences} sequences per step, on {device.name} as {format_mesh(dp, cp, mp)}; "
-        f"at least {needed} per device",
+        f"at least {needed} per device on paper",
         f"steps: {steps}{limit}; an epoch is {epoch:.1f} steps, so these are {steps / epoch:.2f} "
         "epochs",
     ]
@@ -375,6 +387,28 @@ def _fit(config: Config, sequences: int, device: Device) -> tuple[dict[str, Any]
         f"may use at most {device.budget / GIB:.1f} of {device.memory / GIB:.1f} GiB; choose a "
         "smaller --size, a larger --topology, or train adapters with --set lora_rank=8"
     )
+
+
+def _fastest(config: Config, tokens: int, request: _Request) -> tuple[dict[str, Any], int]:
+    """Choose the mesh, ZeRO, remat and microbatch size for `tokens` tokens per step, as `_fit`."""
+    device = request.device
+    if device.hardware is None:
+        raise InputError(
+            f"--batch-tokens ranks settings by speed, but {device.name} is not in the hardware "
+            "table; remove it, or name other devices with --topology"
+        )
+    config = search.with_batch(config, tokens, [device.count])
+    keys = (*search.SEARCHED_KEYS, "shard_activations")
+    fixed = {key: value for key, value in request.changes.items() if key in keys}
+    chosen = search.fastest(config, device.hardware, device.count, device.budget, fixed)
+    if chosen is None:
+        raise InputError(
+            f"no setting of {device.name} has {tokens:,} tokens per step and needs at most "
+            f"{device.budget / GIB:.1f} of {device.memory / GIB:.1f} GiB per device on paper; "
+            "choose another --batch-tokens, a smaller --size or a larger --topology"
+        )
+    estimate, setting = chosen
+    return {key: getattr(setting, key) for key in ("tpu_size", *keys)}, estimate.peak_bytes
 
 
 def _memory(config: Config, device: Device) -> int:

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import math
 
-import numpy as np
 from jax.sharding import Mesh
 
 from mesh_transformer.config import Config
@@ -13,6 +12,7 @@ from mesh_transformer.mesh.device_order import slice_of
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.model import flops
 from mesh_transformer.performance import hlo
+from mesh_transformer.performance.groups import axes_of
 
 FORMULA = (
     "compute = hardware FLOPs / peak; memory = bytes read and written / bandwidth; links = bytes "
@@ -239,8 +239,8 @@ class Exchange:
 
     Attributes:
       kind: kind of collective, such as "all-reduce" or "all-reduce between slices".
-      axis: mesh axis or axes that the collectives run over; "slices" for what is sent to other
-        slices.
+      axis: mesh axis or axes that the collectives run over, as `axes_of` returns them; "slices" for
+        what is sent to other slices.
       place: where in the step they run: "layer forward" or "layer backward" in the loop over
         layers, "microbatch" in the loop over microbatches, "loop" in any other loop, and "step"
         outside of all loops.
@@ -277,7 +277,7 @@ class Traffic:
     Attributes:
       layer_forward: number of all-reduces of activations per layer in the forward pass.  With a
         `virtual_mesh`, each of them consists of an all-to-all and an all-gather.  In a program for
-        several slices the passes cannot be told apart, and those of the backward pass count too.
+        several slices the passes may not be told apart, so that only both together are reported.
       layer_backward: number of all-reduces of activations per layer in the backward pass; 0 in a
         decode step.
       bytes_by_kind: for each kind of collective, the size in bytes of its results on one device,
@@ -311,7 +311,7 @@ class Traffic:
         parts = " (all-to-all and all-gather)" if "all-to-all" in self.bytes_by_kind else ""
         counts = f"{self.layer_forward} forward, {self.layer_backward} backward"
         if self.between_slices:
-            counts = f"{self.layer_forward} forward and backward together"
+            counts = f"{self.layer_forward + self.layer_backward} forward and backward together"
         return [
             f"activation all-reduces{parts} per layer: {counts}",
             *(exchange.line() for exchange in self.exchanges),
@@ -333,7 +333,7 @@ def traffic_of(text: str, layout: Layout) -> Traffic:
     reduced = {False: 0, True: 0}  # elements, in the forward and the backward pass
     for loop in layers:
         for collective in loop.collectives:
-            reduced["transpose" in collective.where] += _all_reduced(collective, size, mesh)
+            reduced[loop.is_backward] += _all_reduced(collective, size, mesh)
     exchanges = _exchanges(program, layout)
     forward, backward = (elements // size for elements in reduced.values())
     return Traffic(forward, backward, _by_kind(exchanges), exchanges)
@@ -361,7 +361,7 @@ def _all_reduced(collective: hlo.Collective, size: int, mesh: Mesh) -> int:
     This is 0 if it does something else, works on another array, or is not over mp: over dp, the
     gradient of a parameter may have the same size.
     """
-    if _axis_of(collective.groups, mesh)[0] != "mp":
+    if axes_of(collective.kind, collective.groups, mesh.shape)[0] != "mp":
         return 0
     elements = math.prod(collective.shape)
     # An all-reduce of a virtual mesh begins with an all-to-all.  For CPUs, this has one array per
@@ -399,14 +399,14 @@ def _exchanges(program: hlo.Loop, layout: Layout) -> list[Exchange]:
 
     def walk(loop: hlo.Loop, times: int, outer: str) -> None:
         for collective in loop.collectives:
-            axis, size = _axis_of(collective.groups, mesh)
+            axis, size = axes_of(collective.kind, collective.groups, mesh.shape)
             if collective.kind.endswith(hlo.BETWEEN_SLICES):
                 axis, size = "slices", len({slice_of(device) for device in mesh.devices.flat})
             if size == 1:
                 continue
             place = outer
             if outer == "layer":
-                place = "layer backward" if "transpose" in collective.where else "layer forward"
+                place = "layer backward" if loop.is_backward else "layer forward"
             key = place, collective.kind, axis, collective.dtype
             sent = bytes_sent(collective.kind, collective.bytes, size)
             on_links = bytes_on_links(collective.kind, collective.bytes, size)
@@ -433,11 +433,3 @@ def _place(loop: hlo.Loop, outer: str, config: Config) -> str:
     if any(_is_over_layers(inner, config) for inner in loop.all()):
         return "microbatch"
     return outer if outer == "microbatch" else "loop"
-
-
-def _axis_of(groups: hlo.Groups, mesh: Mesh) -> tuple[str, int]:
-    """Return the mesh axes that a collective runs over, and the number of devices per group."""
-    group = max(groups, key=lambda own: (len(own), -min(own))) if groups else range(mesh.size)
-    places = np.unravel_index(list(group), tuple(mesh.shape.values()))
-    axes = [axis for axis, own in zip(mesh.shape, places, strict=True) if len(set(own)) > 1]
-    return " and ".join(axes or ["mp"]), len(group)

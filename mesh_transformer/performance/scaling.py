@@ -32,12 +32,12 @@ class Scaling:
     mp is the number of devices per replica, and dp the number of replicas.
 
     Attributes:
-      generation, mp, sequences: TPU generation, mp and sequences per step that all estimates in
-        `steps` share.
-      mp_shares: maps each TPU generation to one value per entry of `mp_sizes`: the time of
-        communication over mp, divided by the compute time.
+      generation, mp, sequences: TPU generation or other hardware, mp and sequences per step that
+        all estimates in `steps` share.
+      mp_shares: maps each TPU generation, and `generation`, to one value per entry of `mp_sizes`:
+        the time of communication over mp, divided by the compute time.
       zeros: ZeRO stages.
-      break_even_tokens: maps each TPU generation to one value per entry of `zeros`: the number of
+      break_even_tokens: maps the same names to one value per entry of `zeros`: the number of
         tokens per replica for which communication over dp takes as long as computation.  Tokens are
         counted per step for ZeRO 0 and 1, and per microbatch for ZeRO 3.  The values assume many
         replicas.  They do not depend on mp.
@@ -76,43 +76,45 @@ class Scaling:
                 _by_generation("ZeRO", self.zeros, self.break_even_tokens, ",.0f"),
                 f"{self.generation}, mp {self.mp}, {self.sequences} sequences per step on any "
                 "number of devices:",
-                _table(columns, [_step_cells(estimates) for estimates in self.steps]),
+                markdown_table(columns, [_step_cells(estimates) for estimates in self.steps]),
             )
         )
 
 
-def scaling_of(config: Config, generation: str, sequences: int) -> Scaling:
+def scaling_of(config: Config, hardware: Hardware, sequences: int) -> Scaling:
     """Estimate communication and compute times of a config on several TPU generations.
 
     Args:
       config: its `cores_per_replica` is the mp of `Scaling.steps`.
-      generation: TPU generation of `Scaling.steps`.
+      hardware: that of `Scaling.steps`, which may also be a GPU or a CPU.
       sequences: sequences per step in `Scaling.steps`, for any number of devices.
     """
     parameters = flops.n_params(config)
+    compared = {name: accelerators.hardware(name) for name in GENERATIONS}
+    compared[hardware.name] = hardware
     zeros, sent = (0, 1, 3), {0: 2 * F32, 1: BF16 + F32, 3: 2 * BF16 + F32}  # bytes per parameter
     return Scaling(
         parameters=parameters,
         seq=config.seq,
         remat=config.remat,
-        generation=generation,
+        generation=hardware.name,
         mp=config.cores_per_replica,
         sequences=sequences,
         mp_sizes=MP_SIZES,
         mp_shares={
-            name: [_link_share(config, name, mp * mp_bytes(config, 1, mp)) for mp in MP_SIZES]
-            for name in GENERATIONS
+            name: [_link_share(config, own, mp * mp_bytes(config, 1, mp)) for mp in MP_SIZES]
+            for name, own in compared.items()
         },
         zeros=zeros,
         break_even_tokens={
-            name: [_link_share(config, name, sent[zero] * parameters) for zero in zeros]
-            for name in GENERATIONS
+            name: [_link_share(config, own, sent[zero] * parameters) for zero in zeros]
+            for name, own in compared.items()
         },
-        steps=_by_devices(config, generation, sequences, zeros),
+        steps=_by_devices(config, hardware, sequences, zeros),
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -129,7 +131,7 @@ def _by_generation(
         [str(size), *(format(column[index], form) for column in values.values())]
         for index, size in enumerate(sizes)
     ]
-    return _table([name, *values], rows)
+    return markdown_table([name, *values], rows)
 
 
 def _step_cells(estimates: list[dict[str, Any]]) -> list[str]:
@@ -145,21 +147,19 @@ def _step_cells(estimates: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _link_share(config: Config, generation: str, sent_bytes: int) -> float:
+def _link_share(config: Config, hardware: Hardware, sent_bytes: int) -> float:
     """Return the time to send so many bytes, divided by the time to compute one token."""
-    hardware = accelerators.hardware(generation)
     seconds = link_seconds(sent_bytes, hardware)[1]
     return seconds / compute_seconds(config, hardware, attention_on(config, hardware))
 
 
 def _by_devices(
-    config: Config, generation: str, sequences: int, zeros: Sequence[int]
+    config: Config, hardware: Hardware, sequences: int, zeros: Sequence[int]
 ) -> list[list[dict[str, Any]]]:
     """Estimate a step for each number of devices in `DEVICES` and each ZeRO stage in `zeros`.
 
     Numbers of devices for which dp does not divide `sequences` are left out.
     """
-    hardware = accelerators.hardware(generation)
     steps = []
     for devices in DEVICES:
         dp = devices // config.cores_per_replica

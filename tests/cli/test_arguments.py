@@ -13,6 +13,7 @@ from mesh_transformer.cli.arguments import (
     positive,
     run_arguments,
     run_parser,
+    token_count,
 )
 from mesh_transformer.cli.machines import add_tpu_arguments, refuse_tpu_arguments, tpu_arguments
 from mesh_transformer.config import Config
@@ -36,6 +37,20 @@ def parse(*words: str) -> argparse.Namespace:
     parser.add_argument("--tpu")
     add_tpu_arguments(parser)
     return parser.parse_args(["--config", "config.json", "--tpu", "pod", *words])
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("2M", 2**21), ("512k", 2**19), ("0.5M", 2**19), ("2,097,152", 2**21), ("1", 1)],
+)
+def test_numbers_of_tokens(text, tokens):
+    assert token_count(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "2G", "1.5", "0.0001K", "M", "two", ""])
+def test_what_is_no_number_of_tokens_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^{text} is not a number of tokens"):
+        token_count(text)
 
 
 def test_run_arguments(tmp_path):

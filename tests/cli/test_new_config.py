@@ -134,6 +134,38 @@ def test_long_records_are_split_if_the_model_alone_is_not_enough():
         assert f" x {along_cp}mp {mesh[1]}; at least" in result.reasons[2]
 
 
+@pytest.mark.parametrize(
+    ("name", "base", "tokens"),
+    [
+        ("v5p-384", GPT_J, 192 * 2**12),
+        ("gpu:24GiBx4", None, 2**16),
+    ],
+)
+def test_a_batch_in_tokens_is_kept(name, base, tokens):
+    """ZeRO, mp, remat and microbatches follow from it, and the estimated memory suffices."""
+    device = tpu(name)
+    result = recipe(corpus(1e10, 2048), None, device, base=base, batch_tokens=tokens)
+    config = Config.from_dict(result.values)
+    assert config.seq * sequences_per_step(config) == tokens
+    assert config.tpu_size == device.count
+    assert library._memory(config, device) <= device.budget
+    assert f"batch: {tokens // 2048} sequences per step" in result.reasons[2]
+    keys = {"zero": 3, "remat": "dots", "per_replica_batch": 2}
+    fixed = recipe(
+        *(corpus(1e10, 2048), None, device), base=base, batch_tokens=tokens, changes=keys
+    )
+    assert fixed.values | keys == fixed.values
+    with pytest.raises(InputError, match="1,000, not a whole number of sequences of 2,048 tokens"):
+        recipe(corpus(1e10, 2048), None, device, base=base, batch_tokens=1000)
+
+
+def test_a_batch_in_tokens_that_does_not_fit_is_refused():
+    with pytest.raises(InputError, match=r"no setting of v5e-1 has 4,096 tokens per step and"):
+        recipe(corpus(1e9, 2048), None, tpu("v5e-1"), base=GPT_J, batch_tokens=4096)
+    with pytest.raises(InputError, match="gpu is not in the hardware table; remove it"):
+        recipe(corpus(1e9, 2048), None, T4, batch_tokens=4096)
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(InputError, match=r"at least \d+\.\d GiB per device, but on gpu .* of 15"):
         recipe(corpus(1e6), None, T4, base=GPT_J)

@@ -20,7 +20,8 @@ from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.mesh.devices import fit_to_devices, make_mesh
 from mesh_transformer.mesh.parallel import Manual
 from mesh_transformer.model import transformer
-from mesh_transformer.performance.hlo import Collective, Groups, Loop, groups_of, parse
+from mesh_transformer.performance.groups import Groups
+from mesh_transformer.performance.hlo import Collective, Loop, parse
 from mesh_transformer.training import step
 from mesh_transformer.util import InputError
 from tests.conftest import AS_USERS_COMPILE, SMALL, random_batch
@@ -33,18 +34,6 @@ def over(axis: str) -> Groups:
     devices = np.arange(DP * MP).reshape(DP, MP)
     rows = devices if axis == "mp" else devices.T
     return frozenset(frozenset(map(int, row)) for row in rows)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "replica_groups={{0,4},{1,5},{2,6},{3,7}}",
-        "replica_groups=[4,2]<=[2,4]T(1,0)",
-        "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}",
-    ],
-)
-def test_device_groups_are_parsed_in_every_notation(text):
-    assert groups_of(text) == over("dp")
 
 
 def test_asynchronous_collectives_are_counted_by_their_results():

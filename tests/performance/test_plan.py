@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +20,27 @@ from mesh_transformer.cli import plan as script
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import GIB
 from mesh_transformer.model import flops
-from mesh_transformer.performance import plan, search
-from mesh_transformer.performance.topology import LIBRARY, LocalDevices, slice_named, topology
+from mesh_transformer.performance import compilation, plan, search
+from mesh_transformer.performance.compilation import Memory, OutOfTimeError, compiled
+from mesh_transformer.performance.topology import (
+    LIBRARY,
+    Gpus,
+    LocalDevices,
+    basis_of,
+    peak_on,
+    slice_named,
+    topology,
+)
 from mesh_transformer.util import InputError
 from tests.conftest import SMALL
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 ROOT = Path(__file__).parents[2]
+
+# Peaks in GiB of steps of Pythia 6.9B on eight devices, with attention in blocks: by libtpu
+# 0.0.42.1 for a v5p:2x2x2, and by the compiler for GPUs of JAX 0.10.2 for eight H100, without any.
+COMPILED_FOR_BOTH = [(24.70, 27.13), (24.86, 26.22), (54.39, 55.26), (69.47, 71.34)]
 
 needs_libtpu = pytest.mark.skipif(
     not LIBRARY.exists(), reason="libtpu is not installed; not every platform has it"
@@ -46,6 +61,11 @@ needs_libtpu = pytest.mark.skipif(
         ("v5litepod-256", "v5e", (16, 16), 256),
         ("v5p-128", "v5p", (4, 4, 4), 64),
         ("v5p:16x16x24", "v5p", (16, 16, 24), 6144),
+        ("v5p-384", "v5p", (4, 4, 12), 192),
+        ("v5p-768", "v5p", (4, 8, 12), 384),
+        ("v5p-1280", "v5p", (4, 8, 20), 640),
+        ("v5p-12288", "v5p", (16, 16, 24), 6144),
+        ("v4-4096", "v4", (8, 16, 16), 2048),
         ("v6e-64", "v6e", (8, 8), 64),
         ("tpu7x-8", "tpu7x", (2, 2, 1), 8),
     ],
@@ -59,6 +79,36 @@ def test_the_name_of_a_slice_gives_its_grid_and_devices(name, generation, grid, 
 def test_an_unknown_slice_name_is_refused(name):
     with pytest.raises(InputError, match=r"topology is '"):
         topology(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "memory", "devices"),
+    [
+        ("8xH100", "h100", 84_942_979_072, 8),
+        ("8 x H100", "h100", 84_942_979_072, 8),
+        ("a100-40gb", "a100-40gb", 42_331_013_120, 1),
+        ("gpu:80GiBx8", "h100", 80 * GIB, 8),
+        ("gpu:22.5GiB", "h100", int(22.5 * GIB), 1),
+    ],
+)
+def test_gpus_need_not_be_present(monkeypatch, name, model, memory, devices):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    actual = slice_named(name)
+    assert isinstance(actual, Gpus)
+    assert (actual.model, actual.memory, actual.devices) == (model, memory, devices)
+    assert actual.hbm == int(0.75 * memory)  # JAX's allocator
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert actual.hbm == int(0.9 * memory)
+    assert actual.stand_in.devices == devices
+    assert ("assumed" in actual.hardware("bfloat16").source) == name.startswith("gpu:")
+    for on_tpu, on_gpu in COMPILED_FOR_BOTH:
+        assert on_gpu <= peak_on(actual, int(on_tpu * GIB)) / GIB < 1.2 * on_gpu
+    assert peak_on(topology("v5p-16"), GIB) == GIB
+    assert "as a rule for GPUs" in basis_of(actual)
+    assert "on paper, not compiled" in basis_of(actual, on_paper=True)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
+    with pytest.raises(InputError, match=r"XLA_PYTHON_CLIENT_MEM_FRACTION is 'most', expected a"):
+        assert actual.hbm
 
 
 @pytest.mark.parametrize(
@@ -137,17 +187,128 @@ def test_other_compiler_errors_are_reported_in_one_line():
         failed_compilation("INTERNAL: no\nand a stack of lines")
 
 
-def failed_compilation(message: str) -> plan.Memory:
+def failed_compilation(message: str) -> Memory:
     """Return the memory of a program whose compilation fails with `message`."""
 
     def fail(compiler_options):
         raise jax.errors.JaxRuntimeError(message)
 
-    lowered = SimpleNamespace(compile=fail)
+    lowered = SimpleNamespace(compile=fail, as_text=lambda: message)
     function: Any = SimpleNamespace(trace=lambda *_: SimpleNamespace(lower=lambda: lowered))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     argument = jax.ShapeDtypeStruct((1,), "float32", sharding=sharding)
-    return plan.compiled("v3-8", function, argument)
+    return compiled("v3-8", function, argument)
+
+
+def counted_program(calls: list[str], text: str = "program") -> tuple[Any, Any]:
+    """Return a fake jitted function that records its compilations, and its abstract argument."""
+    analysis = SimpleNamespace(
+        argument_size_in_bytes=5,
+        output_size_in_bytes=3,
+        alias_size_in_bytes=2,
+        temp_size_in_bytes=1,
+    )
+    program = SimpleNamespace(as_text=lambda: "HLO", memory_analysis=lambda: analysis)
+
+    def compile_program(compiler_options):
+        calls.append(text)
+        return program
+
+    lowered = SimpleNamespace(compile=compile_program, as_text=lambda: text)
+    function = SimpleNamespace(trace=lambda *_: SimpleNamespace(lower=lambda: lowered))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return function, jax.ShapeDtypeStruct((1,), "float32", sharding=sharding)
+
+
+def test_a_program_is_compiled_once(tmp_path, monkeypatch):
+    """Its figures are found again by the program and the compiler's flags, unless damaged."""
+    monkeypatch.setenv("MESH_TRANSFORMER_CACHE", str(tmp_path))
+    calls: list[str] = []
+    first = compiled("cpu", *counted_program(calls))
+    assert (first.peak, first.text, first.cached) == (7, "HLO", False)
+    again = compiled("other name", *counted_program(calls))
+    assert again == dataclasses.replace(first, cached=True)
+    assert calls == ["program"]
+    compiled("cpu", *counted_program(calls, "another"))
+    monkeypatch.setenv("XLA_FLAGS", "--other")
+    compiled("cpu", *counted_program(calls))
+    assert calls == ["program", "another", "program"]
+    for entry in (tmp_path / "plans").iterdir():
+        entry.write_bytes(entry.read_bytes()[:-9])
+    assert not compiled("cpu", *counted_program(calls)).cached
+    assert compiled("cpu", *counted_program(calls)).cached
+    monkeypatch.setenv("MESH_TRANSFORMER_CACHE", "")
+    assert not compiled("cpu", *counted_program(calls)).cached
+
+
+def test_a_compilation_ends_at_the_time_limit(monkeypatch):
+    monkeypatch.setenv("MESH_TRANSFORMER_CACHE", "")
+    calls: list[str] = []
+    with pytest.raises(OutOfTimeError):
+        compiled("cpu", *counted_program(calls), deadline=time.monotonic())
+    assert calls == []
+    assert compiled("cpu", *counted_program(calls), deadline=time.monotonic() + 60).peak == 7
+    ended = threading.Event()
+    with pytest.raises(OutOfTimeError):  # the compiler would never end
+        compilation._within(time.monotonic() + 0.01, ended.wait)
+    ended.set()
+
+    def fail() -> None:
+        raise InputError("no")
+
+    with pytest.raises(InputError, match="no"):
+        compilation._within(time.monotonic() + 60, fail)
+
+
+def run_in_process(monkeypatch, capsys, *words: str) -> tuple[int, str]:
+    """Run `mesh-transformer plan` with the time over at once; return its status and output."""
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # the command sets it; this undoes it afterwards
+    monkeypatch.setenv("MESH_TRANSFORMER_CACHE", "")
+    monkeypatch.setattr(sys, "argv", ["plan", "--config", "tiny", "--minutes", "1e-9", *words])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, capsys.readouterr().out
+
+
+def test_plans_for_several_devices_are_a_table(monkeypatch, capsys):
+    """After the time limit, the figures are on paper."""
+    words = ("--topology", "cpu-4, cpu-2", "--batch-tokens", "16K")
+    status, text = run_in_process(monkeypatch, capsys, *words)
+    head, line, first, second, note = text.splitlines()[-5:]
+    assert head.startswith("| devices | fits | mesh | ZeRO | remat |")
+    assert line.startswith("| --- |")
+    for row, name in ((first, "cpu-4"), (second, "cpu-2")):
+        assert re.match(rf"\| {name} \| yes \| dp \d x mp \d \|", row)
+        assert row.endswith("| on paper, not compiled |")
+    assert (status, note) == (0, search.OUT_OF_TIME)
+    assert text.count("peak and bytes: on paper, not compiled; nothing was measured") == 2
+    status, text = run_in_process(monkeypatch, capsys, *words, "--json")
+    for own, devices in zip(json.loads(text), (4, 2), strict=True):
+        tokens = own["dp"] * own["per_replica_batch"] * own["accumulation"] * 64
+        assert (own["devices"], tokens, own["collectives"]) == (devices, 2**14, None)
+        assert own["basis"] == "on paper, not compiled"
+    assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batch-tokens", "16K", "--decode"), "--batch-tokens is a batch for training"),
+        (("--decode",), "the step was not compiled within --minutes 1e-09"),
+        (("--batch-tokens", "1000"), "1,000, not a whole .* 64 tokens; .* divides is 1,024, 16 "),
+        (("--batch-tokens", "960", "--mp", "1"), "gives the 15 sequences per step"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(monkeypatch, capsys, words, message):
+    with pytest.raises(InputError, match=message) as refused:
+        run_in_process(monkeypatch, capsys, "--topology", "cpu-4", *words)
+    assert "\n" not in str(refused.value)
 
 
 def small(**changes) -> Config:
@@ -337,7 +498,7 @@ def test_a_search_ranks_the_plans_that_fit():
     assert {found_plan.zero for found_plan in result.plans} == {0}
     assert "2 fit" in result.table()
     json.dumps(dataclasses.asdict(result))
-    with pytest.raises(InputError, match=r"the config's \d+ sequences per step"):
+    with pytest.raises(InputError, match=r"gives the \d+ sequences per step"):
         search.search(
             config.replace(per_replica_batch=1),
             slice_named("cpu-4"),
@@ -566,6 +727,22 @@ def test_tpus_store_each_cache_only_once(slice_, rows, partitioning):
 
 @needs_libtpu
 @pytest.mark.slow
+def test_the_choices_for_tpus_and_gpus_fit():
+    words = ("plan", "--config", "tiny", "--set", "dtype=bfloat16", "--batch-tokens", "16K")
+    words += ("--topology", "v5e-4,2xH100", "--set", "layers=2", "--fast", "--json")
+    on_tpu, on_gpu = json.loads(run_python("-m", "mesh_transformer", *words).stdout)
+    for own, devices in ((on_tpu, 4), (on_gpu, 2)):
+        assert (own["devices"], own["fits"], own["fast"]) == (devices, True, True)
+        tokens = own["dp"] * own["per_replica_batch"] * own["accumulation"] * 64
+        assert tokens == 2**14
+        assert not any("part of" in one["axis"] for one in own["collectives"]["exchanges"])
+    assert on_tpu["basis"] == "the compiler's, for TPUs"
+    assert "compiled for TPUs (v5p:1x1x2)" in on_gpu["basis"]
+    assert on_gpu["hbm_bytes"] == int(0.75 * 84_942_979_072)
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_a_single_chip_can_be_planned_for():
     words = ["--config", "tiny", "--topology", "v5e-1", "--mp", "1", "--fast", "--json"]
     result = json.loads(run_python("-m", "mesh_transformer", "plan", *words).stdout)
@@ -591,6 +768,7 @@ from mesh_transformer.generation.pool import server_pool
 from mesh_transformer.generation.weights import weight_layout
 from mesh_transformer.mesh.program import Layout
 from mesh_transformer.performance import device_arrays, plan
+from mesh_transformer.performance.compilation import compiled
 from mesh_transformer.performance.topology import mesh_of, topology
 
 config, own = Config(**json.loads(sys.argv[1])), topology(sys.argv[2])
@@ -598,7 +776,7 @@ layout = weight_layout(Layout(config, mesh_of(config, own)))
 pool = server_pool(config, 8)
 rows = device_arrays.abstract_rows(layout, 8, pool)
 weights = device_arrays.abstract_weights(layout)
-memory = plan.compiled("", *plan.decode_program(layout, weights, rows, pool))
+memory = compiled("", *plan.decode_program(layout, weights, rows, pool))
 size = rows.caches[0].k_BHSK.size // own.devices
 made = []
 for name, shape, kind in re.findall(r"%(\\S+) = bf16\\[([\\d,]+)\\]\\S* ([a-z-]+)\\(", memory.text):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import math
 import re
 import sys
@@ -27,6 +28,7 @@ from mesh_transformer.model.casts import to_bf16
 from mesh_transformer.model.loss import train_loss
 from mesh_transformer.performance import analytic, hlo, scaling, search
 from mesh_transformer.performance.analytic import estimate_step
+from mesh_transformer.performance.compilation import OutOfTimeError
 from mesh_transformer.performance.hlo import Program
 from mesh_transformer.performance.roofline import (
     bytes_on_links,
@@ -96,7 +98,7 @@ ENTRY %main (p: f32[32,128]) -> f32[32,128] {
     part = 4 * 8 * 128
     assert traffic.between_slices == part  # of each device: together, one gradient per slice
     assert traffic.on_links == 2 * 3 * part
-    assert {exchange.axis for exchange in traffic.exchanges} == {"dp", "slices"}
+    assert {exchange.axis for exchange in traffic.exchanges} == {"part of dp", "slices"}
     between = "all-reduce" + hlo.BETWEEN_SLICES
     assert bytes_sent(between, 800, 4) == 2 * 600  # each slice sends and gets three quarters twice
     options = {"devices": 8, "tokens": 1, "peak_bytes": 0, "hbm_traffic_bytes": 0, "link_bytes": 0}
@@ -356,18 +358,27 @@ def test_collectives_outside_loops_do_not_belong_to_a_layer():
     assert [exchange.place for exchange in result.exchanges] == ["step"]
 
 
-LAYERS = """%body (state: (s32[], f32[1,4,8])) -> (s32[], f32[1,4,8]) {
+LAYERS = """%forward (state: (s32[], f32[1,4,8])) -> (s32[], f32[1,4,8]) {
   %state = (s32[], f32[1,4,8]{2,1,0}) parameter(0)
   %a = f32[1,4,8]{2,1,0} get-tuple-element(%state), index=1
   %one = f32[1,4,8]{2,1,0} all-reduce(%a), replica_groups=MP
-  %two = f32[1,4,8]{2,1,0} all-reduce(%one), replica_groups=MP, metadata={op_name="transpose(x)"}
-  %dp = f32[32]{0} all-reduce(%b), replica_groups=DP, metadata={op_name="transpose(y)"}
+  ROOT %next = (s32[], f32[1,4,8]{2,1,0}) tuple(%i, %one)
+}
+
+%backward (state: (s32[], f32[1,4,8])) -> (s32[], f32[1,4,8]) {
+  %state = (s32[], f32[1,4,8]{2,1,0}) parameter(0)
+  %b = f32[1,4,8]{2,1,0} get-tuple-element(%state), index=1
+  %c = f32[32]{0} reshape(%b), metadata={op_name="jit(step)/transpose(jvp())/while/reshape"}
+  %two = f32[1,4,8]{2,1,0} all-reduce(%b), replica_groups=MP
+  %dp = f32[32]{0} all-reduce(%c), replica_groups=DP
   ROOT %next = (s32[], f32[1,4,8]{2,1,0}) tuple(%i, %two)
 }
 
 ENTRY %main (a: (s32[], f32[1,4,8])) -> (s32[], f32[1,4,8]) {
   %a = (s32[], f32[1,4,8]{2,1,0}) parameter(0)
-  ROOT %loop = (s32[], f32[1,4,8]{2,1,0}) while(%a), condition=%c, body=%body, \
+  %first = (s32[], f32[1,4,8]{2,1,0}) while(%a), condition=%c, body=%forward, \
+backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %second = (s32[], f32[1,4,8]{2,1,0}) while(%first), condition=%c, body=%backward, \
 backend_config={"known_trip_count":{"n":"3"}}
 }
 """
@@ -383,7 +394,10 @@ backend_config={"known_trip_count":{"n":"3"}}
     ],
 )
 def test_only_sums_over_mp_are_those_of_activations(dp, mp, groups, expected):
-    """A gradient that is summed over dp in the loop over layers may have the same size."""
+    """A gradient that is summed over dp in the loop over layers may have the same size.
+
+    The loop of the backward pass is known by other operations than its collectives.
+    """
     config = Config(layers=3, d_model=8, n_heads=2, n_vocab=8, seq=4, cores_per_replica=mp)
     text = LAYERS.replace("MP", groups[0]).replace("DP", groups[1])
     mesh = Mesh(np.asarray(jax.devices()[: dp * mp]).reshape(dp, mp), ("dp", "mp"))
@@ -627,7 +641,7 @@ def test_scaling_tables():
     61.5 T / 82 G = 750 tokens.
     """
     config = Config.load(str(CONFIGS / "6B_roto_256.json"))
-    lines = scaling.scaling_of(config, "v3", 512).table().splitlines()
+    lines = scaling.scaling_of(config, accelerators.hardware("v3"), 512).table().splitlines()
     zero_0 = next(line for line in lines if line.startswith("| 0 |"))
     eight = 8 * flops.n_params(config) / flops.hardware_flops_per_token(config)
     assert f" {eight * 750:,.0f} " in zero_0
@@ -643,12 +657,14 @@ def test_scaling_tables():
     ]  # 768: no divisor of 512
 
 
-def run_script(monkeypatch, capsys, *words: str) -> str:
-    """Return the output of scripts/plan.py for GPT-J-6B."""
+def run_script(monkeypatch, capsys, *words: str, status: int = 0) -> str:
+    """Return the output of scripts/plan.py for GPT-J-6B, which ends with an exit status."""
     path = str(CONFIGS / "6B_roto_256.json")
     monkeypatch.setattr(sys, "argv", ["plan.py", "--config", path, *words])
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # the script sets it too; this undoes it afterwards
-    script.main()
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == status
     return capsys.readouterr().out
 
 
@@ -675,9 +691,29 @@ def test_another_mp_keeps_the_sequences_per_step(monkeypatch, capsys):
     assert "v3, mp 2, 256 sequences" in halved
 
 
+@pytest.mark.parametrize("name", ["v2-8", "tpu7x-8", "v5p:4x4x12", "8xH100", "gpu:40GiB", "cpu-8"])
+def test_scaling_has_a_column_for_any_devices(monkeypatch, capsys, name):
+    monkeypatch.setattr(accelerators, "_measured_flops", lambda dtype: 1e12)
+    monkeypatch.setattr(accelerators, "_measured_copy", lambda: 1e10)
+    words = ("--topology", name, "--scaling", "--json", "--batch-tokens", "2M")
+    result = json.loads(run_script(monkeypatch, capsys, *words))
+    generation = result["generation"]
+    assert name.lower().startswith(generation) or generation == "h100"
+    assert [*result["mp_shares"]] == list(dict.fromkeys([*scaling.GENERATIONS, generation]))
+    assert all(share > 0 for share in result["mp_shares"][generation][1:])
+    devices = [steps[0]["dp"] * steps[0]["mp"] for steps in result["steps"]]
+    # mp is 1 on one GPU, and at most one replica per sequence is of use.
+    most = 512 if name.startswith("gpu") else 2048
+    assert (result["sequences"], devices) == (
+        1024,
+        [n for n in (8, 32, 128, 512, 2048) if n <= most],
+    )
+
+
 def test_a_search_limit_of_0_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--topology", "v3-8", "--search", "--limit", "0"])
     with pytest.raises(SystemExit):
-        run_script(monkeypatch, capsys, "--topology", "v3-8", "--search", "--limit", "0")
+        script.main()
     assert "0 is not a positive integer" in capsys.readouterr().err
 
 
@@ -703,7 +739,9 @@ def fake_plan(config: Config, speed: float, *, fits: bool = True, fast: bool = T
 
 def run_search(monkeypatch, compile_one: Any, fixed: dict[str, Any], **keys: Any) -> Any:
     """Run a search for a v3-8 with `compile_one(config, fast)` in place of the compiler."""
-    monkeypatch.setattr(search, "plan", lambda config, _, fast=False: compile_one(config, fast))
+    monkeypatch.setattr(
+        search, "plan", lambda config, _, fast=False, **__: compile_one(config, fast)
+    )
     config = Config(
         layers=2, d_model=128, n_heads=8, n_vocab=512, tpu_size=8, gradient_accumulation_steps=3
     )
@@ -728,11 +766,10 @@ def test_a_search_keeps_fixed_settings(monkeypatch, key, value):
 def test_a_search_shards_activations_where_memory_is_scarce():
     """Close to the limit both settings may be the faster one that fits."""
     config = Config.load(str(CONFIGS / "6B_roto_256.json")).replace(cores_per_replica=8)
-    hardware = accelerators.hardware("v3")
 
     def sharded(batch: int, **fixed: bool) -> list[bool]:
         setting = config.replace(per_replica_batch=batch)
-        pairs = search._that_may_fit(setting, hardware, topology("v3-256"), fixed)
+        pairs = search._that_may_fit(setting, topology("v3-256"), fixed)
         return [variant.shard_activations for _, variant in pairs]
 
     assert [sharded(batch) for batch in (1, 2, 4, 16)] == [[False], [False, True], [True], []]
@@ -781,3 +818,140 @@ def test_a_search_accounts_for_every_setting(monkeypatch):
     assert f"{result.refused} failed to compile" in result.table()
     with pytest.raises(InputError, match="no"):
         run_search(monkeypatch, compile_one, {"cores_per_replica": 2})
+
+
+def planned(monkeypatch, peaks: Any, **keys: Any) -> tuple[Any, list[Config]]:
+    """Return the choice for a v5e-8 and the settings compiled, with fake plans.
+
+    Args:
+      peaks: returns the peak in GiB of the n-th compiled setting, or raises an error.
+      keys: config keys that are fixed.
+    """
+    slice_, compiled = topology("v5e-8"), []
+
+    def make(config: Config, _: Any, *, on_paper: bool = False, **options: Any) -> Any:
+        result = fake_plan(config, 1.0, fits=False, fast=False)
+        result.on_paper = on_paper
+        if not on_paper:
+            compiled.append(config)
+            result.peak_bytes = int(peaks(len(compiled)) * 2**30)
+            result.fits = result.peak_bytes <= slice_.hbm
+        return result
+
+    monkeypatch.setattr(search, "plan", make)
+    config = Config.load(None, model=keys.pop("model", "pythia-1b"))
+    config = search.with_batch(config, 2**19, [8])
+    return search.choose(config, slice_, fixed={"per_replica_batch": 4} | keys), compiled
+
+
+def test_the_first_choice_is_the_fastest_with_memory_to_spare(monkeypatch):
+    result, compiled = planned(monkeypatch, lambda number: 12)
+    assert (result.fits, result.on_paper, len(compiled)) == (True, False, 1)
+    slice_ = topology("v5e-8")
+    hardware = slice_.hardware("bfloat16")
+    config = search.with_batch(Config.load(None, model="pythia-1b"), 2**19, [8])
+    estimates = [
+        (estimate_step(c, hardware, 8), c)
+        for c in search.candidates(config, 8, {"per_replica_batch": 4})
+    ]
+    sure = [pair for pair in estimates if 1.1 * pair[0].peak_bytes <= slice_.hbm]
+    best = min(sure, key=lambda pair: pair[0].step_seconds[1])
+    chosen = estimate_step(compiled[0], hardware, 8)
+    assert chosen.step_seconds[1] <= best[0].step_seconds[1]
+    assert 1.1 * chosen.peak_bytes <= slice_.hbm
+    own = compiled[0]
+    dp = 8 // own.cores_per_replica // own.context_parallel
+    assert dp * own.per_replica_batch * own.gradient_accumulation_steps * own.seq == 2**19
+
+
+def test_a_choice_that_does_not_fit_is_followed_by_the_next(monkeypatch):
+    result, compiled = planned(monkeypatch, lambda number: (99, 14)[number > 1])
+    assert (result.fits, len(compiled)) == (True, 2)
+    assert compiled[0] != compiled[1]
+    result, compiled = planned(monkeypatch, lambda number: 30 - number)
+    assert (result.fits, len(compiled)) == (False, search.MOST_CHOICES)
+    assert result.peak_bytes == (30 - search.MOST_CHOICES) * 2**30
+
+    def refuse(number: int) -> float:
+        if number == 1:
+            raise InputError("no")
+        return 12
+
+    result, compiled = planned(monkeypatch, refuse, zero=1)
+    assert (result.fits, len(compiled)) == (True, 2)
+    assert {config.zero for config in compiled} == {1}
+
+
+def test_a_choice_is_on_paper_if_the_time_is_over_or_nothing_may_fit(monkeypatch):
+    def run_out(number: int) -> float:
+        raise OutOfTimeError
+
+    result, compiled = planned(monkeypatch, run_out)
+    assert (result.on_paper, len(compiled)) == (True, 1)
+    result, compiled = planned(monkeypatch, lambda number: 1, model="llama3-70b")
+    assert (result.on_paper, result.fits, compiled) == (True, False, [])
+
+
+@pytest.mark.parametrize(
+    ("most", "options", "expected"),
+    [
+        (9, {"deadline": math.inf}, [True, False, True, False]),
+        (3, {"deadline": math.inf}, [True, False, True]),  # the time is over
+        (9, {"fast": True}, [True]),
+        (9, {}, [False]),
+    ],
+)
+def test_a_choice_with_a_time_limit_is_compiled_quickly_first(monkeypatch, most, options, expected):
+    """The second setting fits in full; the first one only if it is compiled quickly."""
+    calls: list[bool] = []
+
+    def make(config: Config, _: Any, *, fast: bool = False, **options: Any) -> Any:
+        if len(calls) == most:
+            raise OutOfTimeError
+        calls.append(fast)
+        return fake_plan(config, 1.0, fits=len(calls) != 2, fast=fast)
+
+    monkeypatch.setattr(search, "plan", make)
+    config = search.with_batch(Config.load(None, model="pythia-1b"), 2**19, [8])
+    fixed = {"per_replica_batch": 4}
+    result = search.choose(config, topology("v5e-8"), fixed=fixed, **options)
+    assert (calls, result.fits, result.fast) == (expected, True, expected[-1])
+
+
+def test_a_search_that_runs_out_of_time_keeps_what_it_found(monkeypatch):
+    """Once while it compiles quickly, and once while it compiles in full."""
+    for most, fast in ((2, [True, True]), (5, [False, True, True, True])):
+        calls: list[Config] = []
+
+        def compile_one(config: Config, quickly: bool, calls=calls, most=most) -> Any:
+            if len(calls) == most:
+                raise OutOfTimeError
+            calls.append(config)
+            return fake_plan(config, config.cores_per_replica, fast=quickly)
+
+        fixed = {"zero": 0, "remat": "full", "per_replica_batch": 1}
+        result = run_search(monkeypatch, compile_one, fixed)
+        assert [plan.fast for plan in result.plans] == fast
+        assert result.out_of_time
+        assert result.table().endswith(search.OUT_OF_TIME)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_batch_in_tokens_is_kept_or_refused(seed):
+    rng = np.random.default_rng(seed)
+    config = Config.load(None, model="pythia-1b")
+    devices = [int(n) for n in 2 ** rng.integers(0, 9, 3)]
+    sequences = int(rng.integers(1, 5000))
+    batch = search.with_batch(config, sequences * config.seq, devices)
+    assert analytic.sequences_per_step(batch) == sequences
+    rest = int(rng.integers(1, config.seq))
+    with pytest.raises(InputError, match="not a whole number of sequences of 2,048") as refused:
+        search.with_batch(config, sequences * config.seq + rest, devices)
+    nearest = re.search(r"divides is ([\d,]+), ([\d,]+) sequences", str(refused.value))
+    assert nearest
+    tokens, rows = (int(number.replace(",", "")) for number in nearest.groups())
+    assert tokens == rows * config.seq
+    assert all(rows % count == 0 for count in devices)
+    assert rows == max(devices) or abs(tokens - sequences * config.seq - rest) <= (
+        max(devices) * config.seq / 2
+    )
