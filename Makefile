@@ -9,7 +9,7 @@ TORCH := requirements-torch.txt
 # their sources again: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-all test-jax venv libtpu lint docs lock wheels release
+.PHONY: help quickstart test test-all test-jax venv libtpu lint docs site lock wheels release
 
 help:
 	@echo "make venv         install into .venv what training, sampling and serving need"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-jax     only tests of what another JAX version may change"
 	@echo "make libtpu       install the compiler for plans for TPUs"
 	@echo "make docs         build the documentation site"
+	@echo "make site         commit the site of a version to the branch gh-pages"
 	@echo "make wheels       collect what a machine without internet needs, beside JAX"
 	@echo "make release      build a release and check it on every Python"
 
@@ -68,6 +69,12 @@ docs: .venv-docs/done
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/.venv-docs/bin:$$PATH" mkdocs build
 	@echo "the documentation is in build/site/index.html"
 
+# A version of the site for the selector of versions, as a commit on the local branch gh-pages:
+# `make site SITE='1.1 latest'` for a release.
+SITE := dev
+site: .venv-docs/done
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/.venv-docs/bin:$$PATH" mike deploy --update-aliases $(SITE)
+
 .venv-docs/done: requirements-docs.txt
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
@@ -114,7 +121,7 @@ LIBTPU := libtpu==0.0.42.1; python_version < '3.12'\nlibtpu==0.0.48.1; python_ve
 lock:
 	printf "$(JAX)\n" | $(LOCK) --extra all --constraint - -o requirements.txt
 	printf "$(JAX)\n" | $(LOCK) --extra all --extra dev --constraint - -o requirements-dev.txt
-	printf '%s\n' mkdocs mkdocs-material 'mkdocstrings[python]' pyyaml ruff | \
+	printf '%s\n' mike mkdocs mkdocs-material 'mkdocstrings[python]' pyyaml ruff | \
 	  $(subst setup.py,-,$(LOCK)) -o requirements-docs.txt
 	printf '%s\n' build pypiserver setuptools twine | \
 	  $(subst setup.py,-,$(LOCK)) -o requirements-release.txt
