@@ -35,7 +35,7 @@ test: $(VENV)/test libtpu lint
 	$(PYTEST) -m "not slow"
 
 # The slow tests too: killed hosts and disks that are full, compilation for TPUs, long guides.
-test-all: $(VENV)/test libtpu lint
+test-all: $(VENV)/test libtpu lint .venv-release/done
 	@echo "running all tests: one to two hours on 2 cores"
 	$(PYTEST)
 

@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 SECONDS = 1200  # for an installation or a command
 CONFIG = {
-    "block": "gpt2", "pe": "fixed", "layers": 1, "d_model": 32, "n_heads": 4, "n_vocab": 256,
+    "block": "gpt2", "pe": "fixed", "layers": 1, "d_model": 32, "n_heads": 4, "n_vocab": 50304,
     "seq": 32, "tpu_size": 1, "cores_per_replica": 1, "per_replica_batch": 2, "warmup_steps": 1,
-    "total_steps": 4, "ckpt_every": 4, "tokenizer": "bytes", "train_set": "data/mine.index",
+    "total_steps": 4, "ckpt_every": 4, "train_set": "data/mine.index",
     "val_set": {},
 }  # fmt: skip
 TRAIN = "mesh-transformer train --config small.json --model-dir runs"
@@ -36,7 +36,7 @@ MODEL = "--model-path runs/small"
 CORE = (
     "mesh-transformer --version",
     "mesh-transformer plan --config small.json --topology cpu-1 --fast",
-    "mesh-transformer records text.txt mine --output-dir data --seq 32 --tokenizer bytes",
+    "mesh-transformer records text.txt mine --output-dir data --seq 32",
     f"{TRAIN}/small",
     f"mesh-transformer sample {MODEL} --prompt A --length 4",
 )

@@ -59,12 +59,9 @@ def check_source(version: str) -> None:
     """Check that the checkout has no changes, and that the version's tag, if any, is its commit."""
     if changed := git("status", "--porcelain"):
         raise InputError(f"the checkout has changes ({changed.split()[1]}, ...); commit them first")
-    if git("tag", "--list", f"v{version}") and f"v{version}" not in git(
-        "tag", "--points-at", "HEAD"
-    ):
-        raise InputError(
-            f"the tag v{version} is another commit; check that out, or raise the version"
-        )
+    tag = f"v{version}"
+    if git("tag", "--list", tag) and tag not in git("tag", "--points-at", "HEAD").splitlines():
+        raise InputError(f"the tag {tag} is another commit; check that out, or raise the version")
 
 
 def notes(changelog: str, version: str) -> str:
@@ -120,24 +117,28 @@ def build(out: Path) -> tuple[Path, Path]:
     return source, wheel
 
 
-def check_contents(source: Path, wheel: Path, tracked: list[str]) -> None:
-    """Check that the archives have what the package needs, and nothing else.
+def check_source_archive(path: Path, tracked: list[str]) -> None:
+    """Check that the source archive has what a build needs, and nothing else.
 
     Args:
       tracked: the files of the commit.  All in mesh_transformer/ and configs/ are needed, also
         those that are no modules, such as page.html.
     """
-    package = {name for name in tracked if name.startswith("mesh_transformer/")}
-    configs = {name for name in tracked if name.startswith("configs/")}
-    with tarfile.open(source) as archive:
+    with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     made = {name for name in names if name.startswith("mesh_transformer.egg-info/")}
-    _compare(source, names - made - {"PKG-INFO", "setup.cfg"}, package | configs | SOURCES)
-    with zipfile.ZipFile(wheel) as archive:
+    wanted = {name for name in tracked if name.startswith(("mesh_transformer/", "configs/"))}
+    _compare(path, names - made - {"PKG-INFO", "setup.cfg"}, wanted | SOURCES)
+
+
+def check_wheel(path: Path, tracked: list[str]) -> None:
+    """Check that the wheel has the package with its configs, and nothing else."""
+    with zipfile.ZipFile(path) as archive:
         names = set(archive.namelist())
-    about = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
-    wanted = package | {f"mesh_transformer/{name}" for name in configs}
-    _compare(wheel, names, wanted | {f"{about}/{name}" for name in ABOUT})
+    about = "-".join(path.name.split("-")[:2]) + ".dist-info"
+    package = {name for name in tracked if name.startswith("mesh_transformer/")}
+    configs = {f"mesh_transformer/{name}" for name in tracked if name.startswith("configs/")}
+    _compare(path, names, package | configs | {f"{about}/{name}" for name in ABOUT})
 
 
 def _compare(path: Path, names: set[str], wanted: set[str]) -> None:
@@ -237,7 +238,9 @@ def release(out: Path, key: Path | None, pythons: list[str], extras: list[str]) 
         folder = Path(temporary) / version
         folder.mkdir()
         source, wheel = build(folder)
-        check_contents(source, wheel, git("ls-files").splitlines())
+        tracked = git("ls-files").splitlines()
+        check_source_archive(source, tracked)
+        check_wheel(wheel, tracked)
         run(sys.executable, "-m", "twine", "check", "--strict", source, wheel)
         for path in (source, wheel):
             report(

@@ -8,9 +8,17 @@ import pytest
 from mesh_transformer.config import Config
 from tests.support.pages import ROOT, reader
 
-PAGE = "docs/from-maxtext.md"
 # Of the right column, what is no config key.
-WORDS = {"full", "dots", "none", "moments", "params", "dpo", "objective", "mesh-transformer records"}
+WORDS = {
+    "full",
+    "dots",
+    "none",
+    "moments",
+    "params",
+    "dpo",
+    "objective",
+    "mesh-transformer records",
+}
 
 
 def keys(text: str) -> set[str]:
@@ -22,7 +30,7 @@ def keys(text: str) -> set[str]:
 
 
 def test_the_page_names_config_keys():
-    named = keys((ROOT / PAGE).read_text("utf-8"))
+    named = keys((ROOT / "docs/from-maxtext.md").read_text("utf-8"))
     assert len(named) > 30
     assert named - set(Config.__dataclass_fields__) - {"mesh-transformer"} == set()
 
@@ -30,7 +38,7 @@ def test_the_page_names_config_keys():
 @pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     with reader(tmp_path, monkeypatch) as person:
-        person.follow(PAGE)
+        person.follow("docs/from-maxtext.md")
     printed = capsys.readouterr().out
     assert "dp 4 x mp 2" in printed
     assert "ZeRO 3" in printed
