@@ -15,6 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from mesh_transformer.util import InputError, run_script
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 SECONDS = 1200  # for an installation or a command
+FAILED = "**failed**"
 CONFIG = {
     "block": "gpt2", "pe": "fixed", "layers": 1, "d_model": 32, "n_heads": 4, "n_vocab": 50304,
     "seq": 32, "tpu_size": 1, "cores_per_replica": 1, "per_replica_batch": 2, "warmup_steps": 1,
@@ -176,59 +178,78 @@ def write_inputs(place: Path) -> None:
         shutil.copy(path, place)
 
 
-def check_python(version: str, wheel: Path, source: Path | None, extras: list[str]) -> list[str]:
-    """Check the core and extras with one Python.
+def check_extras(core: Environment, check: Check, wheel: Path, python: str) -> list[str]:
+    """Run a command without its extras, then with only them.
 
     Returns:
-      The rows of a table in Markdown.
+      The cells of a row: MiB beyond the core's, seconds of pip, the command, its seconds.
     """
-    rows = []
-    python = interpreter(version)
-
-    def row(*cells: object) -> None:
-        rows.append(f"| {version} | {' | '.join(map(str, cells))} |")
-        print(rows[-1], flush=True)
-
+    names = check.extras.split(",")
+    if set(names) <= set(EXTRAS):
+        line = rf"install the extra: .*\[({'|'.join(names)})\]"
+        core.check(check.command, check.lacking, line)
     with tempfile.TemporaryDirectory() as folder:
-        core = Environment(python, Path(folder) / f"{version}-core")
+        environment = Environment(python, Path(folder) / check.extras, core)
+        environment.install("--no-deps", "--force-reinstall", str(wheel))  # its own command
+        seconds = environment.install(f"{wheel}[{check.extras}]")
+        taken = environment.check(check.command, check.status, check.text)
+        size = f"+{environment.mebibytes():.0f}"
+    return [size, f"{seconds:.0f}", f"`{check.command}`", f"{taken:.1f}"]
+
+
+def check_python(
+    version: str, wheel: Path, source: Path | None, extras: list[str]
+) -> Iterator[str]:
+    """Check the core and extras with one Python.
+
+    Yields:
+      The rows of a table in Markdown.  That of extras which fail has the error instead.
+
+    Raises:
+      InputError: if the core fails.
+    """
+    python = interpreter(version)
+    with tempfile.TemporaryDirectory() as folder:
+        core = Environment(python, Path(folder) / "core")
         seconds = f"{core.install(str(wheel)):.0f}"
         size = f"{core.mebibytes():.0f}"
         write_inputs(core.place)
         for line in CORE:
-            row("none", size, seconds, f"`{line}`", f"{core.check(line):.1f}")
+            yield f"| {version} | | {size} | {seconds} | `{line}` | {core.check(line):.1f} |"
             size = seconds = ""
         if source is not None:
-            environment = Environment(python, Path(folder) / f"{version}-source", core)
-            seconds = environment.install("--no-deps", str(source))
-            command = f"{environment.check(CORE[0]):.1f}"
-            row("none, from the source", "", f"{seconds:.0f}", f"`{CORE[0]}`", command)
+            environment = Environment(python, Path(folder) / "source", core)
+            seconds = f"{environment.install('--no-deps', str(source)):.0f}"
+            taken = f"{environment.check(CORE[0]):.1f}"
+            yield f"| {version} | from the source archive | | {seconds} | `{CORE[0]}` | {taken} |"
         for check in (check for check in CHECKS if check.extras in extras):
-            names = check.extras.split(",")
-            if set(names) <= set(EXTRAS):
-                line = rf"install the extra: .*\[({'|'.join(names)})\]"
-                core.check(check.command, check.lacking, line)
-            place = Path(folder) / f"{version}-{check.extras}"
-            environment = Environment(python, place, core)
-            environment.install("--no-deps", "--force-reinstall", str(wheel))
-            seconds = environment.install(f"{wheel}[{check.extras}]")
-            command = environment.check(check.command, check.status, check.text)
-            cells = (f"+{environment.mebibytes():.0f}", f"{seconds:.0f}", f"`{check.command}`")
-            row(check.extras, *cells, f"{command:.1f}")
-            shutil.rmtree(place)
+            try:
+                cells = " | ".join(check_extras(core, check, wheel, python))
+            except InputError as error:
+                cells = f"{FAILED}: {error}"
+            yield f"| {version} | {check.extras} | {cells} |"
         for name in (name for name in RESOLVED if name in extras):
             seconds = core.install("--dry-run", f"{wheel}[{name}]")
-            row(name, "", f"{seconds:.0f}", "resolved, not installed", "")
-    return rows
+            yield f"| {version} | {name} | | {seconds:.0f} | resolved, not installed | |"
 
 
 def report(wheel: Path, source: Path | None, pythons: list[str], extras: list[str]) -> str:
-    """Check with several Pythons, and return a table in Markdown."""
+    """Check with several Pythons, and return a table in Markdown.
+
+    Raises:
+      InputError: if anything fails, after all else has been checked.
+    """
     lines = [
         "| Python | extras | MiB | seconds of pip | command | its seconds |",
         "|---|---|---|---|---|---|",
     ]
     for version in pythons:
-        lines += check_python(version, wheel, source, extras)
+        for row in check_python(version, wheel, source, extras):
+            print(row, flush=True)
+            lines.append(row)
+    failed = [" ".join(row.removeprefix("| ").split(" | ")[:2]) for row in lines if FAILED in row]
+    if failed:
+        raise InputError(f"checks failed, see above: Python {', '.join(failed)}")
     return "\n".join(lines) + "\n"
 
 
@@ -245,11 +266,8 @@ def main() -> None:
     parser.add_argument("--source", type=Path, help="source archive to install as well")
     add_arguments(parser)
     args = parser.parse_args()
-    print(
-        report(
-            args.wheel.absolute(), args.source and args.source.absolute(), args.python, args.extras
-        )
-    )
+    source = args.source and args.source.absolute()
+    report(args.wheel.absolute(), source, args.python, args.extras)
 
 
 if __name__ == "__main__":
