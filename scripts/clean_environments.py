@@ -198,9 +198,9 @@ def check_extras(core: Environment, check: Check, wheel: Path, python: str) -> l
 
 
 def check_python(
-    version: str, wheel: Path, source: Path | None, extras: list[str]
+    version: str, python: str, wheel: Path, source: Path | None, extras: list[str]
 ) -> Iterator[str]:
-    """Check the core and extras with one Python.
+    """Check the core and extras with a version of Python, whose path is `python`.
 
     Yields:
       The rows of a table in Markdown.  That of extras which fail has the error instead.
@@ -208,7 +208,6 @@ def check_python(
     Raises:
       InputError: if the core fails.
     """
-    python = interpreter(version)
     with tempfile.TemporaryDirectory() as folder:
         core = Environment(python, Path(folder) / "core")
         seconds = f"{core.install(str(wheel)):.0f}"
@@ -243,8 +242,8 @@ def report(wheel: Path, source: Path | None, pythons: list[str], extras: list[st
         "| Python | extras | MiB | seconds of pip | command | its seconds |",
         "|---|---|---|---|---|---|",
     ]
-    for version in pythons:
-        for row in check_python(version, wheel, source, extras):
+    for version, python in {version: interpreter(version) for version in pythons}.items():
+        for row in check_python(version, python, wheel, source, extras):
             print(row, flush=True)
             lines.append(row)
     failed = [" ".join(row.removeprefix("| ").split(" | ")[:2]) for row in lines if FAILED in row]

@@ -39,13 +39,15 @@ def run(*words: object, **options: Any) -> str:
     """Run a program and return what it prints.
 
     Raises:
-      InputError: if it fails, with the last line of its messages.
+      InputError: if it is not installed or fails, with the last line of its messages.
     """
-    result = subprocess.run(
-        [str(word) for word in words], capture_output=True, text=True, **options
-    )
+    texts = [str(word) for word in words]
+    try:
+        result = subprocess.run(texts, capture_output=True, text=True, **options)
+    except FileNotFoundError:
+        raise InputError(f"{texts[0]} is not installed here") from None
     if result.returncode:
-        command = shlex.join(str(word) for word in words)
+        command = shlex.join(texts)
         last = (result.stderr.strip() or result.stdout.strip() or "no message").splitlines()[-1]
         raise InputError(f"exit status {result.returncode} of {command}: {last}")
     return result.stdout
@@ -250,10 +252,6 @@ def release(out: Path, key: Path | None, pythons: list[str], extras: list[str]) 
         report("built both again: the same bytes")
         rehearse_upload(source, wheel, version)
         report("uploaded both to an index on this machine, and installed them from there")
-        if pythons:
-            table = clean_environments.report(wheel, source, pythons, extras)
-            (folder / "environments.md").write_text(table)
-            report(f"installed and run on Python {', '.join(pythons)}")
         (folder / "NOTES.md").write_text(text, encoding="utf-8")
         digests = [(hashlib.sha256(path.read_bytes()), path.name) for path in (source, wheel)]
         sums = "".join(f"{digest.hexdigest()}  {name}\n" for digest, name in digests)
@@ -261,6 +259,10 @@ def release(out: Path, key: Path | None, pythons: list[str], extras: list[str]) 
         if key is not None:
             sign(folder, key)
             report(f"signed SHA256SUMS with {key}")
+        if pythons:
+            table = clean_environments.report(wheel, source, pythons, extras)
+            (folder / "environments.md").write_text(table)
+            report(f"installed and run on Python {', '.join(pythons)}")
         shutil.rmtree(out / version, ignore_errors=True)
         folder.rename(out / version)
     return out / version
