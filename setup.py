@@ -8,6 +8,9 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 PACKAGE = (ROOT / "mesh_transformer/__init__.py").read_text(encoding="utf-8")
 (VERSION,) = re.findall(r'^__version__ = "(.+)"', PACKAGE, re.MULTILINE)
+# On a package index, links and images with relative targets lead nowhere: links become their text.
+README = re.sub(r"^!\[.*\]\(.*\)\n\n", "", (ROOT / "README.md").read_text("utf-8"), flags=re.M)
+README = re.sub(r"\[([^]]+)\]\((?!https?:)[^)\s]+\)", r"\1", README)
 
 # What training, sampling and conversion import.
 REQUIREMENTS = [
@@ -62,12 +65,12 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=README,
     long_description_content_type="text/markdown",
     author="The mesh-transformer authors",
     keywords="GPT-J, JAX, Haiku, TPU, model parallelism, language model",
     classifiers=[
-        "Development Status :: 5 - Production/Stable",
+        "Development Status :: 4 - Beta",  # until it has run on a TPU or a GPU
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
@@ -97,7 +100,7 @@ setup(
         "gpu": ["jax[cuda12]"],
         "eval": ["lm-eval>=0.4.13", "rouge-score>=0.1.2"],
         "datasets": ["datasets>=4"],  # datasets on the Hugging Face hub
-        "examples": ["scikit-learn>=1.5"],
+        "examples": ["scikit-learn>=1.5", *PARTS["plan"]],  # images of digits; pictures
         "notebook": ["jupyterlab>=4"],  # with its kernel, ipykernel
         "dev": [
             "pytest>=9",

@@ -36,7 +36,7 @@ __all__ = [
     "loss",
     "prefill",
 ]
-__version__ = "1.0.0"
+__version__ = "1.1.0.dev0"
 
 _MODULES = {
     "CausalTransformer": "transformer_shard",

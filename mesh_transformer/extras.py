@@ -32,7 +32,6 @@ def missing(error: ImportError) -> str | None:
     for extra, modules in EXTRAS.items():
         for module in modules:
             if f"{error.name}.".startswith(f"{module}."):
-                return (
-                    f"package {module} is missing; install the extra: pip install -e '.[{extra}]'"
-                )
+                extras = f"'mesh-transformer[{extra}]'"
+                return f"package {module} is missing; install the extra: pip install {extras}"
     return None

@@ -140,7 +140,7 @@ def run(python):
 
 
 def lacks(module: str, extra: str) -> str:
-    return f"package {module} is missing; install the extra: pip install -e '.[{extra}]'"
+    return f"package {module} is missing; install the extra: pip install '{OURS}[{extra}]'"
 
 
 def last_line(text: str) -> str:

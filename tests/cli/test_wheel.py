@@ -16,6 +16,7 @@ import pytest
 
 import mesh_transformer
 from mesh_transformer.cli.main import COMMANDS
+from scripts import release
 from tests.support.waiting import SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +25,7 @@ SOURCES = ("mesh_transformer", "configs", "scripts", "tests/support")
 FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 # pip needs neither the network nor a build environment of its own.
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
+ABOUT = ("licenses/LICENSE", "entry_points.txt", "METADATA")
 SMALL = ("layers=1", "d_model=32", "n_heads=4", "pe_rotary_dims=4", "seq=32", "tpu_size=1")
 SMALL += ("cores_per_replica=1", "per_replica_batch=2", "total_steps=10", "ckpt_every=10")
 SMALL += ("train_set=records/mine.index", 'val_set={"mine": "records/mine.index"}')
@@ -45,32 +47,30 @@ def wheel(tmp_path_factory) -> Path:
     return path
 
 
-def package_files() -> set[str]:
-    """Return the files that the package must consist of, relative to site-packages."""
-    package = ROOT / "mesh_transformer"
-    modules = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
-    configs = {f"mesh_transformer/configs/{path.name}" for path in (ROOT / "configs").iterdir()}
-    return modules | configs | {"mesh_transformer/py.typed", "mesh_transformer/serving/page.html"}
-
-
 @pytest.mark.slow
 def test_wheel_has_the_package_its_configs_and_nothing_else(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        contents = {name: archive.read(name) for name in archive.namelist()}
+    files = [*(ROOT / "mesh_transformer").rglob("*"), *(ROOT / "configs").iterdir()]
+    kept = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
+    release.check_wheel(wheel, [path.relative_to(ROOT).as_posix() for path in kept])
     version = mesh_transformer.__version__
     about = f"mesh_transformer-{version}.dist-info"
-    assert {name for name in contents if not name.startswith(f"{about}/")} == package_files()
-    assert contents[f"{about}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    with zipfile.ZipFile(wheel) as archive:
+        contents = {name: archive.read(f"{about}/{name}") for name in ABOUT}
+    assert contents["licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
     entry = "[console_scripts]\nmesh-transformer = mesh_transformer.__main__:main\n"
-    assert contents[f"{about}/entry_points.txt"].decode() == entry
-    metadata = message_from_bytes(contents[f"{about}/METADATA"])
+    assert contents["entry_points.txt"].decode() == entry
+    metadata = message_from_bytes(contents["METADATA"])
     values = [metadata[key] for key in ("Name", "Version", "License-Expression")]
     assert values == ["mesh-transformer", version, "Apache-2.0"]
     assert metadata["Description-Content-Type"] == "text/markdown"
-    readme = (ROOT / "README.md").read_bytes()
     description = metadata.get_payload(decode=True)
     assert isinstance(description, bytes)
-    assert description.strip() == readme.strip()
+    text = description.decode()
+    # README.md, in which links to other files of the checkout are only their text.
+    assert text.startswith((ROOT / "README.md").read_text("utf-8").partition("](")[0])
+    assert "(docs/" not in text
+    assert "[mesh-transformer-jax](https://" in text
+    assert "Your own text in eight commands" in text
 
 
 class Installed:

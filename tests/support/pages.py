@@ -21,7 +21,8 @@ from mesh_transformer.cli.main import main as mesh_transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 1800  # for a command, on a busy machine
-PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")))
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
+PAGES = ("README.md", "CONTRIBUTING.md", *DOCS)
 # What a block is run as.  Blocks without a language show output, files or layouts.
 LANGUAGES = ("bash", "python")
 
