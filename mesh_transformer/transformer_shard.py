@@ -343,7 +343,9 @@ class CausalTransformer(TrainableNetwork):
 
     @_dispatch.register
     def _claim(self, call: Claim) -> None:
-        self._writer(call.folder).claim()
+        state = jax.tree.leaves(self.saved_template())
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in state)
+        self._writer(call.folder).claim(size)
 
     @_dispatch.register
     def _set_aside(self, call: SetAside) -> str:

@@ -1,5 +1,6 @@
 """What a driver does before it creates machines: check the records, and delete a run with --new."""
 
+import contextlib
 import sys
 
 from etils import epath
@@ -17,18 +18,24 @@ from mesh_transformer.util import InputError
 def check_records(config: Config, *, validate: bool = True) -> None:
     """Raise InputError if this process cannot read the config's training or validation records.
 
-    Call this before creating a TPU, so that a wrong path is reported before the TPU costs money.
+    The first records of each set are read.  Call this before creating a TPU, so that a wrong path
+    or a set of another `seq` is reported before the TPU costs money.
     If the config sets `hosts_read`, the training records are not checked, because only the hosts
-    need access to them.
+    need access to them; nor are prompts.
 
     Args:
       validate: whether the run uses the validation records.
     """
-    if not config.hosts_read:
-        open_train_set(config, 1).close()
+    if not (config.hosts_read or config.has_rollouts):
+        kind = config.objective_kind
+        with contextlib.closing(open_train_set(config, 1)) as batches:
+            if kind is None or not kind.needs_reference:  # which the run has yet to compute
+                batches.get_samples()
     if validate and config.val_batches:
         for path in config.val_set.values():
-            TFRecordNewInputs(path, 1, config.seq, n_vocab=config.n_vocab, repeat=False).close()
+            opened = TFRecordNewInputs(path, 1, config.seq, n_vocab=config.n_vocab, repeat=False)
+            with contextlib.closing(opened) as batches:
+                next(batches)
 
 
 def delete_run(folder: str, *, yes: bool) -> None:

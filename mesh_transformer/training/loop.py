@@ -18,13 +18,20 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from mesh_transformer.data.batches import cut_to_bucket
+from mesh_transformer.data.tokenizer import tokenizer_remark
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import references
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
-from mesh_transformer.training.metrics import MetricsLog, StepClock, row_of, start_wandb
+from mesh_transformer.training.metrics import (
+    MetricsLog,
+    StepClock,
+    check_log,
+    row_of,
+    start_wandb,
+)
 from mesh_transformer.training.objectives import Head, head_of
 from mesh_transformer.training.rollouts import Rollouts
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
@@ -165,9 +172,12 @@ def _train(
         compares = head is not None and head.needs_reference and not head.by_token
         sets = [] if not compares else references.record_sets(config, loader, val_sets)
         for source in val_sets.values():  # report an unusable set now, not after hours
-            validation.open_set(network, source).close()
+            references.check_set(network, source, head)
+        if remark := tokenizer_remark(config):
+            print(remark, file=sys.stderr)
         with ledger.spending("restore"):
             network.claim(folder)
+            check_log(folder)
             reference = None
             if compares and config.reference != "base":
                 network.load(config.reference, only_params=True)
