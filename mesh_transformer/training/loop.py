@@ -33,12 +33,13 @@ from mesh_transformer.training.metrics import (
     start_wandb,
 )
 from mesh_transformer.training.objectives import Head, head_of
+from mesh_transformer.training.profile import ProfiledSteps
+from mesh_transformer.training.resume import ended_line, restore, unscored_row
 from mesh_transformer.training.rollouts import Rollouts
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes, warmup_remark
 from mesh_transformer.util import (
-    DamagedError,
     DivergedError,
     HostError,
     InputError,
@@ -69,6 +70,7 @@ def train(
     on_row: Callable[[dict[str, Any]], None] | None = None,
     temporary: bool = False,
     ledger: Ledger | None = None,
+    profile: range | None = None,
 ) -> None:
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
 
@@ -87,6 +89,9 @@ def train(
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
+
+    Of the steps in `profile`, a trace is written to the folder `profile` in `folder`; see
+    `ProfiledSteps`.
 
     A checkpoint is saved every `ckpt_every` steps and at the end of training.  On SIGTERM, Ctrl-C
     or SIGHUP (the terminal closes), a checkpoint is saved and `train` returns.  If an error ends
@@ -108,6 +113,10 @@ def train(
     total = config.require_to_train(max_steps)
     if total < 1:
         raise InputError(f"--max-steps is {total}, expected at least 1")
+    if profile and profile[-1] > total:
+        raise InputError(
+            f"--profile: there is no step {profile[-1]}, as the run ends at step {total}"
+        )
     saved = False
     val_sets = config.val_set if val_sets is None else val_sets
     network.signals.clear()  # of an earlier run
@@ -127,6 +136,7 @@ def train(
                     on_row=on_row,
                     temporary=temporary,
                     ledger=ledger or Ledger(),
+                    profile=profile,
                 )
                 saved = True
         except HostError as error:
@@ -155,6 +165,7 @@ def _train(
     on_row: Callable[[dict[str, Any]], None] | None,
     temporary: bool,
     ledger: Ledger,
+    profile: range | None,
 ) -> None:
     """Train until step `total` or until a signal is received, then save."""
     config = network.config
@@ -182,7 +193,7 @@ def _train(
             if compares and config.reference != "base":
                 network.load(config.reference, only_params=True)
                 reference = references.prepare(network, sets)
-            aux = _restore(network, folder, tune_model_path, fall_back)
+            aux = restore(network, folder, tune_model_path, fall_back)
             if aux is None:
                 start_weights(network, tune_model_path, fresh_opt)
             if compares and reference is None:
@@ -201,11 +212,11 @@ def _train(
         best.restore(aux.get("best"))
         unscored = None
         if aux and (val_sets or eval_tasks) and network.step % config.val_every == 0:
-            unscored = _unscored(row_of(folder, network.step), network.step, best)
+            unscored = unscored_row(row_of(folder, network.step), network.step, best)
         if best.step is not None:
             # The step is saved.  This updates the record of the best step if a kill prevented it.
             network.save(folder, {"best": best.state()})
-        ended = _ended(network.step, total, best)
+        ended = ended_line(network.step, total, best)
         if ended and unscored is None:
             print(f"{'the network' if temporary else folder} is at step {network.step}{ended}")
             return
@@ -234,58 +245,12 @@ def _train(
             temporary=temporary,
             head=head,
             reference=reference,
+            profile=profile,
         )
         # Not earlier: `claim` may have added filters, which stay until the process ends.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncountedWarning)  # the loop reports these steps itself
             run.run(unscored)
-
-
-def _ended(step: int, total: int, best: BestStep) -> str:
-    """Say why a run that has reached `step` has ended; return "" if it has not."""
-    if step >= total:
-        return f"{' of' if step == total else ', past'} {total}: nothing left to train"
-    advice = "to train on, raise early_stop or set it to null"
-    return f": {best.reason()}; {advice}" if best.is_over else ""
-
-
-def _restore(
-    network: TrainableNetwork, folder: str, base: str | None, fall_back: bool
-) -> dict[str, Any] | None:
-    """Restore the newest checkpoint in `folder`, and return the result of `network.restore`.
-
-    `base` is the new path of a LoRA run's base model, or None if the base model has not moved.
-    With `fall_back`, damaged checkpoints are renamed, and the newest intact one is restored.
-    """
-    while True:
-        try:
-            return network.restore(folder, base)
-        except DamagedError as error:
-            if error.previous is None or os.path.dirname(error.step) != folder:
-                raise
-            if not fall_back:
-                message = f"{error}; --fall-back resumes from that step"
-                raise DamagedError(message, *error.args[1:]) from None
-            name = network.set_aside(error.step)
-            print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
-
-
-def _unscored(row: dict[str, Any] | None, step: int, best: BestStep) -> dict[str, Any] | None:
-    """Return the metrics row of the restored step if that step must still be validated, else None.
-
-    The step must still be validated if its row has no validation results, because the run was
-    interrupted.
-
-    Args:
-      row: the row of a step at which the config's `val_every` requires a validation; None if it is
-        missing.
-      best: gets the row's results if the step was validated after it had been saved.
-    """
-    if row is None or any(name.startswith(("val/", "eval/")) for name in row):
-        if row is not None and best.lacks(step):
-            best.add(step, row)
-        return None
-    return row
 
 
 @contextlib.contextmanager
@@ -337,6 +302,7 @@ class _Run:
     temporary: bool
     head: Head | None
     reference: str | None
+    profile: range | None
 
     def __post_init__(self):
         network = self.network
@@ -354,6 +320,7 @@ class _Run:
             network, self.ledger, "" if self.temporary else unsaved, self._report, self.saved
         )
         self.bar = tqdm(total=self.total, initial=self.logged, unit="step", dynamic_ncols=True)
+        self.profiled = ProfiledSteps(network, self.folder, self.profile, self._report)
 
     def run(self, unscored: dict[str, Any] | None) -> None:
         """Train until the last step, until `early_stop` or until a signal is received, then save.
@@ -429,7 +396,9 @@ class _Run:
                 return
         # A pod's sample is a placeholder: the hosts read the records, in sequences of `seq` tokens.
         length = sample["obs"].shape[-1] if sample else config.seq
+        self.profiled.before_step()
         metrics = network.train(sample)
+        self.profiled.after_step()
         if isinstance(self.loader, Rollouts):
             metrics = metrics | self.loader.metrics
         self.pending.append(Step(network.step, length, metrics, before, self.loader.state()))
@@ -449,6 +418,7 @@ class _Run:
         Raises:
           InputError: if saving fails twice.
         """
+        self.profiled.end()
         self._log_steps(0)
         self.saver.save_last()
         self.log.upload()

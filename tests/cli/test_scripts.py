@@ -214,7 +214,7 @@ def test_a_run_resumes_after_the_disk_was_full(uninterrupted, compiled, small_di
     disk = small_disk("4m")
     model = disk / "model"
     disk_stats = os.statvfs(disk)
-    # Fill the disk so that the arrays of a checkpoint and the metrics fit, but not all of its files.
+    # Fill the disk so that a checkpoint's arrays and the metrics fit, but not all of its files.
     state = jax.tree.leaves(CausalTransformer(config, init=False).saved_template())
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in state)
     junk = disk_stats.f_bavail * disk_stats.f_frsize - size - (48 << 10)
