@@ -34,7 +34,7 @@ from mesh_transformer.training.metrics import (
 )
 from mesh_transformer.training.objectives import Head, head_of
 from mesh_transformer.training.profile import ProfiledSteps
-from mesh_transformer.training.resume import ended_line, restore, unscored_row
+from mesh_transformer.training.resume import ended_line, is_validated, restore, unscored_row
 from mesh_transformer.training.rollouts import Rollouts
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
 from mesh_transformer.training.saver import Saver
@@ -211,7 +211,7 @@ def _train(
         best = BestStep(config)
         best.restore(aux.get("best"))
         unscored = None
-        if aux and (val_sets or eval_tasks) and network.step % config.val_every == 0:
+        if aux and (val_sets or eval_tasks) and is_validated(config, network.step, total):
             unscored = unscored_row(row_of(folder, network.step), network.step, best)
         if best.step is not None:
             # The step is saved.  This updates the record of the best step if a kill prevented it.
@@ -408,8 +408,9 @@ class _Run:
         if network.notice and not self.signals:
             self._save_before_end()
             raise HostError(f"{network.notice}, so its machine is about to shut down")
-        if network.step % config.val_every == 0 and (self.val_sets or self.eval_tasks):
-            self._validate()
+        if self.val_sets or self.eval_tasks:
+            if is_validated(config, network.step, self.total):
+                self._validate()
         self.saver.save_if_due(self._save)
 
     def _finish(self) -> None:

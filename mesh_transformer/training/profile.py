@@ -17,9 +17,11 @@ def traced(folder: str) -> Iterator[None]:
     """Record a trace while the context lasts, in a folder that may be in a bucket."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # events of Python calls would slow the program down
-    with files.output_folder(folder) as local:
-        with jax.profiler.trace(os.fspath(local), profiler_options=options):
-            yield
+    with (
+        files.output_folder(folder) as local,
+        jax.profiler.trace(os.fspath(local), profiler_options=options),
+    ):
+        yield
 
 
 class ProfiledSteps:

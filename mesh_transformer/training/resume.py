@@ -4,6 +4,7 @@ import os
 import sys
 from typing import Any
 
+from mesh_transformer.config import Config
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.util import DamagedError
@@ -28,6 +29,19 @@ def restore(
                 raise DamagedError(message, *error.args[1:]) from None
             name = network.set_aside(error.step)
             print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
+
+
+def is_validated(config: Config, step: int, total: int) -> bool:
+    """Return whether a step is to be validated: each `val_every` steps, and the run's last step.
+
+    The last step is not, if it is only where --max-steps stops the run, before `total_steps`: a run
+    that is stopped validates the steps of one that is not.
+
+    Args:
+      total: the step to train to.
+    """
+    is_last = step == total and total >= (config.total_steps or 0)
+    return is_last or step % config.val_every == 0
 
 
 def unscored_row(row: dict[str, Any] | None, step: int, best: BestStep) -> dict[str, Any] | None:
