@@ -142,6 +142,8 @@ class Config(Model):
     original_bias_copies: int = 1  # copies of each bias in the original run; see `Optimizer`
     # Functions of the gradients whose results become metrics (docs/own-parts.md).
     metrics: list[Named] = field(default_factory=list, hash=False)
+    # Functions that are called with each metrics row before it is written (docs/own-parts.md).
+    hooks: list[Named] = field(default_factory=list, hash=False)
     noise_scale_alpha: float = 0.01  # weight of the newest step in the noise scale's averages
 
     # Run.

@@ -48,11 +48,13 @@ from mesh_transformer.util import (
     StoppedError,
     UncountedWarning,
     brief,
+    load_named,
     stop_signals,
 )
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
 
+Hook = Callable[[dict[str, Any]], object]  # called with the metrics row of each step
 NetworkLike = TypeVar("NetworkLike", bound=TrainableNetwork)
 
 
@@ -85,7 +87,8 @@ def train(
     Without `validate`, no validation sets and lm-eval tasks are used.  `val_sets` replaces the
     config's `val_set`; its values are what `validation.open_set` accepts.  `prompts` replaces
     `train_set` if the config's objective samples answers.  `on_row` is called with the metrics row
-    of each step.  `temporary` means that `folder` will be deleted, so that messages do not name it.
+    of each step, after the config's `hooks`.  `temporary` means that `folder` will be deleted, so
+    that messages do not name it.
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
@@ -133,7 +136,7 @@ def train(
                     val_sets=val_sets if validate and config.val_batches else {},
                     prompts=config.train_set if prompts is None else prompts,
                     validate=validate,
-                    on_row=on_row,
+                    hooks=[*map(_hook, config.hooks), *([] if on_row is None else [on_row])],
                     temporary=temporary,
                     ledger=ledger or Ledger(),
                     profile=profile,
@@ -162,7 +165,7 @@ def _train(
     val_sets: Mapping[str, Any],
     prompts: Any,
     validate: bool,
-    on_row: Callable[[dict[str, Any]], None] | None,
+    hooks: list[Hook],
     temporary: bool,
     ledger: Ledger,
     profile: range | None,
@@ -237,7 +240,7 @@ def _train(
             eval_tasks=eval_tasks,
             best=best,
             log=log,
-            on_row=on_row,
+            hooks=hooks,
             saved=aux,
             ledger=ledger,
             total=total,
@@ -294,7 +297,7 @@ class _Run:
     eval_tasks: harness.Harness | None
     best: BestStep
     log: MetricsLog
-    on_row: Callable[[dict[str, Any]], None] | None
+    hooks: list[Hook]
     saved: dict[str, Any]
     ledger: Ledger
     total: int
@@ -408,9 +411,9 @@ class _Run:
         if network.notice and not self.signals:
             self._save_before_end()
             raise HostError(f"{network.notice}, so its machine is about to shut down")
-        if self.val_sets or self.eval_tasks:
-            if is_validated(config, network.step, self.total):
-                self._validate()
+        scored = self.val_sets or self.eval_tasks
+        if scored and is_validated(config, network.step, self.total):
+            self._validate()
         self.saver.save_if_due(self._save)
 
     def _finish(self) -> None:
@@ -456,8 +459,8 @@ class _Run:
     def _log(self, row: dict[str, Any]) -> None:
         before = dict(row)
         try:
-            if self.on_row is not None:  # it may add to the row
-                self.on_row(row)
+            for hook in self.hooks:  # which may add to the row
+                hook(row)
             for name in row.keys() - before.keys():
                 row[name] = _as_number(name, row[name])
         except BaseException:
@@ -551,6 +554,13 @@ class _Run:
 
     def _report(self, line: str) -> None:
         self.bar.write(line, file=sys.stderr)
+
+
+def _hook(name: str) -> Hook:
+    """Return the function that the config key `hooks` names."""
+    if not callable(hook := load_named(name, "hooks")):
+        raise InputError(f"hooks: {name} is {brief(repr(hook))}, expected a function of a row")
+    return hook
 
 
 def _as_number(name: str, value: Any) -> float:

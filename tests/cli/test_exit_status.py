@@ -36,6 +36,8 @@ import contextlib
 import jax.numpy as jnp
 import numpy as np
 
+number = 3
+
 def tokens(config):
     return np.arange(1000) % config.n_vocab
 
@@ -53,6 +55,9 @@ def fill_disk(gradients, params):
         while True:
             file.write(bytes(4096))
     return {}
+
+def hook(row):
+    row["alert/step"] = row["step"]
 
 def mistake(gradients, params):
     raise KeyError("a mistake of the user's")
@@ -135,6 +140,8 @@ def run(tmp_path, monkeypatch, capsys):
         ({"train_set": "missing.index"}, 2, "missing.index"),
         ({"train_set": "source:missing"}, 2, "source:missing"),
         ({"tune_model_path": "missing"}, 2, "missing"),
+        ({"hooks": ["source:missing"]}, 2, "hooks is 'source:missing', which cannot be loaded"),
+        ({"hooks": ["source:number"]}, 2, "hooks: source:number is 3, expected a function"),
         ({"token_loss": "source:infinite"}, 3, "step 1: loss is inf"),
         (
             {"token_loss": "source:infinite", "skip_nonfinite": True, "max_skipped": 2},
@@ -154,6 +161,12 @@ def test_a_run_ends_with_one_line_and_the_status_of_its_cause(run, changes, stat
         (last,) = re.findall("^error: .*", printed, re.MULTILINE)
         assert re.search(line, last), last
         assert "Traceback" not in printed
+
+
+def test_hooks_add_to_the_rows(run, tmp_path):
+    assert run(hooks=["source:hook"])[0] == 0
+    rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert [row["alert/step"] for row in rows] == [1, 2, 3]
 
 
 def test_a_mistake_of_the_users_code_keeps_its_traceback(run, monkeypatch):
