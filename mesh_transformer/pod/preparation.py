@@ -11,6 +11,7 @@ from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.evaluation import all_steps
 from mesh_transformer.storage.access import local_path, reason
 from mesh_transformer.storage.locks import lock_folder
+from mesh_transformer.training import run_status
 from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import InputError
 
@@ -51,7 +52,7 @@ def delete_run(folder: str, *, yes: bool) -> None:
     """
     folder = local_path(folder)
     steps = own_steps(folder)
-    records = [epath.Path(folder) / name for name in (NAME, BEST, all_steps.NAME)]
+    records = [epath.Path(folder) / name for name in (NAME, BEST, all_steps.NAME, run_status.NAME)]
     names = sorted(path.name for path in (*steps, *records) if path.exists())
     if not names:
         return

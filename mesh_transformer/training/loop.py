@@ -37,6 +37,7 @@ from mesh_transformer.training.profile import ProfiledSteps
 from mesh_transformer.training.resume import ended_line, is_validated, restore, unscored_row
 from mesh_transformer.training.rollouts import Rollouts
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
+from mesh_transformer.training.run_status import RunStatus
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes, warmup_remark
 from mesh_transformer.util import (
@@ -192,6 +193,7 @@ def _train(
         with ledger.spending("restore"):
             network.claim(folder)
             check_log(folder)
+            stack.enter_context(RunStatus(network, folder, total))
             reference = None
             if compares and config.reference != "base":
                 network.load(config.reference, only_params=True)
