@@ -1,4 +1,4 @@
-"""Compare runs in a table and a picture, or publish their metrics while they train.
+"""Show the state of runs in a table, draw their metrics, or publish these while they train.
 
 A run is a folder with a metrics.jsonl, which may be in a bucket.  Runs are looked for in the given
 folders and in their subfolders.  With --follow, the command waits for new metrics until it is
