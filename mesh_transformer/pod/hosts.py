@@ -16,9 +16,10 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 from mesh_transformer.pod.ray_head import RESOURCE
 from mesh_transformer.pod.runner import NetworkRunner
-from mesh_transformer.util import HostError, is_running
+from mesh_transformer.util import HostError, InputError, is_running
 
 SECONDS_TO_END = 1.5  # for Ray to end a process before it is sent SIGKILL
+ACCELERATORS = ("GPU", "TPU")  # Ray's names
 SECONDS_TO_KILL = 10.0  # for the other machines to kill their processes
 
 
@@ -30,11 +31,13 @@ class Host:
       node: the machine's node id in the Ray cluster.
       address: IP address at which the other hosts reach this host.
       devices: number of virtual CPU devices; None to use the machine's accelerators.
+      accelerators: what the process reserves of Ray's resources `GPU` and `TPU` on the machine.
     """
 
     node: str
     address: str
     devices: int | None = None
+    accelerators: tuple[tuple[str, float], ...] = ()
 
 
 def local_hosts(config: Config, count: int) -> list[Host]:
@@ -46,6 +49,33 @@ def local_hosts(config: Config, count: int) -> list[Host]:
     assert config.tpu_size is not None
     this_node = ray.get_runtime_context().get_node_id()
     return [Host(this_node, "127.0.0.1", config.tpu_size // count)] * count
+
+
+def cluster_hosts(config: Config) -> list[Host]:
+    """Return the machines of this Ray cluster that have accelerators, ordered by address.
+
+    If none has any, all machines are returned, with `tpu_size` virtual CPU devices in total.
+
+    Raises:
+      InputError: if the machines cannot share these devices equally.
+    """
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            own = [(name, node["Resources"].get(name, 0.0)) for name in ACCELERATORS]
+            place = node["NodeManagerAddress"], node["NodeID"]
+            found.append((place, tuple((name, count) for name, count in own if count)))
+    found.sort()
+    if chosen := [machine for machine in found if machine[1]]:
+        return [Host(node, address, None, own) for (address, node), own in chosen]
+    assert config.tpu_size is not None
+    if config.tpu_size % len(found):
+        raise InputError(
+            f"--ray: the cluster has {len(found)} machines without accelerators, which cannot "
+            f"share the config's tpu_size, {config.tpu_size} devices, equally; change tpu_size"
+        )
+    devices = config.tpu_size // len(found)
+    return [Host(node, address, devices) for (address, node), _ in found]
 
 
 def joined_hosts(
@@ -117,6 +147,9 @@ def start_process(rank: int, host: Host) -> Any:
     options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"health": 1}}
     options["enable_task_events"] = False  # only Ray's dashboard would use them
     options["runtime_env"] = {"env_vars": _variables(host)}
+    reserved = dict(host.accelerators)
+    options["num_gpus"] = reserved.pop("GPU", 0)  # Ray hides the GPUs that are not reserved
+    options["resources"] = reserved
     return remote(**options, **on(host))(NetworkRunner).remote(rank, own_process=True)
 
 

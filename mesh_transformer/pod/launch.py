@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from mesh_transformer.pod.ray_head import (
     OBJECT_STORE,
     RESOURCE,
     RayHead,
+    connected,
     is_connected,
     local_address,
 )
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from mesh_transformer.pod.hosts import Host
 
 FIRST_TRIES = 3  # maximum attempts to start the hosts before they have all joined once
+SECONDS_TO_RETURN = 300.0  # for the machines of a Ray cluster
 BATCHES_IN_STORE = 8  # half for training steps in flight, half for validation and sampling
 
 
@@ -50,7 +53,7 @@ def build_model(
 
     Args:
       config: a Config, a dict of config keys and values, or the path of a config file.
-      hosts: as yielded by the functions of `local_machines` and `tpu_machines`.
+      hosts: as yielded by the functions of `local_machines`, `ray_machines` and `tpu_machines`.
       original: must be empty.  Any further positional argument, as in calls that were written for
         the original mesh-transformer-jax, raises InputError.
       options: keyword arguments of `TPUCluster`, such as `heartbeat`.
@@ -124,6 +127,42 @@ def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[H
             return local_hosts(config, count)
 
         yield hosts
+
+
+@contextlib.contextmanager
+def ray_machines(config: Config, address: str) -> "Iterator[Callable[[], list[Host]]]":
+    """Return a context manager that connects to a Ray cluster and provides its machines as hosts.
+
+    The context manager yields a function that returns the hosts (see `hosts.cluster_hosts`), for
+    which it waits if there are fewer than in its first call.  The cluster stays when the `with`
+    block ends.
+
+    Args:
+      address: see `ray_head.connected`.
+    """
+    with connected(address):
+        yield ClusterHosts(config)
+
+
+class ClusterHosts:
+    """The machines of the Ray cluster to which this process is connected."""
+
+    def __init__(self, config: Config):
+        self._config, self._count = config, 0
+
+    def __call__(self) -> "list[Host]":
+        from mesh_transformer.pod.hosts import cluster_hosts
+
+        deadline = time.monotonic() + SECONDS_TO_RETURN
+        while len(hosts := cluster_hosts(self._config)) < self._count:
+            if time.monotonic() > deadline:
+                raise HostError(
+                    f"the Ray cluster has {len(hosts)} of the {self._count} machines that the run "
+                    "began with"
+                )
+            time.sleep(1.0)
+        self._count = len(hosts)
+        return hosts
 
 
 @contextlib.contextmanager
