@@ -157,9 +157,9 @@ def machines_of(
     """Return a context manager that provides the hosts chosen by the command's flags.
 
     The hosts are those of a TPU (--tpu), processes on this machine (--local-hosts), or the machines
-    of a Ray cluster (--ray).  The context
-    manager yields a function that returns the hosts.  Call this function before each attempt to
-    start the model, because it also restarts Ray and recreates the TPU if necessary.
+    of a Ray cluster (--ray).  The context manager yields a function that returns the hosts.  Call
+    this function before each attempt to start the model, because it also restarts Ray and recreates
+    the TPU if necessary.
 
     Args:
       wait: for a run that can continue on fewer devices, the seconds to wait for all of them.  The

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from mesh_transformer.config import Config
 from mesh_transformer.pod.ray_head import RESOURCE
 from mesh_transformer.pod.runner import NetworkRunner
-from mesh_transformer.util import HostError, InputError, is_running
+from mesh_transformer.util import HostError, is_running
 
 SECONDS_TO_END = 1.5  # for Ray to end a process before it is sent SIGKILL
 ACCELERATORS = ("GPU", "TPU")  # Ray's names
@@ -51,31 +51,19 @@ def local_hosts(config: Config, count: int) -> list[Host]:
     return [Host(this_node, "127.0.0.1", config.tpu_size // count)] * count
 
 
-def cluster_hosts(config: Config) -> list[Host]:
-    """Return the machines of this Ray cluster that have accelerators, ordered by address.
+def cluster_hosts() -> list[Host]:
+    """Return the machines of this Ray cluster, ordered by address: those with accelerators, if any.
 
-    If none has any, all machines are returned, with `tpu_size` virtual CPU devices in total.
-
-    Raises:
-      InputError: if the machines cannot share these devices equally.
+    The processes on them reserve all accelerators.
     """
     found = []
     for node in ray.nodes():
         if node["Alive"]:
-            own = [(name, node["Resources"].get(name, 0.0)) for name in ACCELERATORS]
-            place = node["NodeManagerAddress"], node["NodeID"]
-            found.append((place, tuple((name, count) for name, count in own if count)))
-    found.sort()
-    if chosen := [machine for machine in found if machine[1]]:
-        return [Host(node, address, None, own) for (address, node), own in chosen]
-    assert config.tpu_size is not None
-    if config.tpu_size % len(found):
-        raise InputError(
-            f"--ray: the cluster has {len(found)} machines without accelerators, which cannot "
-            f"share the config's tpu_size, {config.tpu_size} devices, equally; change tpu_size"
-        )
-    devices = config.tpu_size // len(found)
-    return [Host(node, address, devices) for (address, node), _ in found]
+            own = ((name, node["Resources"].get(name)) for name in ACCELERATORS)
+            accelerators = tuple((name, count) for name, count in own if count)
+            found.append(Host(node["NodeID"], node["NodeManagerAddress"], None, accelerators))
+    found.sort(key=lambda host: (host.address, host.node))
+    return [host for host in found if host.accelerators] or found
 
 
 def joined_hosts(
@@ -148,8 +136,10 @@ def start_process(rank: int, host: Host) -> Any:
     options["enable_task_events"] = False  # only Ray's dashboard would use them
     options["runtime_env"] = {"env_vars": _variables(host)}
     reserved = dict(host.accelerators)
-    options["num_gpus"] = reserved.pop("GPU", 0)  # Ray hides the GPUs that are not reserved
-    options["resources"] = reserved
+    if gpus := reserved.pop("GPU", None):
+        options["num_gpus"] = gpus  # Ray hides those that are not reserved
+    if reserved:
+        options["resources"] = reserved
     return remote(**options, **on(host))(NetworkRunner).remote(rank, own_process=True)
 
 

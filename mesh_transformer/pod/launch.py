@@ -130,12 +130,11 @@ def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[H
 
 
 @contextlib.contextmanager
-def ray_machines(config: Config, address: str) -> "Iterator[Callable[[], list[Host]]]":
+def ray_machines(config: Config, address: str) -> "Iterator[ClusterHosts]":
     """Return a context manager that connects to a Ray cluster and provides its machines as hosts.
 
-    The context manager yields a function that returns the hosts (see `hosts.cluster_hosts`), for
-    which it waits if there are fewer than in its first call.  The cluster stays when the `with`
-    block ends.
+    The context manager yields a function that returns the hosts.  Call the function before each
+    attempt to create a `TPUCluster`.  The cluster stays when the `with` block ends.
 
     Args:
       address: see `ray_head.connected`.
@@ -145,24 +144,47 @@ def ray_machines(config: Config, address: str) -> "Iterator[Callable[[], list[Ho
 
 
 class ClusterHosts:
-    """The machines of the Ray cluster to which this process is connected."""
+    """The machines of the Ray cluster to which this process is connected.
+
+    They are those with accelerators.  If none has any, all machines share `tpu_size` virtual CPU
+    devices equally.  From the second call on, as many machines are returned as by the first one.
+
+    Raises:
+      InputError: if the machines cannot share the devices equally.
+      HostError: if some are still missing after `SECONDS_TO_RETURN`.
+    """
 
     def __init__(self, config: Config):
-        self._config, self._count = config, 0
+        self._config = config
+        self._first: list[Host] = []  # the hosts of the first call
 
     def __call__(self) -> "list[Host]":
+        hosts, count = self._present(), len(self._first)
+        deadline = time.monotonic() + SECONDS_TO_RETURN
+        while len(hosts) < count:
+            if time.monotonic() > deadline:
+                raise HostError(f"{len(hosts)} of {count} machines are in the Ray cluster")
+            time.sleep(1.0)
+            hosts = self._present()
+        hosts = hosts[: count or None]
+        self._first = self._first or hosts
+        if hosts[0].accelerators:
+            return hosts
+        assert self._config.tpu_size is not None
+        devices, rest = divmod(self._config.tpu_size, len(hosts))
+        if rest:
+            raise InputError(
+                f"--ray: {len(hosts)} machines without accelerators cannot share the config's "
+                f"tpu_size, {self._config.tpu_size} devices, equally; change tpu_size"
+            )
+        return [dataclasses.replace(host, devices=devices) for host in hosts]
+
+    def _present(self) -> "list[Host]":
+        """Return the machines that are in the cluster now, of the kind of the first ones."""
         from mesh_transformer.pod.hosts import cluster_hosts
 
-        deadline = time.monotonic() + SECONDS_TO_RETURN
-        while len(hosts := cluster_hosts(self._config)) < self._count:
-            if time.monotonic() > deadline:
-                raise HostError(
-                    f"the Ray cluster has {len(hosts)} of the {self._count} machines that the run "
-                    "began with"
-                )
-            time.sleep(1.0)
-        self._count = len(hosts)
-        return hosts
+        has_accelerators = bool(self._first and self._first[0].accelerators)
+        return [h for h in cluster_hosts() if h.accelerators or not has_accelerators]
 
 
 @contextlib.contextmanager
