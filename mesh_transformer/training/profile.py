@@ -62,7 +62,7 @@ class ProfiledSteps:
 
     def end(self) -> None:
         """End the trace, if there is one; if it cannot be written, say so."""
-        if not self._active:
+        if not (self._steps and self._active):
             return
         self._active = False
         if problem := self._network.trace(None):
