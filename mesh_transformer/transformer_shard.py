@@ -396,7 +396,10 @@ class CausalTransformer(TrainableNetwork):
 
     def close(self) -> None:
         """Wait until the last save has finished, and unlock the model folder."""
-        self._tracing.close()
+        with contextlib.suppress(
+            InputError, OSError
+        ):  # the run has ended before its last traced step
+            self._tracing.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
             self._checkpoints = None

@@ -52,8 +52,10 @@ class ProfiledSteps:
     def before_step(self) -> None:
         """Begin the trace if the next step is the first one."""
         if self._steps and self._network.step + 1 == self._steps[0]:
-            self._network.trace(self._path)
-            self._active = True
+            problem = self._network.trace(self._path)
+            self._active = not problem
+            if problem:
+                self._report(f"{self._path}: no trace is written: {problem}")
 
     def after_step(self) -> None:
         """End the trace if the step was the last one."""
@@ -66,7 +68,7 @@ class ProfiledSteps:
             return
         self._active = False
         if problem := self._network.trace(None):
-            self._report(f"{self._path}: the trace is not written: {problem}")
+            self._report(f"{self._path}: no trace is written: {problem}")
             return
         self._report(
             f"trace of steps {self._steps[0]} to {self._network.step}: {self._path}; to look at "
