@@ -142,6 +142,8 @@ class Config(Model):
     original_bias_copies: int = 1  # copies of each bias in the original run; see `Optimizer`
     # Functions of the gradients whose results become metrics (docs/own-parts.md).
     metrics: list[Named] = field(default_factory=list, hash=False)
+    # Functions that are called with each metrics row before it is written (docs/own-parts.md).
+    hooks: list[Named] = field(default_factory=list, hash=False)
     noise_scale_alpha: float = 0.01  # weight of the newest step in the noise scale's averages
 
     # Run.
@@ -165,7 +167,7 @@ class Config(Model):
     val_batches: int = 100  # batches per validation set; 0: no validation
     val_batch_multiplier: float = 1.0  # sequences per validation batch, relative to a microbatch
     val_by_position: bool = False  # also measure losses by position: 0-127, 128-255, 256-511...
-    val_every: int = 500  # updates between validations
+    val_every: int = 500  # updates between validations; the last step has one, too
     ckpt_every: int = 500  # updates between checkpoints
     keep_n: int = 3  # newest checkpoints to keep
     keep_every: int = 10000  # also keep checkpoints at multiples of this step

@@ -115,6 +115,14 @@ class Wait(StateCall[None]):
     """See `TrainableNetwork.wait`."""
 
 
+@dataclass(frozen=True)
+class Trace(Call[str]):
+    """See `TrainableNetwork.trace`; only the processes of these ranks have a trace."""
+
+    folder: str | None
+    ranks: tuple[int, ...] = (0,)
+
+
 @dataclass(frozen=True, eq=False)
 class Train(Call[dict[str, Any]]):
     """See `TrainableNetwork.train`; without a batch, each host trains on the one it has read."""
@@ -547,6 +555,20 @@ class TrainableNetwork(Network):
                 "records of `completion-records --teacher-tokens`, or set teacher to null"
             )
         return self.run(Train(batch))
+
+    def trace(self, folder: str | None) -> str:
+        """Begin a trace of the devices' work with JAX's profiler, or end it.
+
+        Waits for the work that has been dispatched.  Of the processes on a machine, the first one
+        has a trace, which is written when it ends.
+
+        Args:
+          folder: the folder of the trace, which may be in a bucket; None to end the trace.
+
+        Returns:
+          Why the trace could not be written; "" if it could.
+        """
+        return self.run(Trace(folder))
 
     def close(self) -> None:
         """Wait until the last save has finished, and unlock the model folder."""

@@ -1,5 +1,6 @@
 """`CausalTransformer`, a GPT-J model sharded over a mesh of devices, and `load` to open one."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -44,6 +45,7 @@ from mesh_transformer.network import (
     Restore,
     Save,
     SetAside,
+    Trace,
     Train,
     TrainableNetwork,
     TrainSet,
@@ -53,6 +55,7 @@ from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import objectives
 from mesh_transformer.training import step as steps
 from mesh_transformer.training.functions import Parameters, functions_layout
+from mesh_transformer.training.profile import traced
 from mesh_transformer.util import InputError, NonFiniteError, UncountedWarning
 
 
@@ -125,6 +128,7 @@ class CausalTransformer(TrainableNetwork):
         self._folder: str | None = None  # of `_checkpoints`
         self.step = 0  # a copy on the host; reading the step in `state` would wait for the device
         self._replaced = True  # whether `init` or `load` came after the last `save` or `restore`
+        self._tracing = contextlib.ExitStack()  # of the trace in progress
         self._unchecked = False  # whether loaded weights may be NaN
         self.state: steps.State | None = None
         self._base: adapters.Base | None = None  # the base model that the adapters are trained on
@@ -343,7 +347,9 @@ class CausalTransformer(TrainableNetwork):
 
     @_dispatch.register
     def _claim(self, call: Claim) -> None:
-        self._writer(call.folder).claim()
+        state = jax.tree.leaves(self.saved_template())
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in state)
+        self._writer(call.folder).claim(size)
 
     @_dispatch.register
     def _set_aside(self, call: SetAside) -> str:
@@ -377,8 +383,23 @@ class CausalTransformer(TrainableNetwork):
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
+    @_dispatch.register
+    def _trace(self, call: Trace) -> str:
+        jax.block_until_ready(self.state)
+        try:
+            self._tracing.close()
+            if call.folder is not None and jax.process_index() in call.ranks:
+                self._tracing.enter_context(traced(call.folder))
+        except (InputError, OSError) as error:
+            return str(error)
+        return ""
+
     def close(self) -> None:
         """Wait until the last save has finished, and unlock the model folder."""
+        with contextlib.suppress(
+            InputError, OSError
+        ):  # the run has ended before its last traced step
+            self._tracing.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
             self._checkpoints = None

@@ -10,6 +10,7 @@ folder has only one writer at a time.  A writer may consist of many processes.
 
 import atexit
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -59,6 +60,7 @@ from mesh_transformer.storage.access import (
     convert_storage_errors,
     delete_tree,
     entries,
+    free_bytes,
     free_space,
     is_failure,
     local_path,
@@ -176,13 +178,17 @@ class Checkpoints:
         """Return the highest committed step, or None if there is none."""
         return max(self.steps(), default=None)
 
-    def claim(self) -> None:
+    def claim(self, n_bytes: int = 0) -> None:
         """Lock the folder against other writers until `close`.
 
         Creates the folder if necessary, and deletes the unfinished steps of interrupted saves.
 
+        Args:
+          n_bytes: the size of a checkpoint, for which the folder's disk must have room.
+
         Raises:
-          InputError: if another process has locked the folder, or the folder cannot be written.
+          InputError: if another process has locked the folder, if the folder cannot be written, or
+            if its disk has less than `n_bytes` free.
         """
         if self._read_only:
             raise RuntimeError(f"{self.folder} was opened read-only; open it without read_only")
@@ -192,6 +198,26 @@ class Checkpoints:
         with convert_failures(lambda error: unwritable_error(self.folder, error)):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._clear_uncommitted()
+        self._check_room(n_bytes)
+
+    def _check_room(self, n_bytes: int) -> None:
+        """Check that the disk has room for a checkpoint, and warn if not for all that are kept."""
+        folder = os.fspath(self.folder)
+        free = free_bytes(folder)
+        if free is None or not n_bytes:
+            return
+        if free < n_bytes:
+            raise InputError(
+                f"model folder {folder}: {os.strerror(errno.ENOSPC)}: a checkpoint takes "
+                f"{n_bytes:,} bytes, {free:,} are free; make room or choose another folder"
+            )
+        missing = self._keep_n + 1 - len(self.steps())  # an old step is deleted after a new one
+        if free < n_bytes * missing:
+            _log.warning(
+                "model folder %s: %s bytes are free, but %s more checkpoints take %s; make room or "
+                "lower keep_n",
+                *(folder, f"{free:,}", missing, f"{n_bytes * missing:,}"),
+            )
 
     def save(self, step: int, state: Any, aux: dict[str, Any], *, replaced: bool = False) -> None:
         """Start saving a state and a JSON dict as step number `step`.

@@ -18,6 +18,7 @@ from etils import epath
 
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import (
+    AnyPath,
     convert_storage_errors,
     delete_tree,
     entries,
@@ -103,8 +104,9 @@ def set_aside(step: str) -> str:
     return new
 
 
-def committed_steps(folder: epath.Path) -> list[int]:
+def committed_steps(folder: AnyPath) -> list[int]:
     """Return the committed steps of a model folder, ascending."""
+    folder = epath.Path(folder)
     with convert_storage_errors(f"model folder {folder}"):
         names = [path.name for path in entries(folder) if is_committed(path)]
     return sorted(int(name.removeprefix("step_")) for name in names)

@@ -26,6 +26,7 @@ class RunOptions(TypedDict):
     fresh_opt: bool
     fall_back: bool
     validate: bool
+    profile: range | None
 
 
 # Modes that train, and modes that only evaluate.
@@ -85,6 +86,17 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not 0 or a positive integer")
     return int(text)
+
+
+def step_range(text: str) -> range:
+    """Parse a flag's value as a step or steps, as `7` or `5-7`; for use as argparse's `type`."""
+    first, hyphen, last = text.partition("-")
+    if not first.isdecimal() or not (last if hyphen else first).isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no step, such as 7, nor steps, such as 5-7")
+    steps = range(int(first), int(last or first) + 1)
+    if not steps or steps[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text} has no step; steps are counted from 1")
+    return steps
 
 
 class Parser(argparse.ArgumentParser):
@@ -160,9 +172,9 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
         choices=TRAIN_MODES + EVAL_MODES,
         default=TRAIN_MODES[0],
         help="train_and_eval: train, and score the config's val_set and eval_harness_tasks every "
-        "val_every steps; train: without scores; eval: score the newest checkpoint, or "
-        "--tune-model-path; eval_all: score every step of the model folder (default "
-        "%(default)s)",
+        "val_every steps and at the last one; train: without scores; eval: score the newest "
+        "checkpoint, or --tune-model-path; eval_all: score every step of the model folder "
+        "(default %(default)s)",
     )
     parser.add_argument(
         "--tune-model-path",
@@ -191,6 +203,12 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
         "--max-steps", type=int, help="global step to stop at (default: the config's total_steps)"
     )
     parser.add_argument(
+        "--profile",
+        type=step_range,
+        metavar="STEPS",
+        help="steps to trace with JAX's profiler into the model folder, such as 20-22",
+    )
+    parser.add_argument(
         "--model-dir", help="model folder or URI (default: the config's bucket and model_dir)"
     )
     return parser
@@ -207,7 +225,7 @@ def add_template_argument(parser: argparse.ArgumentParser) -> None:
 
 def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
     """Return (config, model folder, options) from the values of `run_parser`'s flags."""
-    for name in ("max_steps", "fresh_opt", "fall_back", "new"):
+    for name in ("max_steps", "fresh_opt", "fall_back", "profile", "new"):
         if args.mode in EVAL_MODES and getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{flag} is for training; remove {flag} or --mode {args.mode}")
@@ -242,6 +260,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
         fresh_opt=args.fresh_opt,
         fall_back=args.fall_back,
         validate=args.mode == "train_and_eval",
+        profile=args.profile,
     )
     return config, folder, options
 

@@ -12,6 +12,7 @@ from mesh_transformer.pod.launch import (
     build_model,
     local_machines,
     local_nodes,
+    ray_machines,
     smaller_tpus,
     tpu_machines,
 )
@@ -34,8 +35,8 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
     """Add the flags that choose the hosts to run the model on, and the timeouts of these hosts.
 
     Args:
-      required: whether the user must give --tpu or --local-hosts.  If False and neither flag is
-        given, the model runs in the command's own process.
+      required: whether the user must give --tpu, --local-hosts or --ray, a flag that is added only
+        then.  If False and no flag is given, the model runs in the command's own process.
     """
     hosts = parser.add_mutually_exclusive_group(required=required)
     hosts.add_argument(
@@ -44,6 +45,12 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, required: bool) -> No
     hosts.add_argument(
         "--local-hosts", type=int, metavar="N", help="number of local processes to use as hosts"
     )
+    if required:
+        hosts.add_argument(
+            "--ray",
+            metavar="ADDRESS",
+            help="existing Ray cluster to train on: HOST:PORT, or auto for that of this machine",
+        )
     parser.add_argument(
         "--heartbeat",
         type=positive,
@@ -149,9 +156,10 @@ def machines_of(
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that provides the hosts chosen by the command's flags.
 
-    The hosts are those of a TPU (--tpu) or processes on this machine (--local-hosts).  The context
-    manager yields a function that returns the hosts.  Call this function before each attempt to
-    start the model, because it also restarts Ray and recreates the TPU if necessary.
+    The hosts are those of a TPU (--tpu), processes on this machine (--local-hosts), or the machines
+    of a Ray cluster (--ray).  The context manager yields a function that returns the hosts.  Call
+    this function before each attempt to start the model, because it also restarts Ray and recreates
+    the TPU if necessary.
 
     Args:
       wait: for a run that can continue on fewer devices, the seconds to wait for all of them.  The
@@ -159,6 +167,8 @@ def machines_of(
     """
     if args.tpu is None:
         refuse_tpu_arguments(args)
+        if address := getattr(args, "ray", None):
+            return ray_machines(config, address)
         if wait is None:
             return local_machines(config, args.local_hosts)
         return local_nodes(config, args.local_hosts, wait)

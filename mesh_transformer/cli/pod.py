@@ -29,6 +29,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.wait and args.mode not in TRAIN_MODES:
         raise InputError(f"--wait requires training, but --mode is {args.mode}; remove --wait")
+    if args.wait and args.ray:
+        raise InputError("--wait cannot be combined with --ray; remove one of them")
     return args
 
 

@@ -1,4 +1,4 @@
-"""Compare runs in a table and a picture, or publish their metrics while they train.
+"""Show the state of runs in a table, draw their metrics, or publish these while they train.
 
 A run is a folder with a metrics.jsonl, which may be in a bucket.  Runs are looked for in the given
 folders and in their subfolders.  With --follow, the command waits for new metrics until it is
@@ -9,16 +9,19 @@ import argparse
 import contextlib
 import datetime
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mesh_transformer.checkpoint.step_folders import committed_steps
 from mesh_transformer.cli.arguments import Parser, natural, positive
 from mesh_transformer.performance import pictures
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import is_uri
-from mesh_transformer.training import runs
+from mesh_transformer.training import run_status, runs
+from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
@@ -127,26 +130,54 @@ class Watched:
             self._events[name].write(rows, changed, is_first=is_first)
 
     def table(self) -> str:
-        """Return a table with a line per run."""
-        lines = []
+        """Return a table with a line per run, and lines about runs that need attention."""
+        lines, remarks = [], []
         for name, rows in self.rows.items():
-            changed = files.status(self._files[name].path)[1] / 1e9
+            path = self._files[name].path
+            changed = files.status(path)[1] / 1e9
             when = datetime.datetime.fromtimestamp(changed).strftime("%Y-%m-%d %H:%M")
-            lines.append([name, *map(_text, runs.summary(rows).items()), when])
-        columns = ["run", *runs.summary([]), "last change"]
+            folder = path.removesuffix(f"/{NAME}")
+            status, saved = run_status.read(folder), committed_steps(folder)
+            left = None
+            if status.get("state") == "running":
+                left = runs.seconds_left(rows, status["total_steps"])
+            more = {
+                "hours left": left and left / 3600,
+                "saved": saved[-1] if saved else None,
+                "state": status.get("state"),
+            }
+            lines.append([name, *map(_text, (runs.summary(rows) | more).items()), when])
+            remarks += [f"{name}: {line}" for line in _remarks(folder, status, rows)]
+        columns = ["run", *runs.summary([]), "hours left", "saved", "state", "last change"]
         widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
         aligned = [
             [cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]
             for cells in (columns, *lines)
         ]
-        return "\n".join("  ".join(cells) for cells in aligned)
+        return "\n".join([*("  ".join(cells) for cells in aligned), *remarks])
+
+
+def _remarks(folder: str, status: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what the user of a run should know: how it failed, damaged checkpoints, alerts."""
+    match status.get("state"):
+        case "failed":
+            yield f"failed with status {status['status']}: {status['reason']}"
+        case "killed":
+            yield f"ended without notice on {status['host']}; start it again to resume"
+        case "stopped":
+            yield f"stopped by a signal at step {status['step']}; start it again to resume"
+    damaged = [name for name in files.names(folder) if re.match(r"step_\d+\.damaged", name)]
+    if damaged:
+        yield f"damaged checkpoints: {', '.join(sorted(damaged))}"
+    if alert := runs.last_alert(rows):
+        yield f"last alert: {alert}"
 
 
 def _text(item: tuple[str, Any]) -> str:
     name, value = item
-    if value is None:
-        return "-"
-    formats = {"tokens/s": ",.0f", "MFU": ".1%", "hours": ".2f"}
+    if value is None or isinstance(value, str):
+        return value or "-"
+    formats = {"tokens/s": ",.0f", "MFU": ".1%", "hours": ".2f", "hours left": ".2f"}
     return format(value, formats.get(name, ",d" if isinstance(value, int) else ".4f"))
 
 

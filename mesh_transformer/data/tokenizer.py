@@ -475,6 +475,17 @@ class Tokenizer(NamedTuple):
         make_portable(folder)
 
 
+def tokenizer_remark(config: Config) -> str:
+    """Return a line for the user if the config's own tokenizer cannot be used later, else ""."""
+    if config.tokenizer in BUILT_IN:
+        return ""
+    try:
+        Tokenizer.of(None, config, must_fit=True)
+    except InputError as error:
+        return f"{error}; training continues, as it needs only the records"
+    return ""
+
+
 def make_portable(folder: AnyPath) -> None:
     """Let releases 4 of transformers load a tokenizer that release 5 has saved in a folder.
 

@@ -149,6 +149,20 @@ def open_set(
     )
 
 
+def first_batch(network: Network, source: Any) -> dict[str, np.ndarray]:
+    """Return the first batch of a validation set, so that an unusable set is reported early.
+
+    Raises:
+      InputError: if it cannot be read, or the set is empty.
+    """
+    with contextlib.closing(open_set(network, source)) as batches:
+        batch = next(iter(batches), None)
+    if batch is None:
+        name = source if isinstance(source, str) else "in memory"
+        raise InputError(f"validation set {name} is empty; give sequences, or set val_batches to 0")
+    return batch
+
+
 def batch_size(network: Network) -> int:
     """Return the number of sequences per validation batch, a multiple of the number of replicas."""
     replicas = network.config.replicas(network.dp)
@@ -230,15 +244,17 @@ class Evaluation:
                 "eval_harness_tasks; add one"
             )
         for index in self._sets.values():
-            open_set(network, index).close()
+            first_batch(network, index)
+        self._bytes_of = None
+        if self._sets:
+            self._bytes_of = bytes_of_tokens(load_tokenizer(config.tokenizer), config.n_vocab)
 
     def run(self, network: TrainableNetwork) -> tuple[dict[str, Scores], dict[str, Any] | None]:
         """Return the scores of a network by validation set, and the results of the tasks."""
-        config, scores_by_set = network.config, {}
-        if self._sets:
-            bytes_of = bytes_of_tokens(load_tokenizer(config.tokenizer), config.n_vocab)
-            for name, index in self._sets.items():
-                scores_by_set[name] = score(network, index, bytes_of=bytes_of, show=True)
+        scores_by_set = {
+            name: score(network, index, bytes_of=self._bytes_of, show=True)
+            for name, index in self._sets.items()
+        }
         return scores_by_set, self._tasks.results(network) if self._tasks else None
 
     def table(self, scores_by_set: dict[str, Scores], results: dict[str, Any] | None) -> str:

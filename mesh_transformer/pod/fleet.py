@@ -33,6 +33,7 @@ from mesh_transformer.network import (
     Load,
     Restore,
     Save,
+    Trace,
     Train,
     TrainableNetwork,
     TrainSet,
@@ -162,6 +163,8 @@ class Fleet(TrainableNetwork):
         self.batch_size = facts[0]["batch_size"]
         self.noise_batches = facts[0]["noise_batches"]
         self.peak_flops = facts[0]["peak_flops"]
+        machines = [fact["machine"] for fact in facts]
+        self._first_ranks = tuple(map(machines.index, dict.fromkeys(machines)))  # one per machine
 
     @property
     def adapters(self) -> int:
@@ -250,6 +253,8 @@ class Fleet(TrainableNetwork):
                 return self._save(call)
             case Claim() | Restore():
                 self._check_shared(call.folder)
+            case Trace():
+                call = dataclasses.replace(call, ranks=self._first_ranks)
         result = self._run(call)
         match call:
             case NewBatch():

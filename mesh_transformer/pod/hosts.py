@@ -19,6 +19,7 @@ from mesh_transformer.pod.runner import NetworkRunner
 from mesh_transformer.util import HostError, is_running
 
 SECONDS_TO_END = 1.5  # for Ray to end a process before it is sent SIGKILL
+ACCELERATORS = ("GPU", "TPU")  # Ray's names
 SECONDS_TO_KILL = 10.0  # for the other machines to kill their processes
 
 
@@ -30,11 +31,13 @@ class Host:
       node: the machine's node id in the Ray cluster.
       address: IP address at which the other hosts reach this host.
       devices: number of virtual CPU devices; None to use the machine's accelerators.
+      accelerators: what the process reserves of Ray's resources `GPU` and `TPU` on the machine.
     """
 
     node: str
     address: str
     devices: int | None = None
+    accelerators: tuple[tuple[str, float], ...] = ()
 
 
 def local_hosts(config: Config, count: int) -> list[Host]:
@@ -46,6 +49,21 @@ def local_hosts(config: Config, count: int) -> list[Host]:
     assert config.tpu_size is not None
     this_node = ray.get_runtime_context().get_node_id()
     return [Host(this_node, "127.0.0.1", config.tpu_size // count)] * count
+
+
+def cluster_hosts() -> list[Host]:
+    """Return the machines of this Ray cluster, ordered by address: those with accelerators, if any.
+
+    The processes on them reserve all accelerators.
+    """
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            own = ((name, node["Resources"].get(name)) for name in ACCELERATORS)
+            accelerators = tuple((name, count) for name, count in own if count)
+            found.append(Host(node["NodeID"], node["NodeManagerAddress"], None, accelerators))
+    found.sort(key=lambda host: (host.address, host.node))
+    return [host for host in found if host.accelerators] or found
 
 
 def joined_hosts(
@@ -117,6 +135,11 @@ def start_process(rank: int, host: Host) -> Any:
     options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": {"health": 1}}
     options["enable_task_events"] = False  # only Ray's dashboard would use them
     options["runtime_env"] = {"env_vars": _variables(host)}
+    reserved = dict(host.accelerators)
+    if gpus := reserved.pop("GPU", None):
+        options["num_gpus"] = gpus  # Ray hides those that are not reserved
+    if reserved:
+        options["resources"] = reserved
     return remote(**options, **on(host))(NetworkRunner).remote(rank, own_process=True)
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from mesh_transformer.pod.ray_head import (
     OBJECT_STORE,
     RESOURCE,
     RayHead,
+    connected,
     is_connected,
     local_address,
 )
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from mesh_transformer.pod.hosts import Host
 
 FIRST_TRIES = 3  # maximum attempts to start the hosts before they have all joined once
+SECONDS_TO_RETURN = 300.0  # for the machines of a Ray cluster
 BATCHES_IN_STORE = 8  # half for training steps in flight, half for validation and sampling
 
 
@@ -50,7 +53,7 @@ def build_model(
 
     Args:
       config: a Config, a dict of config keys and values, or the path of a config file.
-      hosts: as yielded by the functions of `local_machines` and `tpu_machines`.
+      hosts: as yielded by the functions of `local_machines`, `ray_machines` and `tpu_machines`.
       original: must be empty.  Any further positional argument, as in calls that were written for
         the original mesh-transformer-jax, raises InputError.
       options: keyword arguments of `TPUCluster`, such as `heartbeat`.
@@ -124,6 +127,64 @@ def _local_machines(config: Config, count: int) -> "Iterator[Callable[[], list[H
             return local_hosts(config, count)
 
         yield hosts
+
+
+@contextlib.contextmanager
+def ray_machines(config: Config, address: str) -> "Iterator[ClusterHosts]":
+    """Return a context manager that connects to a Ray cluster and provides its machines as hosts.
+
+    The context manager yields a function that returns the hosts.  Call the function before each
+    attempt to create a `TPUCluster`.  The cluster stays when the `with` block ends.
+
+    Args:
+      address: see `ray_head.connected`.
+    """
+    with connected(address):
+        yield ClusterHosts(config)
+
+
+class ClusterHosts:
+    """The machines of the Ray cluster to which this process is connected.
+
+    They are those with accelerators.  If none has any, all machines share `tpu_size` virtual CPU
+    devices equally.  From the second call on, as many machines are returned as by the first one.
+
+    Raises:
+      InputError: if the machines cannot share the devices equally.
+      HostError: if some are still missing after `SECONDS_TO_RETURN`.
+    """
+
+    def __init__(self, config: Config):
+        self._config = config
+        self._first: list[Host] = []  # the hosts of the first call
+
+    def __call__(self) -> "list[Host]":
+        hosts, count = self._present(), len(self._first)
+        deadline = time.monotonic() + SECONDS_TO_RETURN
+        while len(hosts) < count:
+            if time.monotonic() > deadline:
+                raise HostError(f"{len(hosts)} of {count} machines are in the Ray cluster")
+            time.sleep(1.0)
+            hosts = self._present()
+        hosts = hosts[: count or None]
+        self._first = self._first or hosts
+        if hosts[0].accelerators:
+            return hosts
+        assert self._config.tpu_size is not None
+        devices, rest = divmod(self._config.tpu_size, len(hosts))
+        if rest:
+            raise InputError(
+                f"--ray: {len(hosts)} machines without accelerators cannot share the config's "
+                f"tpu_size, {self._config.tpu_size} devices, equally; change tpu_size"
+            )
+        return [dataclasses.replace(host, devices=devices) for host in hosts]
+
+    def _present(self) -> "list[Host]":
+        """Return the machines that are in the cluster now, of the kind of the first ones."""
+        from mesh_transformer.pod.hosts import cluster_hosts
+
+        has_accelerators = bool(self._first and self._first[0].accelerators)
+        return [h for h in cluster_hosts() if h.accelerators or not has_accelerators]
 
 
 @contextlib.contextmanager

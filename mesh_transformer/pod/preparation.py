@@ -1,5 +1,6 @@
 """What a driver does before it creates machines: check the records, and delete a run with --new."""
 
+import contextlib
 import sys
 
 from etils import epath
@@ -10,6 +11,7 @@ from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
 from mesh_transformer.evaluation import all_steps
 from mesh_transformer.storage.access import local_path, reason
 from mesh_transformer.storage.locks import lock_folder
+from mesh_transformer.training import run_status
 from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import InputError
 
@@ -17,18 +19,24 @@ from mesh_transformer.util import InputError
 def check_records(config: Config, *, validate: bool = True) -> None:
     """Raise InputError if this process cannot read the config's training or validation records.
 
-    Call this before creating a TPU, so that a wrong path is reported before the TPU costs money.
+    The first records of each set are read.  Call this before creating a TPU, so that a wrong path
+    or a set of another `seq` is reported before the TPU costs money.
     If the config sets `hosts_read`, the training records are not checked, because only the hosts
-    need access to them.
+    need access to them; nor are prompts.
 
     Args:
       validate: whether the run uses the validation records.
     """
-    if not config.hosts_read:
-        open_train_set(config, 1).close()
+    if not (config.hosts_read or config.has_rollouts):
+        kind = config.objective_kind
+        with contextlib.closing(open_train_set(config, 1)) as batches:
+            if kind is None or not kind.needs_reference:  # which the run has yet to compute
+                batches.get_samples()
     if validate and config.val_batches:
         for path in config.val_set.values():
-            TFRecordNewInputs(path, 1, config.seq, n_vocab=config.n_vocab, repeat=False).close()
+            opened = TFRecordNewInputs(path, 1, config.seq, n_vocab=config.n_vocab, repeat=False)
+            with contextlib.closing(opened) as batches:
+                next(batches)
 
 
 def delete_run(folder: str, *, yes: bool) -> None:
@@ -44,7 +52,7 @@ def delete_run(folder: str, *, yes: bool) -> None:
     """
     folder = local_path(folder)
     steps = own_steps(folder)
-    records = [epath.Path(folder) / name for name in (NAME, BEST, all_steps.NAME)]
+    records = [epath.Path(folder) / name for name in (NAME, BEST, all_steps.NAME, run_status.NAME)]
     names = sorted(path.name for path in (*steps, *records) if path.exists())
     if not names:
         return

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -222,7 +223,7 @@ class NetworkRunner:
 
         Returns:
           A dict with the attributes `replicas`, `dp`, `batch_size`, `noise_batches` and
-          `peak_flops` of the model; see `CausalTransformer`.
+          `peak_flops` of the model (see `CausalTransformer`), and the `machine`'s host name.
 
         Raises:
           InputError: if the processes do not have the config's `tpu_size` devices together.
@@ -244,7 +245,8 @@ class NetworkRunner:
                 )
         self.network = CausalTransformer(config, init=False)
         names = ("replicas", "dp", "batch_size", "noise_batches", "peak_flops")
-        return {name: getattr(self.network, name) for name in names}
+        facts = {name: getattr(self.network, name) for name in names}
+        return facts | {"machine": socket.gethostname()}
 
     def _connect(self, place: MeshPlace) -> None:
         """Connect JAX in this process to JAX in the others."""

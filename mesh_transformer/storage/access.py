@@ -348,7 +348,13 @@ def free_space(folder: str) -> str:
 
     The text is to be appended to a message about a full disk.
     """
+    free = free_bytes(folder)
+    return "" if free is None else f", {free:,} bytes free"
+
+
+def free_bytes(folder: str) -> int | None:
+    """Return the number of free bytes on the disk of `folder`; None if it is unknown."""
     try:
-        return f", {shutil.disk_usage(folder).free:,} bytes free"
+        return shutil.disk_usage(folder).free
     except OSError:  # a bucket, or a folder that no longer exists
-        return ""
+        return None

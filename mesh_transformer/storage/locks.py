@@ -13,11 +13,14 @@ import time
 from typing import Any
 
 import tensorstore
+from etils import epath
 
 from mesh_transformer.storage.access import (
     AnyPath,
     check_bucket,
     convert_failures,
+    convert_storage_errors,
+    is_missing,
     is_uri,
     local_path,
     reason,
@@ -47,6 +50,25 @@ def lock_folder(folder: AnyPath) -> "LocalLock | BucketLock":
         folder cannot be written.
     """
     return BucketLock(folder) if is_uri(local_path(folder)) else LocalLock(folder)
+
+
+def is_locked(folder: AnyPath) -> bool:
+    """Return whether a folder is locked, as far as this machine can see.
+
+    A lock of a process that has ended on this machine does not count, nor does one in a bucket that
+    has not been renewed in time.
+    """
+    path = epath.Path(local_path(folder)) / LOCK
+    with convert_storage_errors(f"{path}"):
+        try:
+            content, changed = path.read_bytes(), path.stat().mtime
+        except Exception as error:
+            if not is_missing(error):
+                raise
+            return False
+    if _has_ended(content):
+        return False
+    return not is_uri(f"{path}") or time.time() < changed + 2 * LEASE_SECONDS
 
 
 class LocalLock(contextlib.AbstractContextManager["LocalLock"]):

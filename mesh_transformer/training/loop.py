@@ -18,20 +18,29 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from mesh_transformer.data.batches import cut_to_bucket
+from mesh_transformer.data.tokenizer import tokenizer_remark
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import references
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
-from mesh_transformer.training.metrics import MetricsLog, StepClock, row_of, start_wandb
+from mesh_transformer.training.metrics import (
+    MetricsLog,
+    StepClock,
+    check_log,
+    row_of,
+    start_wandb,
+)
 from mesh_transformer.training.objectives import Head, head_of
+from mesh_transformer.training.profile import ProfiledSteps
+from mesh_transformer.training.resume import ended_line, is_validated, restore, unscored_row
 from mesh_transformer.training.rollouts import Rollouts
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
+from mesh_transformer.training.run_status import RunStatus
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes, warmup_remark
 from mesh_transformer.util import (
-    DamagedError,
     DivergedError,
     HostError,
     InputError,
@@ -40,11 +49,13 @@ from mesh_transformer.util import (
     StoppedError,
     UncountedWarning,
     brief,
+    load_named,
     stop_signals,
 )
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
 
+Hook = Callable[[dict[str, Any]], object]  # called with the metrics row of each step
 NetworkLike = TypeVar("NetworkLike", bound=TrainableNetwork)
 
 
@@ -62,6 +73,7 @@ def train(
     on_row: Callable[[dict[str, Any]], None] | None = None,
     temporary: bool = False,
     ledger: Ledger | None = None,
+    profile: range | None = None,
 ) -> None:
     """Train until the global step is `max_steps` (default: the config's `total_steps`).
 
@@ -76,10 +88,14 @@ def train(
     Without `validate`, no validation sets and lm-eval tasks are used.  `val_sets` replaces the
     config's `val_set`; its values are what `validation.open_set` accepts.  `prompts` replaces
     `train_set` if the config's objective samples answers.  `on_row` is called with the metrics row
-    of each step.  `temporary` means that `folder` will be deleted, so that messages do not name it.
+    of each step, after the config's `hooks`.  `temporary` means that `folder` will be deleted, so
+    that messages do not name it.
 
     `ledger` (default: a new one) measures how the run spends its time.  The measured seconds are
     logged before each save or validation and at the end, when a summary is also printed.
+
+    Of the steps in `profile`, a trace is written to the folder `profile` in `folder`; see
+    `ProfiledSteps`.
 
     A checkpoint is saved every `ckpt_every` steps and at the end of training.  On SIGTERM, Ctrl-C
     or SIGHUP (the terminal closes), a checkpoint is saved and `train` returns.  If an error ends
@@ -101,6 +117,10 @@ def train(
     total = config.require_to_train(max_steps)
     if total < 1:
         raise InputError(f"--max-steps is {total}, expected at least 1")
+    if profile and profile[-1] > total:
+        raise InputError(
+            f"--profile: there is no step {profile[-1]}, as the run ends at step {total}"
+        )
     saved = False
     val_sets = config.val_set if val_sets is None else val_sets
     network.signals.clear()  # of an earlier run
@@ -117,9 +137,10 @@ def train(
                     val_sets=val_sets if validate and config.val_batches else {},
                     prompts=config.train_set if prompts is None else prompts,
                     validate=validate,
-                    on_row=on_row,
+                    hooks=[*map(_hook, config.hooks), *([] if on_row is None else [on_row])],
                     temporary=temporary,
                     ledger=ledger or Ledger(),
+                    profile=profile,
                 )
                 saved = True
         except HostError as error:
@@ -145,9 +166,10 @@ def _train(
     val_sets: Mapping[str, Any],
     prompts: Any,
     validate: bool,
-    on_row: Callable[[dict[str, Any]], None] | None,
+    hooks: list[Hook],
     temporary: bool,
     ledger: Ledger,
+    profile: range | None,
 ) -> None:
     """Train until step `total` or until a signal is received, then save."""
     config = network.config
@@ -165,14 +187,18 @@ def _train(
         compares = head is not None and head.needs_reference and not head.by_token
         sets = [] if not compares else references.record_sets(config, loader, val_sets)
         for source in val_sets.values():  # report an unusable set now, not after hours
-            validation.open_set(network, source).close()
+            references.check_set(network, source, head)
+        if remark := tokenizer_remark(config):
+            print(remark, file=sys.stderr)
         with ledger.spending("restore"):
             network.claim(folder)
+            check_log(folder)
+            stack.enter_context(RunStatus(network, folder, total))
             reference = None
             if compares and config.reference != "base":
                 network.load(config.reference, only_params=True)
                 reference = references.prepare(network, sets)
-            aux = _restore(network, folder, tune_model_path, fall_back)
+            aux = restore(network, folder, tune_model_path, fall_back)
             if aux is None:
                 start_weights(network, tune_model_path, fresh_opt)
             if compares and reference is None:
@@ -190,12 +216,12 @@ def _train(
         best = BestStep(config)
         best.restore(aux.get("best"))
         unscored = None
-        if aux and (val_sets or eval_tasks) and network.step % config.val_every == 0:
-            unscored = _unscored(row_of(folder, network.step), network.step, best)
+        if aux and (val_sets or eval_tasks) and is_validated(config, network.step, total):
+            unscored = unscored_row(row_of(folder, network.step), network.step, best)
         if best.step is not None:
             # The step is saved.  This updates the record of the best step if a kill prevented it.
             network.save(folder, {"best": best.state()})
-        ended = _ended(network.step, total, best)
+        ended = ended_line(network.step, total, best)
         if ended and unscored is None:
             print(f"{'the network' if temporary else folder} is at step {network.step}{ended}")
             return
@@ -216,7 +242,7 @@ def _train(
             eval_tasks=eval_tasks,
             best=best,
             log=log,
-            on_row=on_row,
+            hooks=hooks,
             saved=aux,
             ledger=ledger,
             total=total,
@@ -224,58 +250,12 @@ def _train(
             temporary=temporary,
             head=head,
             reference=reference,
+            profile=profile,
         )
         # Not earlier: `claim` may have added filters, which stay until the process ends.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncountedWarning)  # the loop reports these steps itself
             run.run(unscored)
-
-
-def _ended(step: int, total: int, best: BestStep) -> str:
-    """Say why a run that has reached `step` has ended; return "" if it has not."""
-    if step >= total:
-        return f"{' of' if step == total else ', past'} {total}: nothing left to train"
-    advice = "to train on, raise early_stop or set it to null"
-    return f": {best.reason()}; {advice}" if best.is_over else ""
-
-
-def _restore(
-    network: TrainableNetwork, folder: str, base: str | None, fall_back: bool
-) -> dict[str, Any] | None:
-    """Restore the newest checkpoint in `folder`, and return the result of `network.restore`.
-
-    `base` is the new path of a LoRA run's base model, or None if the base model has not moved.
-    With `fall_back`, damaged checkpoints are renamed, and the newest intact one is restored.
-    """
-    while True:
-        try:
-            return network.restore(folder, base)
-        except DamagedError as error:
-            if error.previous is None or os.path.dirname(error.step) != folder:
-                raise
-            if not fall_back:
-                message = f"{error}; --fall-back resumes from that step"
-                raise DamagedError(message, *error.args[1:]) from None
-            name = network.set_aside(error.step)
-            print(f"{error}; falling back to {error.previous}, {name} is kept", file=sys.stderr)
-
-
-def _unscored(row: dict[str, Any] | None, step: int, best: BestStep) -> dict[str, Any] | None:
-    """Return the metrics row of the restored step if that step must still be validated, else None.
-
-    The step must still be validated if its row has no validation results, because the run was
-    interrupted.
-
-    Args:
-      row: the row of a step at which the config's `val_every` requires a validation; None if it is
-        missing.
-      best: gets the row's results if the step was validated after it had been saved.
-    """
-    if row is None or any(name.startswith(("val/", "eval/")) for name in row):
-        if row is not None and best.lacks(step):
-            best.add(step, row)
-        return None
-    return row
 
 
 @contextlib.contextmanager
@@ -319,7 +299,7 @@ class _Run:
     eval_tasks: harness.Harness | None
     best: BestStep
     log: MetricsLog
-    on_row: Callable[[dict[str, Any]], None] | None
+    hooks: list[Hook]
     saved: dict[str, Any]
     ledger: Ledger
     total: int
@@ -327,6 +307,7 @@ class _Run:
     temporary: bool
     head: Head | None
     reference: str | None
+    profile: range | None
 
     def __post_init__(self):
         network = self.network
@@ -344,6 +325,7 @@ class _Run:
             network, self.ledger, "" if self.temporary else unsaved, self._report, self.saved
         )
         self.bar = tqdm(total=self.total, initial=self.logged, unit="step", dynamic_ncols=True)
+        self.profiled = ProfiledSteps(network, self.folder, self.profile, self._report)
 
     def run(self, unscored: dict[str, Any] | None) -> None:
         """Train until the last step, until `early_stop` or until a signal is received, then save.
@@ -419,7 +401,9 @@ class _Run:
                 return
         # A pod's sample is a placeholder: the hosts read the records, in sequences of `seq` tokens.
         length = sample["obs"].shape[-1] if sample else config.seq
+        self.profiled.before_step()
         metrics = network.train(sample)
+        self.profiled.after_step()
         if isinstance(self.loader, Rollouts):
             metrics = metrics | self.loader.metrics
         self.pending.append(Step(network.step, length, metrics, before, self.loader.state()))
@@ -429,7 +413,8 @@ class _Run:
         if network.notice and not self.signals:
             self._save_before_end()
             raise HostError(f"{network.notice}, so its machine is about to shut down")
-        if network.step % config.val_every == 0 and (self.val_sets or self.eval_tasks):
+        scored = self.val_sets or self.eval_tasks
+        if scored and is_validated(config, network.step, self.total):
             self._validate()
         self.saver.save_if_due(self._save)
 
@@ -439,6 +424,7 @@ class _Run:
         Raises:
           InputError: if saving fails twice.
         """
+        self.profiled.end()
         self._log_steps(0)
         self.saver.save_last()
         self.log.upload()
@@ -475,8 +461,8 @@ class _Run:
     def _log(self, row: dict[str, Any]) -> None:
         before = dict(row)
         try:
-            if self.on_row is not None:  # it may add to the row
-                self.on_row(row)
+            for hook in self.hooks:  # which may add to the row
+                hook(row)
             for name in row.keys() - before.keys():
                 row[name] = _as_number(name, row[name])
         except BaseException:
@@ -570,6 +556,13 @@ class _Run:
 
     def _report(self, line: str) -> None:
         self.bar.write(line, file=sys.stderr)
+
+
+def _hook(name: str) -> Hook:
+    """Return the function that the config key `hooks` names."""
+    if not callable(hook := load_named(name, "hooks")):
+        raise InputError(f"hooks: {name} is {brief(repr(hook))}, expected a function of a row")
+    return hook
 
 
 def _as_number(name: str, value: Any) -> float:

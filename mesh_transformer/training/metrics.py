@@ -1,5 +1,6 @@
 """Metrics of a run: metrics.jsonl, wandb, step times and the gradient noise scale."""
 
+import errno
 import json
 import math
 import os
@@ -67,9 +68,7 @@ class MetricsLog:
             self._file = os.open(self.path, os.O_WRONLY)
             self._end = os.fstat(self._file).st_size
         except OSError as error:
-            raise InputError(
-                f"{self.path} cannot be written ({error.strerror}); choose another --model-dir"
-            ) from None
+            raise _unwritable(self.path, error) from None
         self._unwritten: list[str] = []
         self._failing = False
         self._uploads = None if remote is None else _Uploads(self.path, remote)
@@ -125,6 +124,23 @@ class MetricsLog:
             self._uploads.close()
         if self._wandb is not None:
             self._wandb.close()
+
+
+def check_log(folder: str) -> None:
+    """Raise InputError if a `MetricsLog` of this folder could not be written; create no file."""
+    path, _ = _paths(folder)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if os.path.lexists(path):
+            os.close(os.open(path, os.O_WRONLY))
+        elif not os.access(os.path.dirname(path), os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: str, error: OSError) -> InputError:
+    return InputError(f"{path} cannot be written ({error.strerror}); choose another --model-dir")
 
 
 def start_wandb(folder: str, config: Config) -> WandbUpload | None:

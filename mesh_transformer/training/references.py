@@ -108,8 +108,7 @@ def _with_sums(
         return sample, _text_sums(values, sample)
 
     for sample in batches:
-        if missing := {"loss_mask", "segment_ids"} - sample.keys():
-            raise InputError(f"records without {', '.join(sorted(missing))} are no preferences")
+        _check_preferences(sample)
         whole = validation.pad_batch(sample, validation.batch_size(network))
         inputs = {key: whole[key] for key in ("obs", "target", "segment_ids")}
         pending.append((sample, network.eval(inputs)["all_loss"]))
@@ -117,6 +116,22 @@ def _with_sums(
             yield oldest()
     while pending:
         yield oldest()
+
+
+def _check_preferences(sample: Row) -> None:
+    if missing := {"loss_mask", "segment_ids"} - sample.keys():
+        raise InputError(f"records without {', '.join(sorted(missing))} are no preferences")
+
+
+def check_set(network: TrainableNetwork, source: Any, head: Head | None) -> None:
+    """Raise InputError if the first batch of a validation set cannot be scored.
+
+    Args:
+      head: the objective that `score` measures on it; None for the losses of all tokens.
+    """
+    batch = validation.first_batch(network, source)
+    if head is not None and not head.by_token:
+        _check_preferences(batch)
 
 
 def _text_sums(values_BT: np.ndarray, sample: Row) -> np.ndarray:
@@ -178,6 +193,8 @@ def validate(network: TrainableNetwork, path: str) -> Mapping[str, Any]:
     tasks = harness.load_harness(config)
     if not config.val_set and tasks is None:
         raise InputError("config: --mode eval needs the key val_set or eval_harness_tasks; add one")
+    for source in config.val_set.values():
+        check_set(network, source, head)
     network.load(path, only_params=True)
     results = {name: score(network, source, head) for name, source in config.val_set.items()}
     for name, metrics in results.items():

@@ -15,6 +15,7 @@ from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import InputError
 
 DEPTH = 3  # of the subfolders in which runs are looked for
+ALERT = "alert/"  # the beginning of the names of what hooks report
 RECENT = 100  # rows whose loss and speed are averaged
 # The messages of a TensorBoard event file, with the fields that are written.
 _EVENT = """
@@ -162,6 +163,32 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "MFU": statistics.median(mfus) if mfus else None,
         "hours": sum(seconds.values()) / 3600,
     }
+
+
+def seconds_left(rows: list[dict[str, Any]], total: int) -> float | None:
+    """Return about how long a run takes until step `total`, by its last `RECENT` steps.
+
+    Time outside of steps, as for validation, is left out.  None if there are too few steps.
+    """
+    name = f"{goodput.PREFIX}steps"
+    timed = [(row["step"], row[name]) for row in rows[-RECENT:] if name in row]
+    if len(timed) < 2 or timed[-1][0] == timed[0][0]:
+        return None
+    (first, before), (last, after) = timed[0], timed[-1]
+    return max(total - last, 0) * (after - before) / (last - first)
+
+
+def last_alert(rows: list[dict[str, Any]]) -> str:
+    """Describe the newest alert of a run's hooks, as "step 21: loss 9"; "" if there is none."""
+    for row in reversed(rows):
+        alerts = [
+            f"{name.removeprefix(ALERT)} {value:.5g}"
+            for name, value in row.items()
+            if name.startswith(ALERT)
+        ]
+        if alerts:
+            return f"step {row['step']}: {', '.join(alerts)}"
+    return ""
 
 
 class EventFile:

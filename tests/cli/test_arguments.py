@@ -60,7 +60,7 @@ def test_run_arguments(tmp_path):
     config, folder, options = run_arguments(run_parser(None).parse_args(words))
     assert (config.block, folder) == ("geglu", "./models/run")
     expected = {"max_steps": 7, "tune_model_path": None, "fresh_opt": False, "fall_back": False}
-    expected["validate"] = True
+    expected |= {"validate": True, "profile": None}
     assert options == expected
     assert config.total_steps == 7
     words += ["--model-dir", "there", "--tune-model-path", "gpt-j", "--fresh-opt"]

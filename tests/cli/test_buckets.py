@@ -109,6 +109,8 @@ def comparable(files: dict[str, bytes]) -> dict[str, object]:
         elif name.endswith(".manifest.json"):  # has the paths of the sources
             manifest = json.loads(content)  # that of completion-records names no files
             contents[name] = (manifest.get("files"), manifest["tokenizer"]["encoding"])
+        elif name.endswith("status.json"):  # has times
+            contents[name] = json.loads(content)["state"]
         elif "/step_" not in name or name.startswith("original/"):
             contents[name] = content
     return contents

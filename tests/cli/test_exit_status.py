@@ -6,11 +6,14 @@ import os
 import re
 import subprocess
 
+import jax
 import numpy as np
 import pytest
 import yaml
 
 from mesh_transformer.cli import train
+from mesh_transformer.data.tfrecords import write_records
+from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import (
     DivergedError,
     HostError,
@@ -28,8 +31,12 @@ KEYS = {"layers": 1, "d_model": 16, "n_heads": 2, "n_vocab": 16, "seq": 8, "pe_r
 KEYS |= {"dtype": "float32", "train_set": "source:tokens", "total_steps": 3, "model_dir": "run"}
 KEYS |= {"bucket": "./", "per_replica_batch": 2, "name": "test"}
 SOURCE = """
+import contextlib
+
 import jax.numpy as jnp
 import numpy as np
+
+number = 3
 
 def tokens(config):
     return np.arange(1000) % config.n_vocab
@@ -42,6 +49,15 @@ def no_host_memory(gradients, params):
 
 def no_device_memory(gradients, params):
     raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
+
+def fill_disk(gradients, params):
+    with open("disk/filled", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return {}
+
+def hook(row):
+    row["alert/step"] = row["step"]
 
 def mistake(gradients, params):
     raise KeyError("a mistake of the user's")
@@ -124,6 +140,8 @@ def run(tmp_path, monkeypatch, capsys):
         ({"train_set": "missing.index"}, 2, "missing.index"),
         ({"train_set": "source:missing"}, 2, "source:missing"),
         ({"tune_model_path": "missing"}, 2, "missing"),
+        ({"hooks": ["source:missing"]}, 2, "hooks is 'source:missing', which cannot be loaded"),
+        ({"hooks": ["source:number"]}, 2, "hooks: source:number is 3, expected a function"),
         ({"token_loss": "source:infinite"}, 3, "step 1: loss is inf"),
         (
             {"token_loss": "source:infinite", "skip_nonfinite": True, "max_skipped": 2},
@@ -145,19 +163,77 @@ def test_a_run_ends_with_one_line_and_the_status_of_its_cause(run, changes, stat
         assert "Traceback" not in printed
 
 
+def test_hooks_add_to_the_rows(run, tmp_path):
+    assert run(hooks=["source:hook"])[0] == 0
+    rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert [row["alert/step"] for row in rows] == [1, 2, 3]
+
+
 def test_a_mistake_of_the_users_code_keeps_its_traceback(run, monkeypatch):
     with pytest.raises(KeyError, match="a mistake of the user's"):
         run(metrics=["source:mistake"])  # which Python prints, with status 1
 
 
-def test_a_full_disk_has_its_status(run, small_disk):
-    folder = small_disk("1m")
-    (folder / "filled").write_bytes(np.random.default_rng(0).bytes(900_000))
-    changes = {"bucket": str(folder), "d_model": 64, "on_save_failure": "stop"}
-    status, printed = run(**changes)
+def test_a_disk_that_fills_during_the_run_has_its_status(run, small_disk):
+    changes = {"bucket": str(small_disk("1m")), "on_save_failure": "stop", "d_model": 64}
+    status, printed = run(**changes, metrics=["source:fill_disk"])
     assert status == 5, printed
-    assert "No space left on device" in printed
+    assert re.search("error: .*saving step 3 failed: No space left on device", printed)
     assert "Traceback" not in printed
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(run, small_disk):
+    folder = small_disk("1m")
+    (folder / "filled").write_bytes(bytes(900_000))
+    status, printed = run(bucket=str(folder), d_model=64)
+    assert status == 5, printed
+    (line,) = re.findall("^error: .*", printed, re.MULTILINE)
+    sizes = re.search(r"checkpoint takes ([\d,]+) bytes, ([\d,]+) are free; make room", line)
+    assert sizes, line
+    needed, free = (int(size.replace(",", "")) for size in sizes.groups())
+    state = CausalTransformer(KEYS | {"d_model": 64}).saved_state()
+    assert needed == sum(array.nbytes for array in jax.tree.leaves(state))
+    assert free < (1 << 20) - 900_000
+    assert not (folder / "run/metrics.jsonl").exists()
+
+
+def test_a_disk_without_room_for_all_checkpoints_is_reported(run, small_disk, caplog):
+    status, printed = run(bucket=str(small_disk("2m")), d_model=64, keep_n=3)
+    assert status == 0, printed
+    (line,) = [record.getMessage() for record in caplog.records if "keep_n" in record.getMessage()]
+    assert re.search("but 4 more checkpoints take .*; make room or lower keep_n", line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("folder", "run/metrics.jsonl cannot be written .Is a directory"),
+        ("short", "short.tfrecords: record 0 .* holds 5 tokens, but config key seq 8 needs 9"),
+        ("foreign", "foreign.tfrecords: record 0 .* holds token id 99, outside the vocabulary"),
+    ],
+)
+def test_what_would_fail_later_fails_before_the_weights_are_made(
+    run, tmp_path, monkeypatch, kind, line
+):
+    monkeypatch.setattr(CausalTransformer, "init", lambda _: pytest.fail("weights were made"))
+    if kind == "folder":
+        (tmp_path / "run/metrics.jsonl").mkdir(parents=True)
+        changes = {}
+    else:
+        tokens = np.full((4, 5), 1) if kind == "short" else np.full((4, 9), 99)
+        write_records(str(tmp_path / f"{kind}.tfrecords"), tokens)
+        (tmp_path / f"{kind}.index").write_text(f"{kind}.tfrecords\n")
+        changes = {"val_set": {"held_out": f"{kind}.index"}}
+    status, printed = run(**changes)
+    assert status == 2
+    assert re.search(f"^error: .*{line}", printed, re.MULTILINE), printed
+
+
+def test_a_tokenizer_that_is_gone_is_reported_at_the_start(run):
+    status, printed = run(tokenizer="./gone")
+    assert status == 0
+    assert "tokenizer ./gone: no such folder" in printed
+    assert "training continues, as it needs only the records" in printed
 
 
 def test_slurm_queues_a_run_again_only_if_that_helps(tmp_path):

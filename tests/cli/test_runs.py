@@ -1,7 +1,10 @@
 """The command `runs`: its table, picture, TensorBoard files and Prometheus metrics."""
 
+import contextlib
 import json
+import os
 import re
+import signal
 import urllib.request
 from typing import Any
 
@@ -11,11 +14,17 @@ import tensorflow as tf
 from tensorflow.core.util import event_pb2 as messages
 
 from mesh_transformer.cli import runs as command
+from mesh_transformer.config import Config
 from mesh_transformer.serving.metrics import Metrics
-from mesh_transformer.training import exporter
-from mesh_transformer.training.runs import MetricsFile, find_runs, summary
-from mesh_transformer.util import InputError
+from mesh_transformer.storage import locks
+from mesh_transformer.storage.locks import lock_folder
+from mesh_transformer.training import exporter, loop, run_status
+from mesh_transformer.training.runs import MetricsFile, find_runs, seconds_left, summary
+from mesh_transformer.transformer_shard import CausalTransformer
+from mesh_transformer.util import InputError, StoppedError
 from tests.support.multihost import ROOT
+from tests.support.small_run import run_values
+from tests.training.test_loop import Counter
 
 
 def random_rows(seed, count=5, first=1):
@@ -216,6 +225,101 @@ def test_the_dashboard_shows_metrics_that_there_are():
     assert shown - served - trained == set()
     assert shown & served
     assert shown & trained
+
+
+def table(folder):
+    """Return the cells of each run by column, and the lines below the table."""
+    watched = command.Watched([str(folder)])
+    watched.update()
+    header, *lines = watched.table().splitlines()
+    columns, count = re.split("  +", header), len(watched.rows)
+    cells = [dict(zip(columns, re.split("  +", line), strict=True)) for line in lines[:count]]
+    return {own["run"]: own for own in cells}, lines[count:]
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Return a function that trains a fake network of ten steps in a folder, and may fail."""
+    config = Config(**run_values(tmp_path, total_steps=10, val_every=4))
+
+    def call(name, before=lambda step: None, loss=lambda step: 1 / step, **options):
+        network = Counter(config)
+        network.before_step, network.loss = before, loss
+        with contextlib.suppress(StoppedError, RuntimeError, ValueError):
+            loop.train(network, tmp_path / "runs" / name, **options)
+        return network
+
+    return call
+
+
+def test_the_state_of_runs(train, tmp_path):
+    folder, during = tmp_path / "runs", {}
+
+    def fail(step):
+        if step == 6:
+            raise ValueError("a mistake\nwith more lines")
+
+    def look(step):
+        if step == 9:
+            hours = [{"step": n, "seconds/steps": 3600.0 * n} for n in range(1, 9)]
+            put(folder / "running", hours)
+            (folder / "running" / ".lock").write_text(json.dumps(locks._owner()))
+            during.update(table(folder)[0])
+
+    network = train("complete")
+    train("halted", max_steps=4)
+    train("nan", loss=lambda step: np.nan if step == 5 else 1.0)
+    train("mistake", before=fail)
+    train("stopped", before=lambda step: step == 3 and os.kill(os.getpid(), signal.SIGTERM))
+    train("running", before=look)
+    assert network.step == 10
+    (folder / "complete" / "step_10.damaged").mkdir()
+    (folder / "complete" / "step_8").mkdir()
+    (folder / "complete" / "step_8" / "commit_success.txt").touch()
+    put(folder / "unknown", [*random_rows(0, 3), {"step": 4, "alert/loss": 9.25}])
+    killed = folder / "killed"
+    put(killed, random_rows(0, 3))
+    (killed / "status.json").write_text(json.dumps({"state": "running", "host": "far"}))
+    runs, lines = table(folder)
+    assert {name: own["state"] for name, own in runs.items()} == {
+        "complete": "complete",
+        "halted": "complete",
+        "killed": "killed",
+        "mistake": "failed",
+        "nan": "failed",
+        "running": "complete",
+        "stopped": "stopped",
+        "unknown": "-",
+    }
+    assert {name for name, own in runs.items() if own["saved"] != "-"} == {"complete"}
+    assert runs["complete"]["saved"] == "8"
+    assert (during["running"]["state"], during["running"]["hours left"]) == ("running", "2.00")
+    complete, killed, mistake, nan, stopped, unknown = lines
+    assert complete == "complete: damaged checkpoints: step_10.damaged"
+    assert killed == "killed: ended without notice on far; start it again to resume"
+    assert mistake == "mistake: failed with status 1: ValueError: a mistake"
+    assert nan.startswith("nan: failed with status 3: step 5: loss is nan")
+    assert stopped == "stopped: stopped by a signal at step 3; start it again to resume"
+    assert unknown == "unknown: last alert: step 4: loss 9.25"
+
+
+def test_the_time_left():
+    times = np.cumsum([3.0] * 150 + [2.0] * 150)
+    rows = [{"step": step, "seconds/steps": time} for step, time in enumerate(times, 1)]
+    assert seconds_left(rows, 1000) == pytest.approx(2 * 700)  # by the newest steps
+    assert seconds_left(rows, 200) == 0
+    assert seconds_left(rows[:1], 1000) is None
+
+
+def test_a_run_that_is_refused_leaves_the_status_of_the_one_that_runs(train, tmp_path):
+    train("run")
+    status = (tmp_path / "runs/run/status.json").read_text()
+    with lock_folder(tmp_path / "runs/run"):
+        config = Config(**run_values(tmp_path, total_steps=20))
+        with pytest.raises(InputError, match="in use"):
+            loop.train(CausalTransformer(config, init=False), tmp_path / "runs/run")
+        assert run_status.read(f"{tmp_path}/runs/run") == json.loads(status)
+    assert (tmp_path / "runs/run/status.json").read_text() == status
 
 
 def test_errors(tmp_path, monkeypatch):

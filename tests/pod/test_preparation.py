@@ -60,6 +60,8 @@ def test_driver_reads_the_records_before_it_creates_a_tpu(tmp_path):
     for changes, message in [
         ({"train_set": str(tmp_path / "gone.index")}, "gone.index"),
         ({"val_set": {"v": str(tmp_path / "away.index")}}, "away.index"),
+        ({"seq": 32}, "train_one.*config key seq 32 needs 33"),
+        ({"seq": 32, "hosts_read": True}, "val_one.*config key seq 32 needs 33"),
     ]:
         with pytest.raises(InputError, match=message):
             preparation.check_records(config.replace(**changes))

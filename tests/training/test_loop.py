@@ -141,6 +141,31 @@ def test_losses_by_position_are_metrics_of_the_validated_steps(counter, tmp_path
     assert losses == {step: None if step % 4 else 1.5 for step in range(1, 10)}
 
 
+def test_the_last_step_is_validated_but_not_where_a_run_only_stops(counter, tmp_path):
+    def validated(folder):
+        return [row["step"] for row in rows_of(folder) if "val/loss_held_out" in row]
+
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    loop.train(counter(val_every=4, total_steps=10), str(whole))
+    assert validated(whole) == [4, 8, 10]
+    network = counter(val_every=4, total_steps=10)
+    loop.train(network, str(stopped), max_steps=7)
+    assert validated(stopped) == [4]
+    loop.train(counter(network.saved, val_every=4, total_steps=10), str(stopped))
+    assert_same_rows(rows_of(stopped), rows_of(whole))
+
+
+def test_the_last_step_is_validated_later_if_a_kill_prevented_it(counter, tmp_path):
+    loop.train(network := counter(val_every=4, total_steps=10), str(tmp_path))
+    whole, path = rows_of(tmp_path), tmp_path / "metrics.jsonl"
+    *lines, last = path.read_text().splitlines()
+    unscored = {key: x for key, x in json.loads(last).items() if not key.startswith("val/")}
+    assert len(unscored) == len(json.loads(last)) - 1
+    path.write_text("\n".join([*lines, json.dumps(unscored)]) + "\n")
+    loop.train(counter(network.saved, val_every=4, total_steps=10), str(tmp_path))
+    assert_same_rows(rows_of(tmp_path), whole)
+
+
 def test_losses_are_read_only_after_later_steps_are_dispatched(counter, tmp_path):
     network = counter(ckpt_every=1000, val_set=None)
     loop.train(network, str(tmp_path))

@@ -1,0 +1,68 @@
+"""The file status.json in a model folder: whether the run is running, or how it ended."""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from typing import Any
+
+from mesh_transformer.network import TrainableNetwork
+from mesh_transformer.storage import files
+from mesh_transformer.storage.locks import is_locked
+from mesh_transformer.util import InputError, error_line, exit_status, first_line
+
+NAME = "status.json"
+
+
+class RunStatus(contextlib.AbstractContextManager["RunStatus"]):
+    """Keeps the file of a run's status while the context lasts.
+
+    A file that cannot be written, as on a full disk, does not end the run.
+
+    Args:
+      folder: the model folder, which the network has claimed.
+      total: the step to train to.
+    """
+
+    def __init__(self, network: TrainableNetwork, folder: str, total: int):
+        self._network, self._path = network, f"{folder}/{NAME}"
+        self._facts = {"total_steps": total, "host": socket.gethostname(), "process": os.getpid()}
+
+    def __enter__(self) -> "RunStatus":
+        self._write(state="running")
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        network, total = self._network, self._facts["total_steps"]
+        if isinstance(error, Exception):
+            reason = error_line(error) or f"{type(error).__name__}: {first_line(error)}"
+            self._write(state="failed", status=exit_status(error), reason=reason)
+        elif error is not None or (network.signals and network.step < total):
+            self._write(state="stopped")
+        else:
+            self._write(state="complete")
+
+    def _write(self, **facts: Any) -> None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        content = facts | {"step": self._network.step, "time": when} | self._facts
+        with contextlib.suppress(OSError, InputError):
+            files.write_text(self._path, json.dumps(content) + "\n")
+
+
+def read(folder: str) -> dict[str, Any]:
+    """Return the status of the run in a model folder; {} if it is unknown.
+
+    The entry `state` is running, complete, stopped (by a signal), failed (with `status`, the exit
+    status, and `reason`) or killed: the process has ended without writing a status.
+    """
+    try:
+        with files.open_file(f"{folder}/{NAME}") as file:
+            status = json.loads(file.read())
+    except (OSError, InputError, ValueError):
+        return {}
+    if not isinstance(status, dict):
+        return {}
+    if status.get("state") == "running" and not is_locked(folder):
+        return status | {"state": "killed"}
+    return status
