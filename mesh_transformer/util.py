@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from mesh_transformer import extras, old_names
+from mesh_transformer import extras, old_names, status_lines
 
 
 def cache_folder() -> Path:
@@ -325,7 +325,9 @@ def run_script(main: Callable[[], int | None]) -> None:
 
     sys.unraisablehook = repeat_interrupt
     try:
-        sys.exit(main())
+        with status_lines.watching():
+            result = main()
+        sys.exit(result)
     except KeyboardInterrupt:
         exit_now("", 130)  # does not wait for threads that may still be writing to a slow disk
     except Exception as error:

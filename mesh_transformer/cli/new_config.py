@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +140,6 @@ def main(arguments: list[str] | None = None) -> None:
             f"--base {args.base}: the model has learned {base.seq} positions, but the records have "
             f"{corpus.seq} tokens; recreate them with --seq {base.seq}"
         )
-    if not args.topology:
-        print("measuring this machine ...", file=sys.stderr)
     device = recipe.device_of(slice_named(args.topology) if args.topology else this_machine())
     result = recipe.recipe(
         corpus,

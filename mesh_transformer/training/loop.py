@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from mesh_transformer import status_lines
 from mesh_transformer.data.batches import cut_to_bucket
 from mesh_transformer.evaluation import harness, validation
 from mesh_transformer.network import TrainableNetwork, TrainSet
@@ -292,7 +293,8 @@ def closing(network: NetworkLike) -> Iterator[NetworkLike]:
         raise
     finally:
         if wait:
-            network.close()
+            with status_lines.doing("finishing the last save"):
+                network.close()
 
 
 def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) -> None:
