@@ -421,7 +421,7 @@ class TrainableNetwork(Network):
           InputError: if the checkpoint cannot be read or does not fit the config, or if its
             optimizer's state is that of another optimizer.
         """
-        with status_lines.doing(f"loading {path}"):
+        with status_lines.doing("loading the weights"):
             self.run(Load(_absolute(path), fresh_opt, only_params))
         self.step = 0
 
@@ -441,7 +441,7 @@ class TrainableNetwork(Network):
             hosts of a pod do not share the folder.
         """
         where = None if base is None else local_path(base)
-        with status_lines.doing(f"restoring {folder}"):
+        with status_lines.doing("restoring the newest checkpoint"):
             self.step, aux = self.run(Restore(local_path(folder), where))
         return aux
 

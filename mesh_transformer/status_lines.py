@@ -1,9 +1,9 @@
 """Status lines: what a command is doing, and for how long, while it prints nothing else.
 
 `run_script` starts them.  After `SILENCE` seconds without output, a thread prints a line on stderr
-or, if there are progress bars, refreshes these.  On a terminal, that is one line, which is updated
-each second and removed before the next output.  In a file, further lines follow after twice the
-time of the last, so that a command of an hour adds ten.
+or, if there are progress bars, refreshes these.  On a terminal, the line is updated each second and
+removed before the next output.  In a file, the next line follows after twice the time of the last,
+so that a command of an hour adds ten.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 SILENCE = 3.0  # seconds without output before the first status line
 EVERY = 1.0  # seconds between updates on a terminal
-_CLEAR = "\r\x1b[K"  # go to the start of the terminal's line, and erase it
+# For terminals: save and restore the place of the cursor, and erase the line from there.
+_SAVE, _RESTORE, _ERASE = "\x1b7", "\x1b8", "\x1b[K"
 
 _doing: list[tuple[str, float]] = []  # what is being done and since when, innermost last
 _watcher: "_Watcher | None" = None
@@ -85,9 +86,9 @@ class _Watcher:
     def __init__(self):
         self.paused = False
         self._streams: list[tuple[TextIO, Any]] = []
-        self._shown = False  # whether the last line of the terminal is a status line
+        self._shown = False  # whether the terminal shows a status line after the cursor
         self._began = time.monotonic()
-        self._working = False  # whether the command has printed something
+        self._end = ""  # the end of the last output; empty before the first
         self._ended = threading.Event()
         self._is_terminal = sys.stderr.isatty()
         self.heard()
@@ -116,7 +117,7 @@ class _Watcher:
             if threading.current_thread() is not self._thread:
                 self._clear()
                 self.heard()
-                self._working = True
+                self._end = text[-1:] or self._end
             return write(text)
 
         # Not a stream of another type, because others keep, compare and redirect this one.
@@ -126,7 +127,7 @@ class _Watcher:
     def _clear(self) -> None:
         if self._shown:
             self._shown = False
-            self._print(_CLEAR)
+            self._print(_ERASE)
 
     def _run(self) -> None:
         while not self._ended.wait(0.25):
@@ -138,11 +139,16 @@ class _Watcher:
     def _show(self) -> None:
         if self._bars():
             return
-        default = ("working", self._last) if self._working else ("starting", self._began)
+        default = ("working", self._last) if self._end else ("starting", self._began)
         what, since = _doing[-1] if _doing else default
         line = f"{what} ... {time.monotonic() - since:.0f} s"
-        self._shown = self._is_terminal
-        self._print(f"{_CLEAR}{line}" if self._is_terminal else f"{line}\n")
+        is_new = self._end in ("", "\n", "\r")  # not after a part of a line, such as of an answer
+        if self._is_terminal:
+            self._shown = True
+            self._print(f"{_SAVE}{'' if is_new else ' '}{line}{_ERASE}{_RESTORE}")
+        else:
+            self._print(f"{line}\n" if is_new else f"\n{line}\n")
+            self._end = "\n"
 
     def _bars(self) -> bool:
         """Refresh the progress bars; return whether there are any."""
