@@ -2,8 +2,8 @@
 
 `run_script` starts them.  After `SILENCE` seconds without output, a thread prints a line on stderr
 or, if there are progress bars, refreshes these.  On a terminal, the line is updated each second and
-removed before the next output.  In a file, the next line follows after twice the time of the last,
-so that a command of an hour adds ten.
+removed before the next output.  In a file, the next line about the same follows after twice the
+time of the last, so that an hour adds ten.
 """
 
 import contextlib
@@ -130,18 +130,21 @@ class _Watcher:
             self._print(_ERASE)
 
     def _run(self) -> None:
+        shown, when = "", 0.0  # what the last status line was about, and when it was printed
         while not self._ended.wait(0.25):
-            silence = time.monotonic() - self._last
-            if silence >= self._wait and not self.paused:
+            now = time.monotonic()
+            default = ("working", self._last) if self._end else ("starting", self._began)
+            what, since = _doing[-1] if _doing else default
+            silence = now - self._last
+            is_other = what != shown and silence >= SILENCE and now - when >= SILENCE
+            if (silence >= self._wait or is_other) and not self.paused:
                 self._wait = silence + EVERY if self._is_terminal else 2 * silence
-                self._show()
+                shown, when = what, now
+                self._show(f"{what} ... {now - since:.0f} s")
 
-    def _show(self) -> None:
+    def _show(self, line: str) -> None:
         if self._bars():
             return
-        default = ("working", self._last) if self._end else ("starting", self._began)
-        what, since = _doing[-1] if _doing else default
-        line = f"{what} ... {time.monotonic() - since:.0f} s"
         is_new = self._end in ("", "\n", "\r")  # not after a part of a line, such as of an answer
         if self._is_terminal:
             self._shown = True

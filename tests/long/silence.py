@@ -32,6 +32,7 @@ from tests.support.pages import ROOT, runnable
 MOST = 5.0  # seconds that a command may be silent
 LONGEST = 1800  # seconds after which a command is killed
 SERVING = b"serving at http"
+PROMPT = b">>> "  # of a command that reads lines
 PYTHON = "python -c "  # runs a block of Python, whose silence does not count
 
 
@@ -73,6 +74,8 @@ class Watched:
                 if not piece:
                     break
                 self.pieces.append((self._seconds(), piece))
+                if piece.endswith(PROMPT):
+                    os.write(self._terminal, b"\x04")  # Ctrl-D
                 if SERVING in piece:
                     self.pieces.append((self._seconds(), b""))
                     return
