@@ -3,16 +3,19 @@
 `run_script` starts them.  After `SILENCE` seconds without output, a thread prints a line on stderr
 or, if there are progress bars, refreshes these.  On a terminal, the line is updated each second and
 removed before the next output.  In a file, the next line about the same follows after twice the
-time of the last, so that an hour adds ten.
+time of the last, so that an hour adds ten.  There are none if the environment variable
+`MESH_TRANSFORMER_STATUS` is set but empty.
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+VARIABLE = "MESH_TRANSFORMER_STATUS"
 SILENCE = 3.0  # seconds without output before the first status line
 EVERY = 1.0  # seconds between updates on a terminal
 # For terminals: save and restore the place of the cursor, and erase the line from there.
@@ -26,7 +29,8 @@ _watcher: "_Watcher | None" = None
 def watching() -> Iterator[None]:
     """Print status lines during the context."""
     global _watcher
-    if _watcher is not None:  # a command that calls another's main
+    # A command may call another's main.
+    if _watcher is not None or not os.environ.get(VARIABLE, "on"):
         yield
         return
     _watcher = _Watcher()

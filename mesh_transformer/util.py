@@ -3,10 +3,12 @@
 Every command imports this module, so it imports no package that takes long to import.
 """
 
+import atexit
 import contextlib
 import difflib
 import errno
 import functools
+import gc
 import importlib
 import math
 import operator
@@ -324,6 +326,8 @@ def run_script(main: Callable[[], int | None]) -> None:
             report(unraisable)
 
     sys.unraisablehook = repeat_interrupt
+    # At its end, Python would look for cycles among all objects, which takes seconds.
+    atexit.register(gc.freeze)
     try:
         with status_lines.watching():
             result = main()

@@ -16,6 +16,11 @@ from mesh_transformer import status_lines
 from tests.support.waiting import wait_until
 
 
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch):
+    monkeypatch.delenv(status_lines.VARIABLE)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -105,6 +110,15 @@ def main():
     return 3
 util.run_script(main)
 """
+
+
+def test_an_empty_variable_turns_status_lines_off(monkeypatch, quick):
+    monkeypatch.setenv(status_lines.VARIABLE, "")
+    with status_lines.watching():
+        assert status_lines._watcher is None
+    monkeypatch.delenv(status_lines.VARIABLE)
+    with status_lines.watching():
+        assert status_lines._watcher is not None
 
 
 def test_scripts_have_status_lines_on_a_terminal():

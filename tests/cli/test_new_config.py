@@ -103,7 +103,8 @@ def test_a_busy_machine_gets_the_same_config(monkeypatch):
     cores = os.cpu_count() or 1
     monkeypatch.setattr(accelerators, "_run_seconds", None)  # which times what is measured
     one, four = device_of(slice_named("cpu")), device_of(slice_named("cpu-4"))
-    assert one.hardware is not None and four.hardware is not None
+    assert one.hardware is not None
+    assert four.hardware is not None
     assert one.hardware.peak in (cores * 50e9, cores * 100e9)
     assert four.hardware.peak == one.hardware.peak / 4
 
