@@ -155,6 +155,8 @@ def main(arguments: list[str] | None = None) -> None:
     paths = {"bucket": "./runs", "model_dir": name, "train_set": args.train, "name": name}
     paths |= {"val_set": {"val": args.val}} if args.val else {}
     paths |= {"tune_model_path": args.base} if args.base else {}
+    if not args.topology:  # another machine may lack the tokenizer
+        paths["sample_prompts"] = [""]
     try:
         files.write_text(args.output, text_of(paths | result.values, args.output))
     except OSError as error:

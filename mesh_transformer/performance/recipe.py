@@ -303,7 +303,6 @@ def _schedule(request: _Request, keys: dict[str, Any], lr: float, reason: str) -
         "shuffle_buffer": min(corpus.sequences, 10_000) if steps > epoch else 0,
         "val_every": _round_down(min(500, max(1, steps // 10))),
         "ckpt_every": _round_down(min(500, max(1, steps // 4))),
-        "sample_prompts": [""],
         "val_batches": _val_batches(request.held_out, steps, mesh["per_replica_batch"] * dp),
     }
     if cp == 1:

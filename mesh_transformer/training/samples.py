@@ -8,7 +8,7 @@ from mesh_transformer.data.special_tokens import before_end, end_tokens, prompt_
 from mesh_transformer.data.tokenizer import Tokenizer
 from mesh_transformer.generation.sampling_settings import REPL_DEFAULTS
 from mesh_transformer.network import TrainableNetwork
-from mesh_transformer.util import NonFiniteError
+from mesh_transformer.util import InputError, NonFiniteError
 
 LENGTH = 64  # tokens per text
 
@@ -25,7 +25,12 @@ class Samples:
     def __init__(self, network: TrainableNetwork):
         config = network.config
         self._network, self._prompts = network, config.sample_prompts
-        self._tokenizer = Tokenizer.of(None, config, must_fit=True).loaded
+        try:
+            self._tokenizer = Tokenizer.of(None, config, must_fit=True).loaded
+        except InputError as error:
+            raise InputError(
+                f"sample_prompts: {error}; or train without samples: set sample_prompts to []"
+            ) from None
         self._ends = end_tokens(self._tokenizer, config)
 
     def report(self) -> str:

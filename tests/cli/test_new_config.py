@@ -255,7 +255,8 @@ def test_a_native_base_that_has_learned_its_positions_needs_records_of_its_lengt
     with pytest.raises(InputError, match=line):
         call(*arguments, "--base", tmp_path / f"base{2 * SEQ}")
     call(*arguments, "--base", tmp_path / f"base{SEQ}")
-    assert Config.load(str(tmp_path / "my.json")).seq == SEQ
+    config = Config.load(str(tmp_path / "my.json"))
+    assert (config.seq, config.sample_prompts) == (SEQ, [])  # the slice may lack the tokenizer
 
 
 def test_the_tokenizer_is_that_of_the_records(tmp_path, monkeypatch):
@@ -267,6 +268,7 @@ def test_the_tokenizer_is_that_of_the_records(tmp_path, monkeypatch):
     values = json.loads(Path("mine.json").read_text())
     assert values["tokenizer"] == "tokenizer"
     assert values["n_vocab"] == 512  # a multiple of 256
+    assert values["sample_prompts"] == [""]
     Path("mine.manifest.json").write_text("[]")
     with pytest.raises(InputError, match=r"mine.manifest.json: not the manifest of a record set"):
         call("--train", "mine.index", "--output", "other.json")
