@@ -59,7 +59,7 @@ def doing(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Print no status lines during the context, in which the user is to type."""
+    """Print no status lines during the context: the user is to type, or another process prints."""
     watcher = _watcher
     if watcher is None:
         yield
