@@ -159,7 +159,8 @@ class _Watcher:
 
     def _bars(self) -> bool:
         """Refresh the progress bars; return whether there are any."""
-        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)  # importing it here would take time
+        # Importing it here would take time.
+        tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
         if not getattr(tqdm, "_instances", None):
             return False
         with tqdm.get_lock():  # so that no bar is closed meanwhile

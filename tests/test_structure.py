@@ -37,8 +37,8 @@ ROOMS = {
     "mesh": "status_lines util config | haiku jax numpy",
     "calls": "mesh | jax numpy",
     "data": (
-        "extras util storage config | datasets ftfy google google_crc32c jinja2 numpy pyarrow "
-        "tokenizers tqdm transformers zstandard"
+        "extras status_lines util storage config | datasets ftfy google google_crc32c jinja2 numpy "
+        "pyarrow tokenizers tqdm transformers zstandard"
     ),
     "model": "util config_model mesh | jax numpy",
     "generation": "util config config_model mesh calls model | jax numpy",
