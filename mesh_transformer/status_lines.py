@@ -29,8 +29,8 @@ _watcher: "_Watcher | None" = None
 def watching() -> Iterator[None]:
     """Print status lines during the context."""
     global _watcher
-    # A command may call another's main.
-    if _watcher is not None or not os.environ.get(VARIABLE, "on"):
+    is_nested = _watcher is not None  # a command that calls another's main
+    if is_nested or sys.stderr is None or not os.environ.get(VARIABLE, "on"):
         yield
         return
     _watcher = _Watcher()
@@ -96,7 +96,7 @@ class _Watcher:
         self._ended = threading.Event()
         self._is_terminal = sys.stderr.isatty()
         self.heard()
-        for stream in (sys.stdout, sys.stderr):
+        for stream in {sys.stdout, sys.stderr} - {None}:  # stdout may be closed, or the same
             self._watch(stream)
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
         self._thread.start()
@@ -138,7 +138,7 @@ class _Watcher:
         while not self._ended.wait(0.25):
             now = time.monotonic()
             default = ("working", self._last) if self._end else ("starting", self._began)
-            what, since = _doing[-1] if _doing else default
+            what, since = [default, *_doing][-1]  # a copy, as another thread changes it
             silence = now - self._last
             is_other = what != shown and silence >= SILENCE and now - when >= SILENCE
             if (silence >= self._wait or is_other) and not self.paused:

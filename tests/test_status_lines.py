@@ -87,6 +87,17 @@ def test_nothing_is_printed_by_commands_that_print_and_after_the_end(monkeypatch
         pass
 
 
+def test_streams_may_be_closed_or_the_same(monkeypatch):
+    for out in (None, sys.stderr):
+        monkeypatch.setattr(sys, "stdout", out)
+        with status_lines.watching():
+            assert status_lines._watcher is not None
+        assert "write" not in vars(sys.stderr)
+    monkeypatch.setattr(sys, "stderr", None)
+    with status_lines.watching():
+        assert status_lines._watcher is None
+
+
 def test_no_lines_are_printed_while_the_user_is_to_type(monkeypatch, quick):
     err = io.StringIO()
     monkeypatch.setattr(sys, "stderr", err)
