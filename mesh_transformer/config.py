@@ -188,6 +188,9 @@ class Config(Model):
     sampling: dict[str, float] = field(default_factory=dict, hash=False)
     eval_harness_tasks: list[str] = field(default_factory=list, hash=False)  # lm-eval tasks
     eval_harness_limit: int | None = None  # questions per task; None: all
+    # Beginnings of texts that the model continues after each val_every steps and the last one, to
+    # be read; "" begins a new text.
+    sample_prompts: list[str] = field(default_factory=list, hash=False)
     name: str = "mesh-transformer"  # of the run on wandb
     wandb_project: str | None = None  # to which metrics are sent.  None: to none
     comment: str = ""  # free text, not used

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from mesh_transformer import status_lines
 from mesh_transformer.calls import MICROBATCH_ROWS, ROWS, Call, Result, StateCall
 from mesh_transformer.config import Config
 from mesh_transformer.data.batches import (
@@ -405,7 +406,8 @@ class TrainableNetwork(Network):
         Raises:
           InputError: if the config sets `lora_rank`, because LoRA adapters need an existing model.
         """
-        self.run(Init())
+        with status_lines.doing("initialising the weights"):
+            self.run(Init())
         self.step = 0
 
     def load(self, path: AnyPath, *, fresh_opt: bool = False, only_params: bool = False) -> None:
@@ -427,7 +429,8 @@ class TrainableNetwork(Network):
           InputError: if the checkpoint cannot be read or does not fit the config, or if its
             optimizer's state is that of another optimizer.
         """
-        self.run(Load(_absolute(path), fresh_opt, only_params))
+        with status_lines.doing("loading the weights"):
+            self.run(Load(_absolute(path), fresh_opt, only_params))
         self.step = 0
 
     def restore(self, folder: AnyPath, base: AnyPath | None = None) -> dict[str, Any] | None:
@@ -446,7 +449,8 @@ class TrainableNetwork(Network):
             hosts of a pod do not share the folder.
         """
         where = None if base is None else local_path(base)
-        self.step, aux = self.run(Restore(local_path(folder), where))
+        with status_lines.doing("restoring the newest checkpoint"):
+            self.step, aux = self.run(Restore(local_path(folder), where))
         return aux
 
     def set_aside(self, step: str) -> str:

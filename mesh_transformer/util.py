@@ -3,10 +3,12 @@
 Every command imports this module, so it imports no package that takes long to import.
 """
 
+import atexit
 import contextlib
 import difflib
 import errno
 import functools
+import gc
 import importlib
 import math
 import operator
@@ -22,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from mesh_transformer import extras, old_names
+from mesh_transformer import extras, old_names, status_lines
 
 
 def cache_folder() -> Path:
@@ -324,8 +326,12 @@ def run_script(main: Callable[[], int | None]) -> None:
             report(unraisable)
 
     sys.unraisablehook = repeat_interrupt
+    # At its end, Python would look for cycles among all objects, which takes seconds.
+    atexit.register(gc.freeze)
     try:
-        sys.exit(main())
+        with status_lines.watching():
+            result = main()
+        sys.exit(result)
     except KeyboardInterrupt:
         exit_now("", 130)  # does not wait for threads that may still be writing to a slow disk
     except Exception as error:

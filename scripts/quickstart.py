@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mesh_transformer import status_lines
 from mesh_transformer.cli.arguments import Parser, positive
 from mesh_transformer.util import InputError, run_script
 
@@ -35,7 +36,8 @@ def call(*words: object) -> None:
     else:
         shown, command = ["python", program], [program]
     print(f"\n$ {shlex.join([*shown, *arguments])}", flush=True)
-    status = subprocess.run([sys.executable, *command, *arguments], check=False).returncode
+    with status_lines.paused():
+        status = subprocess.run([sys.executable, *command, *arguments], check=False).returncode
     if status:
         sys.exit(status)
 

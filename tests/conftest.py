@@ -38,6 +38,8 @@ MOST_MAPPINGS = 15_000
 THIRD = "TEST_THIRD"  # a landing's number: of the slow tests, only that third is run
 QUARTER = "TEST_QUARTER"  # a number: of all tests, only that quarter is run
 STARTED = "TEST_STARTED"  # when the session started, in seconds, for its workers
+# Else what commands print would depend on how long they take.
+os.environ["MESH_TRANSFORMER_STATUS"] = ""
 # Ray reads at its import how it authenticates, and some tests import it before a head starts.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 # Processes that tests start share a compilation cache during a session.  This process does not use

@@ -20,7 +20,7 @@ from mesh_transformer.checkpoint.gguf_architectures import (
     Architecture,
     sliding_layers,
 )
-from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
+from mesh_transformer.checkpoint.hf_families import FAMILIES, OTHER_MODEL, Family
 from mesh_transformer.checkpoint.hf_files import Tensor
 from mesh_transformer.checkpoint.hf_layers import FULL, ORIGINAL, SLIDING
 from mesh_transformer.checkpoint.host_arrays import FLOATS, cast
@@ -98,8 +98,8 @@ def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, An
     if not (rows := {kind: row for kind, row in ARCHITECTURES.items() if row.name == name}):
         names = ", ".join(dict.fromkeys(row.name for row in ARCHITECTURES.values()))
         raise InputError(
-            f"{header.path}: general.architecture is {name!r}, expected one of {names}; give a "
-            "file with one of these models"
+            f"{header.path}: general.architecture is {name!r}, expected one of {names}; "
+            f"{OTHER_MODEL}"
         )
     if header.get("split.count", int, 1) > 1:
         raise InputError(
@@ -124,13 +124,13 @@ def config_of(header: GgufHeader, divisors_R: np.ndarray | None) -> dict[str, An
         if (other := get(key, int, size)) != size:
             raise InputError(
                 f"{header.path}: {name}.{key} is {other}, expected {size}, the size of a head; "
-                "give another model"
+                f"{OTHER_MODEL}"
             )
     if row.square and heads * size != width:
         raise InputError(
             f"{header.path}: {heads} heads of size {size} in a model of width {width}; llama.cpp's "
-            f"{name} supports only heads that are as wide as the model together; use another "
-            "model, or another format"
+            f"{name} supports only heads that are as wide as the model together; use "
+            f"another format, or {OTHER_MODEL}"
         )
     values = {theirs: sizes[ours] for theirs, ours in family.sizes.items() if ours in sizes}
     values |= {"model_type": kind, family.inner or "intermediate_size": sizes["ff_size"]}
@@ -194,7 +194,7 @@ def _check_other_keys(
             numbers = " or ".join(f"{number:g}" for number in expected)
             raise InputError(
                 f"{header.path}: {key[:80]!r} is {str(value)[:80]!r}, which is not supported "
-                f"(expected {numbers}); give another model"
+                f"(expected {numbers}); {OTHER_MODEL}"
             )
 
 
@@ -225,7 +225,7 @@ def _rotary(header: GgufHeader, name: str, divisors_R: np.ndarray | None) -> dic
         if kind != "none" or not np.allclose(divisors_R, expected_R):
             raise InputError(
                 f"{header.path}: tensor {_FREQUENCIES} has other values than those of Llama 3's "
-                "rotary embedding, which alone are supported; give another model"
+                f"rotary embedding, which alone are supported; {OTHER_MODEL}"
             )
     return rope
 

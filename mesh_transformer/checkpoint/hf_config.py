@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mesh_transformer.checkpoint import gguf_files, hf_files, hf_layers
-from mesh_transformer.checkpoint.hf_families import FAMILIES, Family
+from mesh_transformer.checkpoint.hf_families import FAMILIES, OTHER_MODEL, SMALL_MODEL, Family
 from mesh_transformer.checkpoint.hf_files import write_json
 from mesh_transformer.checkpoint.state_tree import differing_keys
 from mesh_transformer.checkpoint.stored_tensors import (
@@ -160,21 +160,20 @@ def _model_keys(path: str, values: dict[str, Any]) -> dict[str, Any]:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
-            f"{path}: model_type is {model_type!r}, expected one of {', '.join(FAMILIES)}; give a "
-            "folder with one of these models"
+            f"{path}: model_type is {model_type!r}, expected one of {', '.join(FAMILIES)}; "
+            f"{OTHER_MODEL}"
         )
     family = FAMILIES[model_type]
     if (quantization := values.get("quantization_config")) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise InputError(
             f"{path}: quantization_config says that the weights are quantized ({method}), which is "
-            f"not supported; give a {family.title} folder with unquantized weights"
+            f"not supported; give a folder with unquantized weights, or {SMALL_MODEL}"
         )
     for key, expected in family.fixed.items():
         if values.get(key) not in (None, expected):
             raise InputError(
-                f"{path}: {key} is {values[key]!r}; only {expected!r} is supported; give "
-                f"another {family.title} folder"
+                f"{path}: {key} is {values[key]!r}; only {expected!r} is supported; {OTHER_MODEL}"
             )
     ours: dict[str, Any] = {"hf_type": model_type}
     for key, name in family.sizes.items():
@@ -197,7 +196,7 @@ def _model_keys(path: str, values: dict[str, Any]) -> dict[str, Any]:
     if inner not in (None, 4 * ours["d_model"]):
         raise InputError(
             f"{path}: {family.inner} is {inner!r}; only 4 times the model's width and null are "
-            f"supported; give another {family.title} folder"
+            f"supported; {OTHER_MODEL}"
         )
     key, default = family.activation
     activation = values.get(key) or default
@@ -207,8 +206,8 @@ def _model_keys(path: str, values: dict[str, Any]) -> dict[str, Any]:
         activation = own or (default if activation == "gelu" else activation)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise InputError(
-            f"{path}: {key} is {activation!r}; only {', '.join(_ACTIVATIONS)} are supported; give "
-            f"another {family.title} folder"
+            f"{path}: {key} is {activation!r}; only {', '.join(_ACTIVATIONS)} are supported; "
+            f"{OTHER_MODEL}"
         )
     ours["activation"] = _ACTIVATIONS[activation]
     ours["tie_head"] = hf_layers.flag(path, values, "tie_word_embeddings", family.tied)
@@ -246,7 +245,8 @@ def _text_part(path: str, values: dict[str, Any], text_only: bool) -> dict[str, 
     if not text_only:
         raise InputError(
             f"{path}: model_type is {values.get('model_type')!r}, a multi-modal model; only its "
-            "text part is supported, which mesh-transformer convert --text-only extracts"
+            "text part is supported, which mesh-transformer convert --text-only extracts; or "
+            f"{OTHER_MODEL}"
         )
     # transformers ties the heads of these models by default, whatever the text part says.
     whole = {"tie_word_embeddings": True} | values
@@ -311,8 +311,8 @@ def _neox_rotary_dims(path: str, values: dict[str, Any], ours: dict[str, Any]) -
     if base != _ROTARY_BASE or kind != "default" or not isinstance(share, int | float):
         raise InputError(
             f"{path}: its rotary embedding has type {kind!r}, base {base!r} and share {share!r}; "
-            f"only type 'default' and base {_ROTARY_BASE} are supported; give another GPT-NeoX "
-            "folder"
+            f"only type 'default' and base {_ROTARY_BASE} are supported; "
+            f"{OTHER_MODEL}"
         )
     return int(ours["d_model"] // ours["n_heads"] * share)
 

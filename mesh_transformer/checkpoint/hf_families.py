@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 Leaf = tuple[str, str]  # (module, leaf) of one of our parameters in a layer
 Layer = dict[str, tuple[Leaf, ...]]
 
+# A small released model that can be read.  Errors name it where they refuse another.
+SMALL_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+OTHER_MODEL = f"give another model, such as {SMALL_MODEL}"
+
 _SIZES = {
     "n_layer": "layers",
     "n_embd": "d_model",

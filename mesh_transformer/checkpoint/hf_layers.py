@@ -4,7 +4,7 @@ import functools
 import math
 from typing import Any
 
-from mesh_transformer.checkpoint.hf_families import Family
+from mesh_transformer.checkpoint.hf_families import OTHER_MODEL, Family
 from mesh_transformer.config import Config
 from mesh_transformer.families import ROTARY_LISTS, ROTARY_OPTIONS, ROTARY_SCALINGS
 from mesh_transformer.util import InputError
@@ -104,7 +104,7 @@ def _windows(path: str, values: dict[str, Any], family: Family, layers: int) -> 
         if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
             raise InputError(
                 f"{path}: layer_types has {unknown[0]!r}; only {FULL!r} and {SLIDING!r} are "
-                f"supported; give another {family.title} folder"
+                f"supported; {OTHER_MODEL}"
             )
         sliding = [layer for layer, kind in enumerate(kinds) if kind == SLIDING]
     if not sliding:
@@ -166,7 +166,7 @@ def _rotary(
         if _scaling(path, sliding, ours) is not None:
             raise InputError(
                 f"{path}: the rotary embedding of sliding layers is scaled, which is not "
-                f"supported; give another {family.title} folder"
+                f"supported; {OTHER_MODEL}"
             )
         local = values.get("rope_local_base_freq")
         own = _first(sliding.get("rope_theta"), local, family.sliding_rope, base)
@@ -176,8 +176,8 @@ def _rotary(
     if share > 1 or (share < 1 and not family.partial):
         supported = "a number above 0, at most 1" if family.partial else "1"
         raise InputError(
-            f"{path}: partial_rotary_factor is {share!r}; only {supported} is supported; give "
-            f"another {family.title} folder"
+            f"{path}: partial_rotary_factor is {share!r}; only {supported} is supported; "
+            f"{OTHER_MODEL}"
         )
     if share < 1:
         head = ours.get("head_size") or ours["d_model"] // ours["n_heads"]
@@ -197,7 +197,7 @@ def _scaling(path: str, rope: dict[str, Any], ours: dict[str, Any]) -> dict[str,
     if not isinstance(kind, str) or kind not in ROTARY_SCALINGS:
         raise InputError(
             f"{path}: its rotary embedding has type {kind!r}; only 'default', "
-            f"{', '.join(map(repr, ROTARY_SCALINGS))} are supported; give another folder"
+            f"{', '.join(map(repr, ROTARY_SCALINGS))} are supported; {OTHER_MODEL}"
         )
     rope = {ORIGINAL: ours["seq"]} | rope
     if kind == "dynamic":  # for which transformers reads no other key

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +140,6 @@ def main(arguments: list[str] | None = None) -> None:
             f"--base {args.base}: the model has learned {base.seq} positions, but the records have "
             f"{corpus.seq} tokens; recreate them with --seq {base.seq}"
         )
-    if not args.topology:
-        print("measuring this machine ...", file=sys.stderr)
     device = recipe.device_of(slice_named(args.topology) if args.topology else this_machine())
     result = recipe.recipe(
         corpus,
@@ -159,6 +156,8 @@ def main(arguments: list[str] | None = None) -> None:
     paths = {"bucket": "./runs", "model_dir": name, "train_set": args.train, "name": name}
     paths |= {"val_set": {"val": args.val}} if args.val else {}
     paths |= {"tune_model_path": args.base} if args.base else {}
+    if not args.topology:  # another machine may lack the tokenizer
+        paths["sample_prompts"] = [""]
     try:
         files.write_text(args.output, text_of(paths | result.values, args.output))
     except OSError as error:

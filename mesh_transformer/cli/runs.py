@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mesh_transformer import status_lines
 from mesh_transformer.checkpoint.step_folders import committed_steps
 from mesh_transformer.cli.arguments import Parser, natural, positive
 from mesh_transformer.performance import pictures
@@ -229,6 +230,8 @@ def main() -> None:
         port = newest.serve(args.port or 0, args.host)
         print(f"metrics for Prometheus: http://{args.host}:{port}/metrics", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
+        if follow:
+            status_lines.end()
         while follow:
             time.sleep(args.every)
             watched.update()

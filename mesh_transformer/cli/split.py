@@ -43,6 +43,9 @@ def main(arguments: list[str] | None = None) -> None:
     if args.rows and args.text_column != TEXT_COLUMN:
         raise InputError("--text-column is not used with --rows; remove one of them")
     types = TABLE_TYPES if args.rows else FILE_TYPES
+    paths = find_files(args.text, types, args.split, args.subset)
+    if line := left_out(args.text, types):
+        print(line)
     parts = split(
         args.text,
         args.folder,
@@ -50,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         seed=args.seed,
         skip_bad=args.skip_bad,
         column=args.text_column,
-        files=find_files(args.text, types, args.split, args.subset),
+        files=paths,
         rows=args.rows,
     )
     total = sum(part.bytes for part in parts)
@@ -58,5 +61,3 @@ def main(arguments: list[str] | None = None) -> None:
         share = f"{part.bytes:,} bytes ({part.bytes / total:.1%})"
         noun = ("row" if args.rows else "document") + "s" * (part.documents != 1)
         print(f"{name:6} {share} in {part.documents:,} {noun}: {part.path}")
-    if line := left_out(args.text, types):
-        print(line)

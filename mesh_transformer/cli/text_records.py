@@ -121,10 +121,10 @@ def main(arguments: list[str] | None = None) -> None:
     sets = input_sets(options)
     for name in sets:
         check_set_name(name)
+    if line := left_out(options.input_path, FILE_TYPES):
+        print(line)
     names = [field.name for field in dataclasses.fields(TextOptions)]
     chosen = TextOptions(**{name: getattr(options, name) for name in names})
     with ray_workers(options.ray) as workers:
         for name, inputs in sets.items():
             print(make_set(chosen, name, inputs, tokenizer, workers))
-    if line := left_out(options.input_path, FILE_TYPES):
-        print(line)

@@ -115,7 +115,7 @@ def _members(stream: IO[bytes], where: str, bad: BadInputHandler) -> Iterator[Co
             if not member.isreg() or is_hidden(member.name):
                 continue
             file = io.BufferedReader(_Member(archive.extractfile(member)), BUFFER)
-            place, file_type = f"{where}: {member.name}", FileType.of_member(member.name)
+            place, file_type = f"{where}: {member.name}", FileType.of(member.name)
             if file_type is None:
                 expected = f"expected names ending in {format_types(FILE_TYPES)}"
                 message = f"{place} is of an unknown type, {expected}; leave it out of the archive"

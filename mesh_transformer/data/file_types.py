@@ -7,14 +7,15 @@ from typing import NamedTuple
 COMPRESSIONS = (".zst", ".gz", ".xz")
 WHOLE_TABLES = (".parquet", ".arrow")  # compressed inside, and read from more than one place
 TABLE_TYPES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", *WHOLE_TABLES)
+TEXT_TYPES = (".txt", ".md")
 # A bare .xz is a text or a tar archive, as its content shows: those of OpenWebText are both.
-FILE_TYPES = (".txt", ".tar", ".xz", *TABLE_TYPES)
+FILE_TYPES = (*TEXT_TYPES, ".tar", ".xz", *TABLE_TYPES)
 _SHORT = {".tgz": ".tar.gz", ".txz": ".tar.xz"}
 _ENDING = re.compile(r"\.[A-Za-z][A-Za-z0-9]*$")  # unlike that of a name such as `v1.0`
 
 
 class FileType(NamedTuple):
-    """The type of a file.
+    """The type of a file.  One without an ending is a text.
 
     Attributes:
       stem: the file's name without its endings.
@@ -39,16 +40,14 @@ class FileType(NamedTuple):
         kind = next((kind for kind in FILE_TYPES if kind != ".xz" and lower.endswith(kind)), "")
         if kind and not (compression and kind in WHOLE_TABLES):
             return cls(name[: len(lower) - len(kind)], kind, compression)
-        if compression == ".xz" and not _ENDING.search(lower):
-            return cls(name[: len(lower)], ".xz", ".xz")
-        return None
+        if _ENDING.search(lower) or compression not in ("", ".xz"):
+            return None
+        return cls(name[: len(lower)], compression or ".txt", compression)
 
-    @classmethod
-    def of_member(cls, name: str) -> "FileType | None":
-        """Return the type of a member of an archive, which without an ending is a text."""
-        kind = cls.of(name)
-        name = os.path.basename(name)
-        return cls(name, ".txt", "") if kind is None and not _ENDING.search(name) else kind
+
+def has_ending(path: str) -> bool:
+    """Return whether the name of the file at `path` has an ending."""
+    return bool(_ENDING.search(os.path.basename(path)))
 
 
 def is_hidden(path: str) -> bool:
@@ -59,4 +58,5 @@ def is_hidden(path: str) -> bool:
 def format_types(types: tuple[str, ...]) -> str:
     """Format kinds of files as text, with the endings of their compressions in brackets."""
     also = f"[{', '.join(COMPRESSIONS)}]"
-    return ", ".join(kind if kind in (".xz", *WHOLE_TABLES) else kind + also for kind in types)
+    endings = [kind if kind in (".xz", *WHOLE_TABLES) else kind + also for kind in types]
+    return ", ".join(endings) + (" or without an ending" if ".txt" in types else "")

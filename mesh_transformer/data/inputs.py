@@ -1,5 +1,6 @@
 """Finds and opens input files: files and folders, saved datasets, datasets on the hub."""
 
+import codecs
 import collections
 import contextlib
 import fnmatch
@@ -16,7 +17,7 @@ from typing import IO, Any, NamedTuple
 from tqdm import tqdm
 
 from mesh_transformer.data import hub
-from mesh_transformer.data.file_types import FileType, format_types, is_hidden
+from mesh_transformer.data.file_types import FileType, format_types, has_ending, is_hidden
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
@@ -110,9 +111,9 @@ def find_sets(
     """Return the sets of input files at `path`: one per file, or one per split of a dataset.
 
     Args:
-      path: a file, or a pattern of file names such as `data/train-*.parquet`; a folder of files,
-        without those in subfolders; a folder written by `save_to_disk` of a Hugging Face Dataset
-        or DatasetDict; or `hf:NAME`, a dataset on the Hugging Face hub, which is downloaded.
+      path: a file, or a pattern of file names such as `data/train-*.parquet`; a folder, whose
+        subfolders are read, too; a folder written by `save_to_disk` of a Hugging Face Dataset or
+        DatasetDict; or `hf:NAME`, a dataset on the Hugging Face hub, which is downloaded.
       types: the accepted kinds of files (see `FileType`); a folder's other files are left out.
       split: the only split of a dataset to return.
       subset: the subset (also called config) of a dataset on the hub.
@@ -181,11 +182,11 @@ def _find_files(path: str, types: tuple[str, ...]) -> list[str]:
     if files.is_file(path):
         paths = [path]
     elif files.is_folder(path):
-        paths = _files_in(path, types)
+        paths = _files_in(path, types)[0]
     elif set(name) & set("*?[") and files.is_folder(folder or "."):
-        paths = _files_in(folder, types, name)
+        paths = _files_in(folder, types, name)[0]
     else:
-        is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not _has_type(path, types)
+        is_name = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not has_ending(path)
         hint = f", or give {HUB}{path} for a dataset on the Hugging Face hub" if is_name else ""
         raise InputError(f"{path}: no such file or folder; check the path{hint}")
     if not paths or not _has_type(paths[0], types):
@@ -201,18 +202,89 @@ def _has_type(path: str, types: tuple[str, ...]) -> bool:
     return file_type is not None and file_type.kind in types
 
 
-def _files_in(folder: str, types: tuple[str, ...], pattern: str = "*") -> list[str]:
-    """Return the files of a folder that `find_files` reads.
+# Names of files that describe a folder, and of those of a folder that holds no text to train on.
+ABOUT = re.compile(r"(readme|licen[cs]e)(\.md)?", re.IGNORECASE)
+MODEL_FILES = {"config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"}
+SAMPLE_BYTES = 8192  # of a file without an ending, to see whether it is a text
 
-    Hidden files are left out, and .json files if there are files of other types, because they then
-    tend to describe those.
+
+def _files_in(
+    folder: str, types: tuple[str, ...], pattern: str | None = None
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the files of a folder that `find_files` reads, and those that it leaves out.
+
+    Files in subfolders are read too, unless there is a pattern.  README and LICENSE are left out if
+    they are Markdown or have no ending, and .json files if there are files of other types, because
+    they then tend to describe those.
+
+    Returns:
+      The paths of the files that are read, and the names of all other entries by the reason.
     """
-    names = [name for name in sorted(files.names(folder or ".")) if not is_hidden(name)]
-    names = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-    inside = [os.path.join(folder, name) for name in names if _has_type(name, types)]
-    inside = [path for path in inside if files.is_file(path)]
-    others = [path for path in inside if not _has_type(path, (".json",))]
-    return others or inside
+    kept: list[str] = []
+    left: dict[str, list[str]] = collections.defaultdict(list)
+
+    def add(inside: str) -> None:
+        for name in sorted(files.names(os.path.join(folder, inside) or ".")):
+            if pattern is not None and not fnmatch.fnmatchcase(name, pattern):
+                continue
+            relative = os.path.join(inside, name)
+            path = os.path.join(folder, relative)
+            is_file = files.is_file(path)
+            is_folder = not is_file and files.is_folder(path)
+            if is_folder:
+                reason = _reason_of_folder(path)
+            else:
+                reason = _reason_of_file(path, types) if is_file else "of other types"
+            if reason:
+                left[reason].append(f"{relative}/" if is_folder else relative)
+            elif not is_folder:
+                kept.append(relative)
+            elif pattern is None:
+                add(relative)
+
+    add("")
+    others = [name for name in kept if not _has_type(name, (".json",))]
+    if others and len(others) < len(kept):
+        left["of other types"] += sorted({*kept} - {*others})
+        kept = others
+    return [os.path.join(folder, name) for name in kept], left
+
+
+def _reason_of_folder(path: str) -> str:
+    """Say why a subfolder is left out; return "" if it is not."""
+    name = os.path.basename(path)
+    if is_hidden(name):
+        return "hidden"
+    if os.path.islink(path):  # it may lead back
+        return "linked"
+    if name.endswith(".partial"):  # see `cli.text_records`
+        return "unfinished"
+    return "of a model or tokenizer" if MODEL_FILES & {*files.names(path)} else ""
+
+
+def _reason_of_file(path: str, types: tuple[str, ...]) -> str:
+    """Say why a file of a folder is left out; return "" if it is not."""
+    name = os.path.basename(path)
+    if is_hidden(name):
+        return "hidden"
+    if not _has_type(name, types):
+        return "of other types"
+    if ABOUT.fullmatch(name):
+        return "README or LICENSE"
+    return "" if has_ending(name) or _is_text(path) else "not UTF-8"
+
+
+def _is_text(path: str) -> bool:
+    """Return whether the beginning of a file is UTF-8; also if it cannot be read."""
+    try:
+        with files.open_file(path) as file:
+            sample = file.read(SAMPLE_BYTES)
+        codecs.getincrementaldecoder("utf-8")().decode(sample)
+    except UnicodeDecodeError:
+        return False
+    except OSError:  # reading the text will say why
+        return True
+    return b"\0" not in sample
 
 
 def _stem(path: str) -> str:
@@ -266,17 +338,19 @@ def _read_json(path: str, field: Callable[[Any], Any]) -> Any:
 
 
 def left_out(path: str, types: tuple[str, ...]) -> str:
-    """Return a line that names the entries of the folder `path` that `find_files` leaves out.
+    """Return a line that counts the entries of the folder `path` that `find_files` leaves out.
 
-    Hidden entries are not named.  The result is empty if there are none, or if `path` is not a
-    folder of files.
+    It has two names for each reason.  The result is empty if there are no such entries, or if
+    `path` is not a folder of files.
     """
     if path.startswith(HUB) or not files.is_folder(path) or _saved(path):
         return ""
-    used = {os.path.basename(file) for file in _files_in(path, types)}
-    names = [name for name in sorted(files.names(path)) if name not in used and name[0] != "."]
-    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    return f"left out: {len(names)} of other types ({shown})" if names else ""
+    _, left = _files_in(path, types)
+    parts = [
+        f"{len(names)} {reason} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
+        for reason, names in sorted(left.items())
+    ]
+    return f"left out: {', '.join(parts)}" if parts else ""
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any
 
-from mesh_transformer.data.file_types import FileType
+from mesh_transformer.data.file_types import TEXT_TYPES, FileType
 
 BLOCK = 1 << 16  # bytes per read in search of the end of a span
 LINE_TYPES = (".jsonl", ".ndjson")
@@ -81,7 +81,7 @@ def _pattern(path: str, separator: str) -> tuple[re.Pattern[bytes], int] | None:
     if file_type.kind in LINE_TYPES:
         return re.compile(b"\n"), 1
     overlaps = any(separator.endswith(separator[:end]) for end in range(1, len(separator)))
-    if file_type.kind != ".txt" or overlaps or set(separator) & set("\r\n"):
+    if file_type.kind not in TEXT_TYPES or overlaps or set(separator) & set("\r\n"):
         return None
     mark = separator.encode()
     # A byte order mark is text, except at the beginning of a file, and so not of a span.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mesh_transformer import status_lines
 from mesh_transformer.config import Config
 from mesh_transformer.data.gguf_header import is_gguf, read_header
 from mesh_transformer.data.gguf_tokenizer import read_tokenizer
@@ -45,6 +46,7 @@ GPT2_SHA256 = {
 HUGGING_FACE_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}
 
 
+@status_lines.doing("loading the tokenizer")
 def load_tokenizer(source: AnyPath | None = None) -> "PreTrainedTokenizerBase":
     """Load a tokenizer.
 

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from mesh_transformer.util import InputError
@@ -145,6 +146,25 @@ def hardware(name: str, dtype: str = "bfloat16") -> Hardware:
             return row
     known = ", ".join(dict.fromkeys(["cpu", *(row.name for row in HARDWARE)]))
     raise InputError(f"hardware is {name!r}, expected one of {known}")
+
+
+# Per core of a CPU, as measured in f32 on some, and the memory bandwidth.
+_CORE_FLOPS, _WIDE_CORE_FLOPS, _CORE_BANDWIDTH = 50e9, 100e9, 10e9
+
+
+def assumed_cpu() -> Hardware:
+    """Return rough specifications of this machine's CPUs, whatever else runs on them.
+
+    They follow from the number of cores and from whether these have AVX-512.  `hardware` measures
+    them instead.
+    """
+    cores = os.cpu_count() or 1
+    try:
+        wide = "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        wide = False
+    flops, bandwidth = _WIDE_CORE_FLOPS if wide else _CORE_FLOPS, cores * _CORE_BANDWIDTH
+    return Hardware("cpu", "cpu", cores * flops, bandwidth, bandwidth, 2, "by number of cores")
 
 
 def hardware_of(device: Device) -> Hardware | None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import jax
 from jax.sharding import Mesh
 
+from mesh_transformer import status_lines
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.apart import Exact
 from mesh_transformer.mesh.devices import named
@@ -43,6 +44,7 @@ def use_compilation_cache() -> None:
     The cache is in the folder `compiled_folder`, if there is one.  If JAX's configuration already
     sets a cache folder, that folder is used instead.
     """
+    _name_compilations()
     folder = compiled_folder()
     if not folder or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
@@ -52,6 +54,20 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     if "://" not in folder:
         write_in_every_process()
+
+
+@functools.cache  # once per process
+def _name_compilations() -> None:
+    """Let status lines say that a program is being compiled."""
+
+    def wrap(compile_program: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_named(*args: Any, **kw: Any) -> Any:
+            with status_lines.doing("compiling"):
+                return compile_program(*args, **kw)
+
+        return compile_named
+
+    wrap_compilation(wrap)
 
 
 def compile_together() -> None:

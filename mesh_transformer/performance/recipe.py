@@ -26,7 +26,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.config_model import Architecture
 from mesh_transformer.data.record_set import SetSize
 from mesh_transformer.families import SIZES, Size
-from mesh_transformer.mesh.accelerators import GIB, Hardware
+from mesh_transformer.mesh.accelerators import GIB, Hardware, assumed_cpu
 from mesh_transformer.model import flops
 from mesh_transformer.performance import search
 from mesh_transformer.performance.analytic import (
@@ -90,6 +90,7 @@ class Device:
 def device_of(devices: Slice) -> Device:
     """Return the `Device` that describes a TPU slice or this machine's devices.
 
+    The speed of CPUs is assumed, not measured, so that equal machines get equal configs.
     Its `dtype` is "float32" for CPUs and for GPUs without bf16 (compute capability below 8), and
     otherwise "bfloat16".
     """
@@ -98,7 +99,10 @@ def device_of(devices: Slice) -> Device:
     lacks_bf16 = major.isdecimal() and int(major) < 8  # NVIDIA GPUs before Ampere, such as the V100
     dtype = "float32" if platform == "cpu" or lacks_bf16 else "bfloat16"
     try:
-        hardware = devices.hardware(dtype)
+        if platform == "cpu":
+            hardware = assumed_cpu().part(devices.devices)
+        else:
+            hardware = devices.hardware(dtype)
     except InputError:  # not in the hardware table
         hardware = None
     return Device(devices.name, platform, devices.devices, devices.hbm, dtype, hardware)

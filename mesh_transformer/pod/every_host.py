@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
+from mesh_transformer import status_lines
 from mesh_transformer.config import Config
 from mesh_transformer.mesh.jax_versions import detect_cluster
 from mesh_transformer.pod.faults import LostError
@@ -327,6 +328,7 @@ def leading(
         connection, hosts = connect_to_leader(place, facts, seconds=seconds, heartbeat=heartbeat)
         names = _names(hosts)
         _report_aborts(lambda: None)
+        status_lines.end()
         runner = NetworkRunner(place.index, name=names[place.index], device_ids=ids)
         try:
             status = follow(connection, runner, names[0])

@@ -5,6 +5,7 @@ import sys
 
 from etils import epath
 
+from mesh_transformer import status_lines
 from mesh_transformer.checkpoint.step_folders import BEST, delete_step, own_steps
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import TFRecordNewInputs, open_train_set
@@ -78,7 +79,8 @@ def _ask(folder: str, names: list[str]) -> None:
             "because standard input is not a terminal; add --yes to delete without confirmation"
         )
     try:
-        answer = input(f"--new will delete {', '.join(names)} in {folder}. Continue? [y/N] ")
+        with status_lines.paused():
+            answer = input(f"--new will delete {', '.join(names)} in {folder}. Continue? [y/N] ")
     except EOFError:  # Ctrl-D
         answer = "no"
     if answer.strip().lower() not in ("y", "yes"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mesh_transformer import status_lines
 from mesh_transformer.data.chat import ChatTemplate
 from mesh_transformer.data.reasoning import Reasoning, without_marks
 from mesh_transformer.data.special_tokens import (
@@ -127,7 +128,7 @@ class Repl:
         _message(GREETING if self._template is None else CHAT_GREETING)
         try:
             with _line_editing():
-                while line := input(">>> "):
+                while line := _read_line():
                     self._handle(line)
         except (EOFError, KeyboardInterrupt):
             _message("")  # so that the shell's prompt starts on a new line
@@ -234,6 +235,11 @@ def _line_editing() -> Iterator[None]:
         with contextlib.suppress(OSError):
             history.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(history)
+
+
+def _read_line() -> str:
+    with status_lines.paused():
+        return input(">>> ")
 
 
 def _content(text: str, separator: Reasoning | None, *, last: bool = False) -> str:

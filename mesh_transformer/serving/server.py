@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from tqdm import tqdm
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mesh_transformer import status_lines
 from mesh_transformer.serving.errors import ApiError
 from mesh_transformer.util import InputError
 
@@ -84,6 +85,7 @@ def serve(app: ASGIApp, listening: socket.socket, drain_seconds: int) -> None:
         name, others = "127.0.0.1", f", from other machines at http://{socket.gethostname()}:{port}"
     with tqdm.external_write_mode():  # above the bar of the programs that are being compiled
         print(f"serving at http://{name}:{port}{others} (Ctrl-C stops)", flush=True)
+    status_lines.end()
     server.run(sockets=[listening])
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from mesh_transformer import status_lines
 from mesh_transformer.data.batches import cut_to_bucket
 from mesh_transformer.data.tokenizer import tokenizer_remark
 from mesh_transformer.evaluation import harness, validation
@@ -38,6 +39,7 @@ from mesh_transformer.training.resume import ended_line, is_validated, restore, 
 from mesh_transformer.training.rollouts import Rollouts
 from mesh_transformer.training.rows import MetricsRows, Step, check_same_batch
 from mesh_transformer.training.run_status import RunStatus
+from mesh_transformer.training.samples import Samples
 from mesh_transformer.training.saver import Saver
 from mesh_transformer.training.schedule import schedule_changes, warmup_remark
 from mesh_transformer.util import (
@@ -178,6 +180,7 @@ def _train(
         if wandb is not None:
             stack.callback(wandb.close)
         eval_tasks = harness.load_harness(config) if validate else None
+        samples = Samples(network) if validate and config.sample_prompts else None
         head = head_of(config, network.objective)
         if head is not None and head.by_token:
             opened: TrainSet = Rollouts(network, prompts, folder, head)
@@ -241,6 +244,7 @@ def _train(
             val_sets=val_sets,
             eval_tasks=eval_tasks,
             best=best,
+            samples=samples,
             log=log,
             hooks=hooks,
             saved=aux,
@@ -272,7 +276,8 @@ def closing(network: NetworkLike) -> Iterator[NetworkLike]:
         raise
     finally:
         if wait:
-            network.close()
+            with status_lines.doing("finishing the last save"):
+                network.close()
 
 
 def start_weights(network: TrainableNetwork, path: str | None, fresh_opt: bool) -> None:
@@ -297,6 +302,7 @@ class _Run:
     loader: TrainSet
     val_sets: Mapping[str, Any]
     eval_tasks: harness.Harness | None
+    samples: Samples | None
     best: BestStep
     log: MetricsLog
     hooks: list[Hook]
@@ -318,13 +324,12 @@ class _Run:
         self.saver = Saver(network, self.folder, self._state, self.best, self.ledger, self._report)
         self.first = network.step + 1
         self.clock = StepClock()
-        unsaved = (
-            f"; this step is not saved, and any checkpoints in {self.folder} are of earlier steps"
-        )
+        unsaved = f"; this step is not saved, any checkpoints in {self.folder} are of earlier steps"
         self.rows = MetricsRows(
             network, self.ledger, "" if self.temporary else unsaved, self._report, self.saved
         )
-        self.bar = tqdm(total=self.total, initial=self.logged, unit="step", dynamic_ncols=True)
+        counts = {"total": self.total, "initial": self.logged, "unit": "step"}
+        self.bar = tqdm(**counts, dynamic_ncols=True, postfix="compiling the first step")
         self.profiled = ProfiledSteps(network, self.folder, self.profile, self._report)
 
     def run(self, unscored: dict[str, Any] | None) -> None:
@@ -339,6 +344,8 @@ class _Run:
                     self._score(unscored)
                 while self.network.step < self.total and not (self.signals or self.best.is_over):
                     self._step()
+                if not is_validated(self.config, self.network.step, self.total):
+                    self._show_samples()
             except (StoppedError, NonFiniteError):  # not finite, or lost hosts: do not save
                 raise
             except Exception:
@@ -413,9 +420,10 @@ class _Run:
         if network.notice and not self.signals:
             self._save_before_end()
             raise HostError(f"{network.notice}, so its machine is about to shut down")
-        scored = self.val_sets or self.eval_tasks
-        if scored and is_validated(config, network.step, self.total):
-            self._validate()
+        if is_validated(config, network.step, self.total):
+            if self.val_sets or self.eval_tasks:
+                self._validate()
+            self._show_samples()
         self.saver.save_if_due(self._save)
 
     def _finish(self) -> None:
@@ -536,6 +544,14 @@ class _Run:
         if is_best:
             self._save(again=True)
         self.clock.restart()
+
+    def _show_samples(self) -> None:
+        """Print texts that the network writes now, if the config asks for any."""
+        if self.samples is not None and not self.signals:
+            self._log_steps(0)
+            with self.ledger.spending("validation"):
+                self.bar.write(self.samples.report())
+            self.clock.restart()
 
     def _save(self, *, again: bool = False) -> None:
         """Start saving a checkpoint of this step; see `Saver.save`."""

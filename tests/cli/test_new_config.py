@@ -1,6 +1,7 @@
 """mesh-transformer config: what is chosen for a corpus and devices, and the file it writes."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mesh_transformer.cli.arguments import run_arguments, run_parser
 from mesh_transformer.config import Config
 from mesh_transformer.data.record_set import RecordSet, SetSize, set_size
 from mesh_transformer.data.tfrecords import write_records
+from mesh_transformer.mesh import accelerators
 from mesh_transformer.mesh.accelerators import GIB, Hardware
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.model import flops, transformer
@@ -94,6 +96,17 @@ def test_a_laptop_finishes_in_time():
     config = Config.from_dict(results[0].values)
     assert tokens[0] * flops.flops_per_token(config) < 600 * CPU.peak
     assert "limited to 10 minutes on cpu (--minutes)" in results[0].reasons[-1]
+
+
+def test_a_busy_machine_gets_the_same_config(monkeypatch):
+    """The speed of CPUs is not measured."""
+    cores = os.cpu_count() or 1
+    monkeypatch.setattr(accelerators, "_run_seconds", None)  # which times what is measured
+    one, four = device_of(slice_named("cpu")), device_of(slice_named("cpu-4"))
+    assert one.hardware is not None
+    assert four.hardware is not None
+    assert one.hardware.peak in (cores * 50e9, cores * 100e9)
+    assert four.hardware.peak == one.hardware.peak / 4
 
 
 def test_the_lines_describe_the_keys_that_were_set():
@@ -274,7 +287,8 @@ def test_a_native_base_that_has_learned_its_positions_needs_records_of_its_lengt
     with pytest.raises(InputError, match=line):
         call(*arguments, "--base", tmp_path / f"base{2 * SEQ}")
     call(*arguments, "--base", tmp_path / f"base{SEQ}")
-    assert Config.load(str(tmp_path / "my.json")).seq == SEQ
+    config = Config.load(str(tmp_path / "my.json"))
+    assert (config.seq, config.sample_prompts) == (SEQ, [])  # the slice may lack the tokenizer
 
 
 def test_the_tokenizer_is_that_of_the_records(tmp_path, monkeypatch):
@@ -286,6 +300,7 @@ def test_the_tokenizer_is_that_of_the_records(tmp_path, monkeypatch):
     values = json.loads(Path("mine.json").read_text())
     assert values["tokenizer"] == "tokenizer"
     assert values["n_vocab"] == 512  # a multiple of 256
+    assert values["sample_prompts"] == [""]
     Path("mine.manifest.json").write_text("[]")
     with pytest.raises(InputError, match=r"mine.manifest.json: not the manifest of a record set"):
         call("--train", "mine.index", "--output", "other.json")

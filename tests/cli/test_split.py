@@ -66,7 +66,7 @@ def test_each_document_is_in_one_part_whatever_the_file_type(tmp_path):
             member = tarfile.TarInfo(f"{number}.txt")
             member.size = len(text.encode())
             tar.addfile(member, io.BytesIO(text.encode()))
-    (folder / "notes.md").write_text("not text")
+    (folder / "README.md").write_text("not text")
 
     parts = split(str(folder), str(tmp_path / "out"), validation=0.2)
     train, validation = both(tmp_path / "out")
@@ -153,8 +153,8 @@ def test_the_command_names_the_files_that_it_leaves_out(tmp_path, capsys):
     for name in ("a.txt", "b.pdf", "c.py", ".hidden"):
         (folder / name).write_text("word " * 100)
     lines = call(capsys, folder, tmp_path / "out", "--validation", 0.2)
-    assert [line.partition(" in ")[2].partition(":")[0] for line in lines[:2]] == ["1 document"] * 2
-    assert lines[2:] == ["left out: 2 of other types (b.pdf, c.py)"]
+    assert lines[0] == "left out: 1 hidden (.hidden), 2 of other types (b.pdf, c.py)"
+    assert [line.partition(" in ")[2].partition(":")[0] for line in lines[1:]] == ["1 document"] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import lzma
+import os
 import re
 import tarfile
 
@@ -19,7 +20,13 @@ from mesh_transformer.cli import text_records
 from mesh_transformer.data import tables
 from mesh_transformer.data.contents import Content
 from mesh_transformer.data.documents import read_pieces
-from mesh_transformer.data.file_types import FILE_TYPES, TABLE_TYPES, FileType, is_hidden
+from mesh_transformer.data.file_types import (
+    FILE_TYPES,
+    TABLE_TYPES,
+    TEXT_TYPES,
+    FileType,
+    is_hidden,
+)
 from mesh_transformer.data.inputs import BadInputHandler, find_files, left_out
 from mesh_transformer.data.tfrecords import read_index
 from mesh_transformer.util import InputError
@@ -63,7 +70,7 @@ def lines_of(rows):
 
 
 PLAIN = {
-    ".txt": lambda rows: "<|endoftext|>".join(rows).encode(),
+    **{ending: lambda rows: "<|endoftext|>".join(rows).encode() for ending in TEXT_TYPES},
     ".jsonl": lines_of,
     ".ndjson": lines_of,
     ".json": lambda rows: json.dumps([{"text": row} for row in rows], indent=1).encode(),
@@ -148,7 +155,6 @@ UNKNOWN = (
     "a.zst",
     "a.tar.bz2",
     "a.html",
-    "a",
 )
 
 
@@ -179,7 +185,7 @@ def test_hidden_files_are_read_only_if_they_are_named(tmp_path):
         (tmp_path / name).write_text(name)
     for path in (tmp_path, tmp_path / "*.txt", tmp_path / "*"):
         assert find_files(str(path), FILE_TYPES) == [str(tmp_path / "a.txt")]
-    assert left_out(str(tmp_path), FILE_TYPES) == ""
+    assert left_out(str(tmp_path), FILE_TYPES) == "left out: 2 hidden (._a.txt, .b.txt)"
     assert documents(tmp_path / ".b.txt") == [".b.txt"]
     assert [is_hidden(path) for path in ("./a", "a/..", "a/.b/c", "._a")] == [
         False,
@@ -196,6 +202,36 @@ def test_json_files_of_a_folder_are_read_if_there_are_no_others(tmp_path):
     assert find_files(str(tmp_path), FILE_TYPES) == [str(tmp_path / "b.csv")]
     assert left_out(str(tmp_path), FILE_TYPES) == "left out: 1 of other types (a.json)"
     assert find_files(str(tmp_path / "*.json"), FILE_TYPES) == [str(tmp_path / "a.json")]
+
+
+def test_subfolders_markdown_and_files_without_an_ending_are_read(tmp_path):
+    text, other = "Größe\n" * 2000, "left out"
+    read = ["a.md", "notes", "v1.0", "b/README.txt", "b/c/d.txt", "b.txt", "data.md/e.jsonl"]
+    contents = dict.fromkeys(read, text) | {"data.md/e.jsonl": '{"text": "row"}\n'}
+    contents |= {".git/f.txt": other, "b/.g": other, ".h.partial/tokens": other}
+    contents |= {"README.md": other, "b/Readme": other, "LICENSE": other, "b/i.html": other}
+    contents |= {"bpe/tokenizer.json": "{}", "bpe/merges.txt": other, "set.partial/tokens": other}
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / "tokens").write_bytes(b"\1\0\2\0")
+    (tmp_path / "latin").write_bytes("Größe".encode("latin-1"))
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "linked.txt").symlink_to(tmp_path / "b.txt")
+    (tmp_path / "lost.txt").symlink_to(tmp_path / "missing")
+    found = [os.path.relpath(path, tmp_path) for path in find_files(str(tmp_path), FILE_TYPES)]
+    assert found == sorted([*read, "linked.txt"], key=lambda name: name.split("/"))
+    assert left_out(str(tmp_path), FILE_TYPES) == (
+        "left out: 3 README or LICENSE (LICENSE, README.md, ...), 3 hidden (.git/, .h.partial/, "
+        "...), 1 linked (loop/), 2 not UTF-8 (latin, tokens), 1 of a model or tokenizer (bpe/), "
+        "2 of other types (b/i.html, lost.txt), 1 unfinished (set.partial/)"
+    )
+    for name in ("README.md", "LICENSE", "notes"):  # a file that is named is read
+        path = tmp_path / name
+        assert find_files(str(path), FILE_TYPES) == [str(path)]
+        assert documents(path) == [contents[name]]
+    assert find_files(str(tmp_path / "b*"), FILE_TYPES) == [str(tmp_path / "b.txt")]
+    assert find_files(str(tmp_path), TABLE_TYPES) == [str(tmp_path / "data.md/e.jsonl")]
 
 
 @pytest.mark.parametrize("ending", FILES)

@@ -447,10 +447,10 @@ def test_each_file_of_a_pattern_and_each_split_of_a_dataset_makes_a_set(tmp_path
     pattern = str(data / "train-*")
     assert find_files(pattern, FILE_TYPES) == [str(data / f"train-{n}.parquet") for n in (0, 1)]
     assert [each.name for each in find_sets(pattern, FILE_TYPES)] == ["train-0", "train-1"]
-    assert left_out(str(data), FILE_TYPES) == "left out: 2 of other types (README.md, sub)"
+    assert left_out(str(data), FILE_TYPES) == "left out: 1 README or LICENSE (README.md)"
     flags = ["--output-dir", str(tmp_path / "out"), "--seq", str(SEQ)]
     text_records.main([str(data), *flags])
-    assert "left out: 2 of other types (README.md, sub)" in capsys.readouterr().out
+    assert "left out: 1 README or LICENSE (README.md)" in capsys.readouterr().out
     saved = write(tmp_path, "splits", rows * 2)
     text_records.main([str(saved), *flags, "--split", "train"])
     names = {path.stem for path in (tmp_path / "out").glob("*.index")}

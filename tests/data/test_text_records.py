@@ -209,7 +209,7 @@ def test_only_known_files_of_a_folder_are_read_in_order_of_name(tmp_path, docume
     (tmp_path / "in").mkdir()
     for name in FORMATS:
         (tmp_path / "in" / name).write_bytes(FORMATS[name](documents))
-    (tmp_path / "in" / "ignored.md").write_text("not text")
+    (tmp_path / "in" / "ignored.html").write_text("not text")
     actual = create(tmp_path, "--preserve-data-order")
     expected = expected_sequences([documents] * len(FORMATS), tokenizer, shuffled=False)
     np.testing.assert_array_equal(actual, expected)

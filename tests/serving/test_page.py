@@ -1,6 +1,7 @@
 """The web page in a real browser: Debian's Chromium, driven by its WebDriver."""
 
 import base64
+import json
 import os
 import re
 import shutil
@@ -106,7 +107,7 @@ class Browser:
         """Fill in the form and click on Generate."""
         self.type("#prompt", prompt)
         if not self.shown("#max_tokens"):
-            self.click("summary")
+            self.click("#settings summary")
         for name, value in settings.items():
             self.type(f"#{name}", str(value))
         self.click("#go")
@@ -140,6 +141,7 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
 def page(browser) -> Iterator[Browser]:
     browser.errors()
     yield browser
+    browser.run("try { localStorage.clear() } catch {}")  # about:blank has none
     browser.do("url", url="about:blank")  # ends requests that are still running
 
 
@@ -371,7 +373,7 @@ def test_a_chat_has_turns_and_a_system_message(chat, page, width):
     page.open(chat.url, width)
     wait_for(lambda: page.shown("#talk"))
     assert not page.shown("#answer")
-    page.click("summary")
+    page.click("#settings summary")
     values = "return arguments[0].map(id => document.getElementById(id).value)"
     assert page.run(values, ["temperature", "top_p", "top_k", "min_p"]) == ["0.6", "1", "20", "0"]
     for name, value in {"system": "S", "seed": "3", "max_tokens": "9"}.items():
@@ -435,11 +437,97 @@ def test_a_turn_that_fails_is_taken_back(chat, page):
     assert [role for role, _ in page.run(MESSAGES)] == ["user", "assistant"]
 
 
+TITLES = """
+    return [...document.querySelectorAll('#conversations .title')].map(item => item.textContent)"""
+
+
+def test_conversations_are_kept_exported_and_deleted(chat, page, tmp_path):
+    def ask(question: str) -> None:
+        page.run("document.getElementById('status').textContent = ''")
+        page.type("#prompt", question)
+        page.click("#go")
+        page.wait_for_status("9 tokens in")
+
+    page.open(chat.url)
+    wait_for(lambda: page.shown("#talk"))
+    assert not page.shown("#kept")
+    page.click("#settings summary")
+    for name, value in {"system": "S", "seed": "3", "max_tokens": "9"}.items():
+        page.type(f"#{name}", value)
+    ask("Hello <b>")
+    ask("Who?")
+    first = page.run(MESSAGES)
+    page.click("#new")
+    page.type("#system", "")
+    ask("What?")
+    second = page.run(MESSAGES)
+
+    page.open(chat.url)  # as after a restart of the browser
+    wait_for(lambda: page.shown("#kept"))
+    assert page.run(MESSAGES) == []
+    page.click("#kept summary")
+    assert page.run(TITLES) == ["What?", "Hello <b>"]
+    page.click("#conversations li:nth-child(2) .title")
+    assert page.run(MESSAGES) == first
+    assert page.run("return document.getElementById('system').value") == "S"
+    where = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    page.do("goog/cdp/execute", cmd="Browser.setDownloadBehavior", params=where)
+    for kind in ("jsonl", "markdown"):
+        page.click(f"#as_{kind}")
+    names = ("conversations.jsonl", "conversations.md")
+    wait_for(lambda: all((tmp_path / name).exists() for name in names))
+    rows = [json.loads(line) for line in (tmp_path / names[0]).read_text().splitlines()]
+    messages = [[{"role": role, "content": text} for role, text in own] for own in (second, first)]
+    messages[1].insert(0, {"role": "system", "content": "S"})
+    assert rows == [{"model": "fake", "messages": own} for own in messages]
+    text = (tmp_path / names[1]).read_text()
+    assert text.startswith(
+        f"# What?\n\n**You:**\n\nWhat?\n\n**fake:**\n\n{second[1][1]}\n\n# Hello <b>"
+    )
+
+    for name, value in {"seed": "3", "max_tokens": "9"}.items():
+        page.click("#settings summary") if not page.shown("#seed") else None
+        page.type(f"#{name}", value)
+    ask("And?")  # continues the first one, which is then the newest
+    assert page.run(TITLES) == ["Hello <b>", "What?"]
+    rendered = "<system>S" + "".join(f"<{role}>{text}" for role, text in first)
+    answer = answer_to(chat, f"{rendered}<user>And?<assistant>", 3, 9)
+    assert page.run(MESSAGES) == [*first, ["user", "And?"], ["assistant", answer]]
+    page.click("#conversations li:nth-child(2) [aria-label]")
+    assert page.run(TITLES) == ["Hello <b>"]
+    assert page.run(MESSAGES)[:4] == first  # another one was deleted
+    page.click("#delete_all")
+    page.do("alert/accept")
+    assert not page.shown("#kept")
+    assert page.run(MESSAGES) == []
+    assert page.errors() == []
+
+
+def test_the_newest_text_is_in_view(chat, live, page):
+    at_end = "return document.documentElement.scrollHeight - innerHeight - scrollY < 2"
+    page.open(chat.url, PHONE)
+    wait_for(lambda: page.shown("#talk"))
+    page.run("document.getElementById('talk').style.paddingTop = '2000px'")
+    page.type("#prompt", "Hello")
+    page.click("#go")
+    page.wait_for_status("tokens in")
+    assert page.run(at_end)
+    assert page.shown("#talk .assistant")
+    assert not page.shown("#max_tokens")  # the settings are folded
+    page.open(live.url, DESKTOP)
+    wait_for(lambda: page.text("#model") == "fake")
+    assert not page.shown("#max_tokens")
+    page.run("document.getElementById('answer').style.paddingTop = '2000px'")
+    page.generate("Hello", max_tokens=60, seed=3)
+    page.wait_for_status("60 tokens in")
+    assert page.run(at_end)
+
+
 def test_a_stopped_answer_stays_in_the_conversation(held, held_template, page):
     live = held(template=held_template)
     page.open(live.url)
     wait_for(lambda: page.shown("#talk"))
-    page.click("summary")
+    page.click("#settings summary")
     page.type("#seed", "3")
     page.type("#prompt", "Hello")
     page.click("#go")
@@ -471,7 +559,7 @@ def test_reasoning_is_shown_apart(tokenizer, page, tmp_path):
     try:
         page.open(live.url)
         wait_for(lambda: page.shown("#talk"))
-        page.click("summary")
+        page.click("#settings summary")
         page.type("#seed", str(seed))
         page.type("#prompt", "Hello")
         page.click("#go")
@@ -601,10 +689,12 @@ SMALL = """
 def test_chat_fits_and_is_readable(chat, page, width, scheme):
     page.open(chat.url, width, scheme)
     wait_for(lambda: page.shown("#talk"))
-    page.click("summary")
+    page.click("#settings summary")
     page.type("#prompt", "W" * 40)
     page.click("#go")
     page.wait_for_status("tokens in")
+    page.click("#kept summary")
+    assert page.shown("#conversations .title")
     assert page.run(OUTSIDE, width) == []
     assert page.run(SMALL) == []
     lowest, text = page.run(CONTRASTS)[0]
@@ -625,7 +715,7 @@ def test_page_fits_and_is_readable(held, page, tmp_path, width, scheme):
 
     wait_for(lambda: page.shown("#key"))
     check()
-    assert page.shown("#max_tokens") == (width == DESKTOP)
+    assert not page.shown("#max_tokens")  # the settings are folded
     page.generate("W" * 200 + " world" * 10)
     page.wait_for_status("missing or invalid API key")
     check()
