@@ -32,9 +32,9 @@ from mesh_transformer.util import InputError, run_script
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "peers"
-COMMON = {"layers": 8, "d_model": 512, "n_heads": 8, "n_vocab": 8192, "seq": 512}
+COMMON: dict[str, Any] = {"layers": 8, "d_model": 512, "n_heads": 8, "n_vocab": 8192, "seq": 512}
 COMMON |= {"per_replica_batch": 2, "dtype": "float32", "remat": "none"}
-COMMON |= {"z_loss": 0.0}  # the others have none
+COMMON["z_loss"] = 0.0  # the other libraries add no z-loss
 LLAMA = COMMON | {"block": "llama", "key_heads": 4, "ff_size": 1408}
 GPTJ = COMMON | {"pe_rotary_dims": 32}
 PROMPT, NEW = 128, 96  # tokens
@@ -86,9 +86,7 @@ def parse_args() -> argparse.Namespace:
         "--peers", nargs="+", choices=PEERS, default=list(PEERS), help="libraries (default all)"
     )
     parser.add_argument("--rounds", type=positive, default=4, help="rounds (default 4)")
-    parser.add_argument(
-        "--steps", type=positive, default=7, help="timed steps or answers per process (default 7)"
-    )
+    parser.add_argument("--steps", type=positive, default=7, help="per process (default 7)")
     return parser.parse_args()
 
 
@@ -161,17 +159,9 @@ def measure(
     """Run one process of a peer; return what its program reports (see peers/clock.py)."""
     job, config, _ = WORK[title]
     with tempfile.TemporaryDirectory() as scratch:
-        task = {
-            "job": job,
-            "config": config,
-            "folder": str(folder),
-            "scratch": scratch,
-            "tokens": str(folder / "tokens.npy"),
-            "prompt": PROMPT,
-            "new": NEW,
-            "steps": args.steps,
-            "began": time.monotonic(),
-        }
+        task = {"job": job, "config": config, "folder": str(folder), "scratch": scratch}
+        task |= {"tokens": str(folder / "tokens.npy"), "prompt": PROMPT, "new": NEW}
+        task |= {"steps": args.steps, "began": time.monotonic()}
         command = [python, PROGRAMS / f"with_{peer.name}.py", json.dumps(task)]
         variables = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "COMPILE_FUNC_DIR": scratch}
         variables |= {"PYTHONPATH": str(ROOT)} if peer is OURS else {}
@@ -194,7 +184,7 @@ def rounds(
         (title, name)
         for number in range(args.rounds)
         for title, names in results.items()
-        for name in list(names)[:: 1 if number % 2 == 0 else -1]
+        for name in list(names)[:: -1 if number % 2 else 1]
         if len(names) > 1
     ]
     for title, name in tqdm(turns, desc="processes"):
@@ -236,43 +226,28 @@ def same(peer: Peer, theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[bool
     return equal, f"our weights: {losses}"
 
 
-COLUMNS = (
-    "work",
-    "library",
-    "wall (s)",
-    "CPU (s)",
-    "wall time over ours",
-    "CPU time over ours",
-    "peak memory (GiB)",
-    "start to end of the first (s)",
-    "compared with ours",
-)
+COLUMNS = [
+    *("work", "library", "wall (s)", "CPU (s)", "wall time over ours", "CPU time over ours"),
+    *("peak memory (GiB)", "start to end of the first (s)", "compared with ours"),
+]
 
 
 def table(results: dict[str, dict[str, list[dict[str, Any]]]]) -> tuple[str, bool]:
     """Return the results as a table in Markdown, and whether all agree that should."""
-    rows, agree = [COLUMNS, ("---",) * len(COLUMNS)], True
+    rows, agree = [COLUMNS, ["---"] * len(COLUMNS)], True
     for title, names in results.items():
         ours = names["ours"]
         for name, runs in names.items():
             versions = ", ".join(f"{key} {value}" for key, value in runs[0]["versions"].items())
-            ratios, note = ("1", "1"), ""
-            if name != "ours":
-                good, note = same(PEERS[name], runs[0], ours[0])
-                agree &= good
-                ratios = (ratio(runs, ours, "wall"), ratio(runs, ours, "cpu"))
-            medians = [statistics.median(statistics.median(r[k]) for r in runs) for k in TIMES]
-            rows.append(
-                (
-                    title,
-                    f"{PEERS.get(name, OURS).title} ({versions})",
-                    *(f"{seconds:.3f}" for seconds in medians),
-                    *ratios,
-                    f"{statistics.median(run['peak'] for run in runs) / 2**30:.2f}",
-                    f"{statistics.median(run['first'] for run in runs):.1f}",
-                    note,
-                )
-            )
+            row = [title, f"{PEERS.get(name, OURS).title} ({versions})"]
+            for key in TIMES:
+                row.append(f"{statistics.median(statistics.median(run[key]) for run in runs):.3f}")
+            row += ["1" if runs is ours else ratio(runs, ours, key) for key in TIMES]
+            row.append(f"{statistics.median(run['peak'] for run in runs) / 2**30:.2f}")
+            row.append(f"{statistics.median(run['first'] for run in runs):.1f}")
+            good, note = same(PEERS[name], runs[0], ours[0]) if name in PEERS else (True, "")
+            rows.append([*row, note])
+            agree &= good
     return "\n".join(f"| {' | '.join(row)} |" for row in rows), agree
 
 
@@ -288,7 +263,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         shape = (LLAMA["per_replica_batch"], LLAMA["seq"] + 1)
-        np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, LLAMA["n_vocab"], shape))
+        np.save(
+            folder / "tokens.npy", np.random.default_rng(0).integers(0, LLAMA["n_vocab"], shape)
+        )
         export(folder, {kind for name in pythons if (kind := PEERS.get(name, OURS).weights)})
         results = rounds(pythons, args, folder, left_out)
     text, agree = table(results)

@@ -1,5 +1,7 @@
 """Train with EasyDeL's own trainer, each step of which is timed."""
 
+# pyright: reportMissingImports=false
+
 from typing import Any
 
 import easydel as ed
@@ -10,40 +12,25 @@ from easydel.trainers.trainer.trainer import Trainer
 from flax import nnx
 from jax import numpy as jnp
 
-NO_CHECKPOINTS = ed.EasyDeLGradientCheckPointers.NONE
-
 
 def model_of(config: dict[str, Any]) -> Any:
     """Return a Llama or a GPT-J with random weights."""
+    sizes = [config[key] for key in ("layers", "d_model", "n_heads", "seq")]
     common = {"vocab_size": config["n_vocab"], "use_cache": False, "tie_word_embeddings": False}
-    common |= {"attn_mechanism": "vanilla", "gradient_checkpointing": NO_CHECKPOINTS}
-    layers, width, heads = (config[key] for key in ("layers", "d_model", "n_heads"))
+    common |= {"attn_mechanism": "vanilla"}
+    common |= {"gradient_checkpointing": ed.EasyDeLGradientCheckPointers.NONE}
     if config.get("block") == "llama":
-        settings, kind = (
-            ed.LlamaConfig(
-                num_hidden_layers=layers,
-                hidden_size=width,
-                num_attention_heads=heads,
-                num_key_value_heads=config["key_heads"],
-                intermediate_size=config["ff_size"],
-                max_position_embeddings=config["seq"],
-                **common,
-            ),
-            ed.LlamaForCausalLM,
-        )
+        names = ["num_hidden_layers", "hidden_size", "num_attention_heads"]
+        names.append("max_position_embeddings")
+        common |= {"num_key_value_heads": config["key_heads"]}
+        common |= {"intermediate_size": config["ff_size"]}
+        kind, settings = ed.LlamaForCausalLM, ed.LlamaConfig
     else:
-        settings, kind = (
-            ed.GPTJConfig(
-                n_layer=layers,
-                n_embd=width,
-                n_head=heads,
-                n_positions=config["seq"],
-                rotary_dim=config["pe_rotary_dims"],
-                **common,
-            ),
-            ed.GPTJForCausalLM,
-        )
-    return kind(settings, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+        names = ["n_layer", "n_embd", "n_head", "n_positions"]
+        common |= {"rotary_dim": config["pe_rotary_dims"]}
+        kind, settings = ed.GPTJForCausalLM, ed.GPTJConfig
+    model_config = settings(**dict(zip(names, sizes, strict=True)), **common)
+    return kind(model_config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """Decode greedily with llama.cpp, from the exported GGUF file."""
 
+# pyright: reportMissingImports=false
+
 import os
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Train with MaxText's own loop, each iteration of which is timed."""
 
+# pyright: reportMissingImports=false
+
 import os
 import sys
 from typing import Any
