@@ -221,7 +221,7 @@ def same(peer: Peer, theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[bool
         return equal == count, f"our weights: {equal} of {count} tokens are ours"
     losses = f"first loss {theirs['loss']:.6f}, ours {ours['loss']:.6f}"
     if peer.weights is None:
-        return True, f"weights and tokens of its own: {losses}"
+        return True, f"initial weights of its own: {losses}"
     equal = abs(theirs["loss"] - ours["loss"]) <= TOLERANCE * abs(ours["loss"])
     return equal, f"our weights: {losses}"
 

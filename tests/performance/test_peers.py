@@ -47,7 +47,7 @@ def test_the_table_has_a_row_for_each_library_and_says_whether_it_computes_the_s
     assert second["wall time over ours"] == "2.00 (2.00 to 2.00)"
     assert second["CPU time over ours"] == "0.50 (0.50 to 0.50)"
     assert second["compared with ours"] == "our weights: first loss 9.000010, ours 9.000000"
-    note = "weights and tokens of its own: first loss 9.500000, ours 9.000000"
+    note = "initial weights of its own: first loss 9.500000, ours 9.000000"
     assert third["compared with ours"] == note
     # The losses of the same weights must agree; those of other weights need not.
     results[LLAMA]["torch"] = [torch | {"loss": 9.001}]

@@ -1,36 +1,32 @@
-"""Decode greedily with llama.cpp, from the exported GGUF file."""
+"""Decode greedily with llama.cpp, from the exported GGUF file; its cache is also in float32."""
 
 # pyright: reportMissingImports=false
 
 import os
 
 import numpy as np
+import xllamacpp
 from clock import Clock, read_task
-from llama_cpp import Llama
 
 
 def main() -> None:
     task = read_task()
     clock = Clock(task["began"])
-    cores = len(os.sched_getaffinity(0))
-    model = Llama(
-        task["folder"] + "/model.gguf",
-        n_ctx=task["config"]["seq"],
-        n_threads=cores,
-        n_threads_batch=cores,
-        verbose=False,
-    )
+    params = xllamacpp.CommonParams()
+    params.model.path = task["folder"] + "/model.gguf"
+    params.n_ctx, params.n_parallel = task["config"]["seq"], 1
+    params.cpuparams.n_threads = len(os.sched_getaffinity(0))
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    server = xllamacpp.Server(params)
     prompt = np.load(task["tokens"])[0, : task["prompt"]].tolist()
-    tokens: list[int] = []
+    request = {"prompt": prompt, "n_predict": task["new"], "temperature": 0, "ignore_eos": True}
+    request["cache_prompt"] = False
     for _ in range(task["steps"] + 1):
-        tokens = []
-        for token in model.generate(prompt, temp=0.0, repeat_penalty=1.0, reset=True):
-            tokens.append(token)
-            if len(tokens) == task["new"]:
-                break
-        model.reset()
+        server.handle_completions(request)
         clock.step_ended()
-    clock.report("llama-cpp-python", tokens=tokens)
+    answer = server.handle_completions(request | {"logprobs": 1})  # it holds the tokens' numbers
+    tokens = [token["id"] for token in answer["choices"][0]["logprobs"]["content"]]
+    clock.report("xllamacpp", tokens=tokens)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def export(task: dict[str, Any]) -> None:
     """Save the weights that training begins with, and a tokenizer that llama.cpp can load."""
     from mesh_transformer.data.tokenizer import train_tokenizer
 
-    train_tokenizer(["a small tokenizer, whose other tokens are unused"], 257).save_pretrained(
+    train_tokenizer(["a small tokenizer, whose other tokens are unused"], 270).save_pretrained(
         task["folder"] + "/tokenizer"
     )
     changes = {"tokenizer": task["folder"] + "/tokenizer"}
