@@ -1,4 +1,4 @@
-"""Decode greedily with llama.cpp, from the exported GGUF file; its cache is also in float32."""
+"""Decode greedily with llama.cpp, from the exported GGUF file, in float32 throughout."""
 
 # pyright: reportMissingImports=false
 
@@ -17,6 +17,8 @@ def main() -> None:
     params.n_ctx, params.n_parallel = task["config"]["seq"], 1
     params.cpuparams.n_threads = len(os.sched_getaffinity(0))
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    # Flash attention rounds: it chose another token where two differ by 4e-5 in their logits.
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
     prompt = np.load(task["tokens"])[0, : task["prompt"]].tolist()
     request = {"prompt": prompt, "n_predict": task["new"], "temperature": 0, "ignore_eos": True}
