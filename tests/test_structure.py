@@ -102,7 +102,11 @@ HOMES = {
         "mesh_transformer/checkpoint/orbax_handlers.py",
         "mesh_transformer/checkpoint/saved_step.py",
     },
-    "datasets": {"mesh_transformer/data/hub.py", "scripts/measure/tokenizing.py"},
+    "datasets": {
+        "mesh_transformer/data/hub.py",
+        "scripts/measure/peers/with_easydel.py",
+        "scripts/measure/tokenizing.py",
+    },
     "gguf": {"mesh_transformer/checkpoint/gguf_files.py"},
     "pyarrow": {"mesh_transformer/data/tables.py"},
     "rouge_score": {"scripts/score_summaries.py"},
@@ -115,12 +119,14 @@ HOMES = {
         "mesh_transformer/checkpoint/torch_model.py",
         "mesh_transformer/data/tokenizer.py",
         "scripts/measure/generation.py",
+        "scripts/measure/peers/with_torch.py",
         "scripts/measure/training.py",
     },
     # To compare logits and speed.
     "torch": {
         "mesh_transformer/checkpoint/torch_model.py",
         "scripts/measure/generation.py",
+        "scripts/measure/peers/with_torch.py",
         "scripts/measure/training.py",
     },
     "fabric": {"mesh_transformer/pod/tpu/ssh.py"},
