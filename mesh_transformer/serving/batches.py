@@ -203,9 +203,9 @@ class Batches:
             with self._changes:
                 self._running = None
                 if self.batches.load(name)["status"] == "cancelling":
-                    self._change(name, "cancelled")
                     results.unlink(missing_ok=True)
                     self.batches.clear(name)
+                    self._change(name, "cancelled")
             return  # else the next server continues it
         except (InputError, OSError) as error:  # such as a full disk; the answers so far are kept
             with self._changes:

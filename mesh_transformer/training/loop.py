@@ -196,7 +196,7 @@ def _train(
         with ledger.spending("restore"):
             network.claim(folder)
             check_log(folder)
-            stack.enter_context(RunStatus(network, folder, total))
+            status = stack.enter_context(RunStatus(network, folder, total))
             reference = None
             if compares and config.reference != "base":
                 network.load(config.reference, only_params=True)
@@ -204,6 +204,7 @@ def _train(
             aux = restore(network, folder, tune_model_path, fall_back)
             if aux is None:
                 start_weights(network, tune_model_path, fresh_opt)
+            status.begin()
             if compares and reference is None:
                 reference = references.prepare(network, sets, (aux or {}).get("reference"))
         if aux is None:

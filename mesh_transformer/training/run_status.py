@@ -18,7 +18,8 @@ NAME = "status.json"
 class RunStatus(contextlib.AbstractContextManager["RunStatus"]):
     """Keeps the file of a run's status while the context lasts.
 
-    A file that cannot be written, as on a full disk, does not end the run.
+    A new run has the file from `begin` on, so that one that is refused leaves nothing.  A file that
+    cannot be written, as on a full disk, does not end the run.
 
     Args:
       folder: the model folder, which the network has claimed.
@@ -28,10 +29,16 @@ class RunStatus(contextlib.AbstractContextManager["RunStatus"]):
     def __init__(self, network: TrainableNetwork, folder: str, total: int):
         self._network, self._path = network, f"{folder}/{NAME}"
         self._facts = {"total_steps": total, "host": socket.gethostname(), "process": os.getpid()}
+        self._has_begun = files.is_file(self._path)
 
     def __enter__(self) -> "RunStatus":
         self._write(state="running")
         return self
+
+    def begin(self) -> None:
+        """Call this when the run has its weights."""
+        self._has_begun = True
+        self._write(state="running")
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         network, total = self._network, self._facts["total_steps"]
@@ -44,6 +51,8 @@ class RunStatus(contextlib.AbstractContextManager["RunStatus"]):
             self._write(state="complete")
 
     def _write(self, **facts: Any) -> None:
+        if not self._has_begun:
+            return
         when = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         content = facts | {"step": self._network.step, "time": when} | self._facts
         with contextlib.suppress(OSError, InputError):

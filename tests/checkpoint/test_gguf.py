@@ -762,7 +762,7 @@ def test_very_long_tokens_are_refused(tmp_path):
     [
         (
             {"architecture": "mamba"},
-            r"architecture is 'mamba', expected one of llama.*; such as \S+/SmolLM2-",
+            r"architecture is 'mamba', expected one of llama.*; .*, such as \S+/SmolLM2-",
         ),
         ({"split__count": 2}, "is one of 2 parts"),
         ({"llama__block_count": None}, "llama.block_count is missing, expected a whole number"),

@@ -137,7 +137,7 @@ def test_end_tokens_are_those_that_transformers_ends_at(tmp_path):
     [
         (
             {"model_type": "gpt_neo"},
-            r"'gpt_neo', expected one of gptj, codegen, gpt2.*; such as \S+/SmolLM2-",
+            r"'gpt_neo', expected one of gptj, codegen, gpt2.*; .*, such as \S+/SmolLM2-",
         ),
         ({"model_type": "absent"}, "model_type is None"),
         (
