@@ -94,6 +94,7 @@ class Claim(StateCall[None]):
     """See `TrainableNetwork.claim`."""
 
     folder: str
+    room: bool = False
 
 
 @dataclass(frozen=True)
@@ -457,16 +458,19 @@ class TrainableNetwork(Network):
         """Rename a damaged checkpoint folder, and return its new name."""
         return self.run(SetAside(step))
 
-    def claim(self, folder: AnyPath) -> None:
+    def claim(self, folder: AnyPath, *, room: bool = False) -> None:
         """Lock a model folder against other writers until `close`.
 
         `save` also locks the folder, if it is not locked yet.
 
+        Args:
+          room: whether to check that its disk has room for a checkpoint.
+
         Raises:
-          InputError: if another process has locked the folder, if the folder cannot be written, or
-            if the hosts do not share it.
+          InputError: if another process has locked the folder, if the folder cannot be written, if
+            the hosts do not share it, or if its disk lacks room.
         """
-        self.run(Claim(local_path(folder)))
+        self.run(Claim(local_path(folder), room))
 
     def save(self, folder: AnyPath, aux: dict[str, Any] | None = None) -> None:
         """Start saving the state in the background, to `folder`/step_N, where N is `step`.

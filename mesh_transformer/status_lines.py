@@ -64,7 +64,8 @@ def paused() -> Iterator[None]:
     if watcher is None:
         yield
         return
-    watcher.paused = True
+    with watcher.lock:  # no line is being printed
+        watcher.paused = True
     try:
         yield
     finally:
@@ -85,13 +86,16 @@ class _Watcher:
 
     Attributes:
       paused: whether to print no status lines.
+      lock: held while a status line is printed or removed.
     """
 
     def __init__(self):
         self.paused = False
+        self.lock = threading.RLock()  # as removing a line is an output, too
         self._streams: list[tuple[TextIO, Any]] = []
         self._shown = False  # whether the terminal shows a status line after the cursor
         self._began = time.monotonic()
+        self._about, self._when = "", 0.0  # what the last status line was about, and its time
         self._end = ""  # the end of the last output; empty before the first
         self._ended = threading.Event()
         self._is_terminal = sys.stderr.isatty()
@@ -129,33 +133,40 @@ class _Watcher:
         self._streams.append((stream, write))
 
     def _clear(self) -> None:
-        if self._shown:
-            self._shown = False
-            self._print(_ERASE)
+        with self.lock:
+            if self._shown:
+                self._shown = False
+                self._print(_ERASE)
 
     def _run(self) -> None:
-        shown, when = "", 0.0  # what the last status line was about, and when it was printed
         while not self._ended.wait(0.25):
-            now = time.monotonic()
-            default = ("working", self._last) if self._end else ("starting", self._began)
-            what, since = [default, *_doing][-1]  # a copy, as another thread changes it
-            silence = now - self._last
-            is_other = what != shown and silence >= SILENCE and now - when >= SILENCE
-            if (silence >= self._wait or is_other) and not self.paused:
-                self._wait = silence + EVERY if self._is_terminal else 2 * silence
-                shown, when = what, now
-                self._show(f"{what} ... {now - since:.0f} s")
+            self.look()
+
+    def look(self) -> None:
+        """Print a status line if it is time."""
+        now = time.monotonic()
+        default = ("working", self._last) if self._end else ("starting", self._began)
+        what, since = [default, *_doing][-1]  # a copy, as another thread changes it
+        silence = now - self._last
+        is_other = what != self._about and silence >= SILENCE and now - self._when >= SILENCE
+        if (silence >= self._wait or is_other) and not self.paused:
+            self._wait = silence + EVERY if self._is_terminal else 2 * silence
+            self._about, self._when = what, now
+            self._show(f"{what} ... {now - since:.0f} s")
 
     def _show(self, line: str) -> None:
         if self._bars():
             return
-        is_new = self._end in ("", "\n", "\r")  # not after a part of a line, such as of an answer
-        if self._is_terminal:
-            self._shown = True
-            self._print(f"{_SAVE}{'' if is_new else ' '}{line}{_ERASE}{_RESTORE}")
-        else:
-            self._print(f"{line}\n" if is_new else f"\n{line}\n")
-            self._end = "\n"
+        with self.lock:
+            if self.paused:
+                return
+            is_new = self._end in ("", "\n", "\r")  # not after a part of a line, as of an answer
+            if self._is_terminal:
+                self._shown = True
+                self._print(f"{_SAVE}{'' if is_new else ' '}{line}{_ERASE}{_RESTORE}")
+            else:
+                self._print(f"{line}\n" if is_new else f"\n{line}\n")
+                self._end = "\n"
 
     def _bars(self) -> bool:
         """Refresh the progress bars; return whether there are any."""

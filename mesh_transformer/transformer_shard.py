@@ -349,7 +349,7 @@ class CausalTransformer(TrainableNetwork):
     def _claim(self, call: Claim) -> None:
         state = jax.tree.leaves(self.saved_template())
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in state)
-        self._writer(call.folder).claim(size)
+        self._writer(call.folder).claim(size if call.room else 0)
 
     @_dispatch.register
     def _set_aside(self, call: SetAside) -> str:

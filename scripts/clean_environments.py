@@ -232,15 +232,19 @@ def check_python(
                 cells = f"{FAILED}: {error}"
             yield f"| {version} | {check.extras} | {cells} |"
         for name in (name for name in RESOLVED if name in extras):
-            seconds = core.install("--dry-run", f"{wheel}[{name}]")
-            yield f"| {version} | {name} | | {seconds:.0f} | resolved, not installed | |"
+            try:
+                seconds = core.install("--dry-run", f"{wheel}[{name}]")
+                cells = f"| {seconds:.0f} | resolved, not installed | |"
+            except InputError as error:
+                cells = f"{FAILED}: {error} |"
+            yield f"| {version} | {name} | {cells}"
 
 
 def report(wheel: Path, source: Path | None, pythons: list[str], extras: list[str]) -> str:
     """Check with several Pythons, and return a table in Markdown.
 
     Raises:
-      InputError: if anything fails, after all else has been checked.
+      InputError: if the core fails, or an extra, after all others have been checked.
     """
     lines = [
         "| Python | extras | MiB | seconds of pip | command | its seconds |",

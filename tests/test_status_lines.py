@@ -106,8 +106,13 @@ def test_no_lines_are_printed_while_the_user_is_to_type(monkeypatch, quick):
         with status_lines.paused():
             watcher = status_lines._watcher
             assert watcher is not None
-            assert watcher.paused
-        assert not watcher.paused
+            printed = err.getvalue()
+            watcher._wait = 0.0  # it would be time for a line
+            watcher.look()
+            assert err.getvalue() == printed
+        watcher._wait = 0.0
+        watcher.look()
+        assert err.getvalue() != printed
 
 
 SCRIPT = """

@@ -192,12 +192,13 @@ class Checkpoints:
         """
         if self._read_only:
             raise RuntimeError(f"{self.folder} was opened read-only; open it without read_only")
-        if self._lock is not None or jax.process_index() != 0:
+        if jax.process_index() != 0:
             return
-        self._lock = lock_folder(os.fspath(self.folder))
-        with convert_failures(lambda error: unwritable_error(self.folder, error)):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._clear_uncommitted()
+        if self._lock is None:
+            self._lock = lock_folder(os.fspath(self.folder))
+            with convert_failures(lambda error: unwritable_error(self.folder, error)):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._clear_uncommitted()
         self._check_room(n_bytes)
 
     def _check_room(self, n_bytes: int) -> None:

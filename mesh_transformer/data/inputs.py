@@ -205,6 +205,7 @@ def _has_type(path: str, types: tuple[str, ...]) -> bool:
 # Names of files that describe a folder, and of those of a folder that holds no text to train on.
 ABOUT = re.compile(r"(readme|licen[cs]e)(\.md)?", re.IGNORECASE)
 MODEL_FILES = {"config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"}
+OWN_FILES = {"metrics.jsonl", "status.json"}  # of a run
 SAMPLE_BYTES = 8192  # of a file without an ending, to see whether it is a text
 
 
@@ -229,12 +230,15 @@ def _files_in(
                 continue
             relative = os.path.join(inside, name)
             path = os.path.join(folder, relative)
-            is_file = files.is_file(path)
+            # Of a file in a bucket, each question is a request.
+            is_file = _has_type(name, types) and files.is_file(path)
             is_folder = not is_file and files.is_folder(path)
-            if is_folder:
+            if is_hidden(name):
+                reason = "hidden"
+            elif is_folder:
                 reason = _reason_of_folder(path)
             else:
-                reason = _reason_of_file(path, types) if is_file else "of other types"
+                reason = _reason_of_file(path) if is_file else "of other types"
             if reason:
                 left[reason].append(f"{relative}/" if is_folder else relative)
             elif not is_folder:
@@ -252,23 +256,22 @@ def _files_in(
 
 def _reason_of_folder(path: str) -> str:
     """Say why a subfolder is left out; return "" if it is not."""
-    name = os.path.basename(path)
-    if is_hidden(name):
-        return "hidden"
     if os.path.islink(path):  # it may lead back
         return "linked"
-    if name.endswith(".partial"):  # see `cli.text_records`
+    if path.endswith(".partial"):  # see `cli.text_records`
         return "unfinished"
-    return "of a model or tokenizer" if MODEL_FILES & {*files.names(path)} else ""
+    inside = files.names(path)
+    if MODEL_FILES & {*inside}:
+        return "of a model or tokenizer"
+    own = any(name in OWN_FILES or name.endswith(".index") for name in inside)
+    return "of records or a run" if own else ""
 
 
-def _reason_of_file(path: str, types: tuple[str, ...]) -> str:
+def _reason_of_file(path: str) -> str:
     """Say why a file of a folder is left out; return "" if it is not."""
     name = os.path.basename(path)
-    if is_hidden(name):
-        return "hidden"
-    if not _has_type(name, types):
-        return "of other types"
+    if name.endswith(".manifest.json") or name in OWN_FILES:
+        return "of records or a run"
     if ABOUT.fullmatch(name):
         return "README or LICENSE"
     return "" if has_ending(name) or _is_text(path) else "not UTF-8"

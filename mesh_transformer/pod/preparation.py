@@ -30,7 +30,7 @@ def check_records(config: Config, *, validate: bool = True) -> None:
     """
     if not (config.hosts_read or config.has_rollouts):
         kind = config.objective_kind
-        with contextlib.closing(open_train_set(config, 1)) as batches:
+        with contextlib.closing(open_train_set(config.replace(shuffle_buffer=0), 1)) as batches:
             if kind is None or not kind.needs_reference:  # which the run has yet to compute
                 batches.get_samples()
     if validate and config.val_batches:

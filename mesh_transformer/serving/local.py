@@ -111,7 +111,7 @@ class LocalRequests:
             answers.
         """
         content, failures = json.dumps(body, default=str).encode(), 0
-        began = time.monotonic()
+        down_since: float | None = None  # when no replica answered first
         while not self._stopped.is_set():
             response = response_to(self._app, path, content)
             try:
@@ -130,16 +130,19 @@ class LocalRequests:
                 self._sent.discard(sent)
             if status == 429:
                 self._stopped.wait(BUSY_SECONDS)
-                began = time.monotonic()
+                down_since = None
                 continue
             problem = None
             if self._service is not None:
                 problem = self._service.engine.health_problem if status >= 500 else None
             elif status == 503:
-                if time.monotonic() < began + REPLICA_SECONDS:
+                down_since = down_since or time.monotonic()
+                if time.monotonic() < down_since + REPLICA_SECONDS:
                     self._stopped.wait(BUSY_SECONDS)
                     continue
-                problem = f"no replica answers within {REPLICA_SECONDS:.0f} s"
+                problem = f"no replica has answered for {REPLICA_SECONDS:.0f} s"
+            else:
+                down_since = None
             failures += status >= 500
             if problem is not None:
                 raise StoppedError(f"the model cannot answer: {problem}; run the command again")

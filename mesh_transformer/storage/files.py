@@ -155,10 +155,9 @@ def sizes_in(folder: str) -> dict[str, int]:
     from gcsfs.core import GCSFileSystem  # gcsfs's own would ask for the kind of the bucket
 
     with convert_storage_errors(folder):
-        found: Any = GCSFileSystem(use_listings_cache=False, skip_instance_cache=True).find(
-            folder, maxdepth=1, detail=True
-        )
-    return {f"{GCS}{name}": int(entry["size"]) for name, entry in found.items()}
+        storage: Any = GCSFileSystem(use_listings_cache=False, skip_instance_cache=True)
+        found = storage.ls(folder, detail=True)
+    return {f"{GCS}{one['name']}": int(one["size"]) for one in found if one["type"] == "file"}
 
 
 def upload(folder: str, target: str, *, replace: bool = False) -> None:

@@ -147,7 +147,7 @@ class _Unsaved(_Fitted):
 
     save_failed = False
 
-    def claim(self, folder: str) -> None:
+    def claim(self, folder: str, *, room: bool = False) -> None:
         """Do nothing."""
 
     def restore(self, folder: str, base: str | None = None) -> None:

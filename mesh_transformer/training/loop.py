@@ -202,6 +202,8 @@ def _train(
                 network.load(config.reference, only_params=True)
                 reference = references.prepare(network, sets)
             aux = restore(network, folder, tune_model_path, fall_back)
+            if aux is None or network.step < total:
+                network.claim(folder, room=True)
             if aux is None:
                 start_weights(network, tune_model_path, fresh_opt)
             status.begin()
@@ -440,6 +442,7 @@ class _Run:
 
     def _save_before_end(self) -> None:
         """Save before an error ends the run, so that training can resume from this step."""
+        self.hooks = []  # one of them may be the error, and would fail again
         try:
             self._finish()
         except Exception as save_error:
@@ -584,9 +587,9 @@ def _hook(name: str) -> Hook:
 
 def _as_number(name: str, value: Any) -> float:
     """Return what a hook has added to a row as a number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"a hook added {name!r} to a row: {brief(repr(value))}, expected a number"
-        ) from None
+    with contextlib.suppress(TypeError, ValueError):
+        if math.isfinite(number := float(value)):  # others are not JSON
+            return number
+    raise InputError(
+        f"a hook added {name!r} to a row: {brief(repr(value))}, expected a finite number"
+    )

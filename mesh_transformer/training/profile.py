@@ -8,6 +8,8 @@ import jax
 
 from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.storage import files
+from mesh_transformer.storage.access import replace_errors
+from mesh_transformer.util import InputError, first_line
 
 NAME = "profile"  # of the folder in a model folder
 
@@ -17,11 +19,24 @@ def traced(folder: str) -> Iterator[None]:
     """Record a trace while the context lasts, in a folder that may be in a bucket."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # events of Python calls would slow the program down
-    with (
-        files.output_folder(folder) as local,
-        jax.profiler.trace(os.fspath(local), profiler_options=options),
-    ):
-        yield
+    with files.output_folder(folder) as local:
+        with _told(folder):  # another trace may be active
+            jax.profiler.start_trace(os.fspath(local), profiler_options=options)
+        try:
+            yield
+        finally:
+            with _told(folder):
+                jax.profiler.stop_trace()
+
+
+def _told(folder: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that converts the profiler's errors to InputErrors."""
+
+    def convert(error: Exception) -> Exception:
+        is_own = isinstance(error, RuntimeError)
+        return InputError(f"{folder}: {first_line(error)}") if is_own else error
+
+    return replace_errors(convert)
 
 
 class ProfiledSteps:

@@ -72,6 +72,7 @@ def read(folder: str) -> dict[str, Any]:
         return {}
     if not isinstance(status, dict):
         return {}
-    if status.get("state") == "running" and not is_locked(folder):
-        return status | {"state": "killed"}
+    with contextlib.suppress(OSError, InputError):  # else whether it was killed is unknown
+        if status.get("state") == "running" and not is_locked(folder):
+            status["state"] = "killed"
     return status

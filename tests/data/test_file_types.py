@@ -210,7 +210,13 @@ def test_subfolders_markdown_and_files_without_an_ending_are_read(tmp_path):
     contents = dict.fromkeys(read, text) | {"data.md/e.jsonl": '{"text": "row"}\n'}
     contents |= {".git/f.txt": other, "b/.g": other, ".h.partial/tokens": other}
     contents |= {"README.md": other, "b/Readme": other, "LICENSE": other, "b/i.html": other}
-    contents |= {"bpe/tokenizer.json": "{}", "bpe/merges.txt": other, "set.partial/tokens": other}
+    contents |= {"set/a.index": other, "set/a.manifest.json": "{}", "run/metrics.jsonl": "{}"}
+    contents |= {
+        "a.manifest.json": "{}",
+        "bpe/tokenizer.json": "{}",
+        "bpe/merges.txt": other,
+        "set.partial/tokens": other,
+    }
     for name, content in contents.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -224,7 +230,8 @@ def test_subfolders_markdown_and_files_without_an_ending_are_read(tmp_path):
     assert left_out(str(tmp_path), FILE_TYPES) == (
         "left out: 3 README or LICENSE (LICENSE, README.md, ...), 3 hidden (.git/, .h.partial/, "
         "...), 1 linked (loop/), 2 not UTF-8 (latin, tokens), 1 of a model or tokenizer (bpe/), "
-        "2 of other types (b/i.html, lost.txt), 1 unfinished (set.partial/)"
+        "2 of other types (b/i.html, lost.txt), 3 of records or a run (a.manifest.json, run/, "
+        "...), 1 unfinished (set.partial/)"
     )
     for name in ("README.md", "LICENSE", "notes"):  # a file that is named is read
         path = tmp_path / name

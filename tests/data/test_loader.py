@@ -169,6 +169,8 @@ def test_a_uri_is_read_like_a_path(index, files, tmp_path, monkeypatch):
         names = [f"many/{number}.tfrecords" for number in range(1200)]
         for name in names:
             gcs._put(("loader", name), content)
+        for number in range(5000):  # below the folder, not in it
+            gcs._put(("loader", f"many/more/{number}"), b"")
         gcs._put(("loader", "many.index"), "\n".join(f"gs://loader/{x}" for x in names).encode())
         before = gcs.requests
         loader = load("gs://loader/many.index", 5)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -324,3 +325,27 @@ def test_a_killed_command_writes_the_same_bytes(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "whole.jsonl exists; choose another file" in result.stderr
+
+
+@pytest.mark.parametrize("deaths", [1, 3])
+def test_a_row_waits_for_another_replica_after_a_death(
+    monkeypatch: pytest.MonkeyPatch, deaths: int
+) -> None:
+    """The time counts from the first death, not from the beginning of the answer."""
+    clock = [0.0]
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(local, "BUSY_SECONDS", 0.0)
+    left = iter(range(deaths, -1, -1))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        clock[0] += 1.2 * local.REPLICA_SECONDS
+        status = 503 if next(left) else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    with local.running_loop() as loop, LocalRequests(app, loop) as requests:
+        if deaths == 1:
+            assert requests.post("/v1/completions", {}) == (200, {})
+            return
+        with pytest.raises(StoppedError, match="no replica has answered for 600 s"):
+            requests.post("/v1/completions", {})

@@ -68,9 +68,11 @@ def test_a_run_that_ends_before_the_last_of_the_steps_writes_its_trace(run, monk
     assert steps_in(folder) == 2
 
 
-def test_a_trace_that_cannot_be_written_does_not_end_the_run(run, tmp_path, capsys):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/profile").touch()  # where the folder would be
+@pytest.mark.parametrize("name", ["profile", "profile/plugins"])  # where folders would be
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(run, tmp_path, capsys, name):
+    path = tmp_path / "full" / name
+    path.parent.mkdir(parents=True)
+    path.touch()
     folder = run("full", "--profile", "4-6")
     assert f"{folder}/profile: no trace is written: " in capsys.readouterr().err
     assert len(rows_of(folder)) == 8

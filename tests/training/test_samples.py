@@ -9,6 +9,7 @@ import pytest
 
 from mesh_transformer.config import Config
 from mesh_transformer.training import loop
+from mesh_transformer.training.samples import Samples
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError
 from tests.support.small_run import assert_same_rows, rows_of, run_values
@@ -54,3 +55,27 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_the_first_step(tmp_path
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     with pytest.raises(InputError, match="sample_prompts is str 'a', expected list of str"):
         Config.from_dict(values | {"sample_prompts": "a"})
+
+
+def test_texts_of_a_model_with_fixed_positions_fit_into_its_window(tmp_path):
+    values = run_values(tmp_path, **CHANGES) | {"block": "gpt2", "pe": "fixed"}
+    network = CausalTransformer(values | {"sample_prompts": ["a", "ab"]})
+    report = Samples(network).report()
+    assert report.count("step 0, sample:") == 2
+    long = "a" * (network.config.seq + 1)
+    network = CausalTransformer(values | {"sample_prompts": [long]}, init=False)
+    with pytest.raises(InputError, match=r"sample_prompts: a prompt has \d+ tokens.*\(seq \+ 1\)"):
+        loop.train(network, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_hook_that_fails_does_not_prevent_the_last_save(tmp_path):
+    def fail(row):
+        if row["step"] >= 3:
+            raise KeyError("hook")
+
+    network = CausalTransformer(run_values(tmp_path, **CHANGES), init=False)
+    with pytest.raises(KeyError, match="hook"):
+        loop.train(network, str(tmp_path / "run"), on_row=fail)
+    assert (tmp_path / "run" / f"step_{network.step}").is_dir()
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [*range(1, network.step + 1)]
