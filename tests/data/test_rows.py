@@ -51,6 +51,7 @@ def write_rows(folder: Path, kind: str) -> None:
         (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
