@@ -391,7 +391,7 @@ BAD_VALUES = [
     ),
     (
         {"seq": 8},
-        r"{}/train_one.tfrecords: record 0 \(the first is 0\) holds 17 tokens, but config "
+        r"{}/val_one.tfrecords: record 0 \(the first is 0\) holds 17 tokens, but config "
         r"key seq 8 ",
     ),
 ]
