@@ -167,7 +167,7 @@ class Config(Model):
     val_batches: int = 100  # batches per validation set; 0: no validation
     val_batch_multiplier: float = 1.0  # sequences per validation batch, relative to a microbatch
     val_by_position: bool = False  # also measure losses by position: 0-127, 128-255, 256-511...
-    val_every: int = 500  # updates between validations; the last step has one, too
+    val_every: int = 500  # updates between validations; step total_steps has one, too
     ckpt_every: int = 500  # updates between checkpoints
     keep_n: int = 3  # newest checkpoints to keep
     keep_every: int = 10000  # also keep checkpoints at multiples of this step

@@ -172,7 +172,7 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
         choices=TRAIN_MODES + EVAL_MODES,
         default=TRAIN_MODES[0],
         help="train_and_eval: train, and score the config's val_set and eval_harness_tasks every "
-        "val_every steps and at the last one; train: without scores; eval: score the newest "
+        "val_every steps and at total_steps; train: without scores; eval: score the newest "
         "checkpoint, or --tune-model-path; eval_all: score every step of the model folder "
         "(default %(default)s)",
     )

@@ -553,8 +553,11 @@ class _Run:
         """Print texts that the network writes now, if the config asks for any."""
         if self.samples is not None and not self.signals:
             self._log_steps(0)
+            shown = self.bar.postfix
+            self.bar.set_postfix_str("sampling")  # which compiles the first time
             with self.ledger.spending("validation"):
                 self.bar.write(self.samples.report())
+            self.bar.set_postfix_str(shown or "")
             self.clock.restart()
 
     def _save(self, *, again: bool = False) -> None:
