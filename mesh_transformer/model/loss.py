@@ -30,7 +30,7 @@ from mesh_transformer.model.transformer import (
     segment_runs,
     transforms,
 )
-from mesh_transformer.util import load_named
+from mesh_transformer.util import InputError, first_line, load_named
 
 
 class Losses(NamedTuple):
@@ -409,11 +409,31 @@ def train_loss(
     """
     result = losses(params, tokens_BT, targets_BT, config, par, segments_BT, key_B)
     if config.token_loss is not None:
-        own = par.by_rows(load_named(str(config.token_loss), "token_loss"))
-        result = result._replace(loss_BT=own(result.loss_BT))
+        result = result._replace(loss_BT=_own_loss(str(config.token_loss), result.loss_BT, par))
     if weights is None:
         z_loss = config.z_loss * jnp.mean(jnp.square(result.log_sum_BT))
         return result.loss_BT.mean() + z_loss, result.loss_BT[:, -1].mean() + z_loss
     z_loss = config.z_loss * jnp.mean(weights.every_BT * jnp.square(result.log_sum_BT))
     every = jnp.mean(weights.every_BT * result.loss_BT)
     return every + z_loss, jnp.mean(weights.last_BT * result.loss_BT) + z_loss
+
+
+def _own_loss(name: str, loss_BT: Array, par: Parallel) -> Array:
+    """Return what the function that `token_loss` names makes of the loss of each target.
+
+    Raises:
+      InputError: if the function fails, or returns something else than an array [B, T].
+    """
+    own = par.by_rows(load_named(name, "token_loss"))
+    try:
+        result = own(loss_BT)
+    except (TypeError, ValueError, IndexError) as error:
+        raise InputError(
+            f"token_loss {name}: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    if (shape := jnp.shape(result)) != loss_BT.shape:
+        raise InputError(
+            f"token_loss {name} returned an array of shape {shape}, expected {loss_BT.shape}: the "
+            "loss of each target [B, T]"
+        )
+    return result

@@ -18,7 +18,7 @@ NAME = "status.json"
 class RunStatus(contextlib.AbstractContextManager["RunStatus"]):
     """Keeps the file of a run's status while the context lasts.
 
-    A new run has the file from `begin` on, so that one that is refused leaves nothing.  A file that
+    The file changes from `begin` on, so that a start that is refused changes nothing.  A file that
     cannot be written, as on a full disk, does not end the run.
 
     Args:
@@ -29,11 +29,7 @@ class RunStatus(contextlib.AbstractContextManager["RunStatus"]):
     def __init__(self, network: TrainableNetwork, folder: str, total: int):
         self._network, self._path = network, f"{folder}/{NAME}"
         self._facts = {"total_steps": total, "host": socket.gethostname(), "process": os.getpid()}
-        self._has_begun = files.is_file(self._path)
-
-    def __enter__(self) -> "RunStatus":
-        self._write(state="running")
-        return self
+        self._has_begun = False
 
     def begin(self) -> None:
         """Call this when the run has its weights."""

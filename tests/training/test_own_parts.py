@@ -235,6 +235,25 @@ def test_wrong_metrics_are_refused(network_of, files, code, line):
         network.train(sample_of(network))
 
 
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (
+            "return losses[:, ::2]",
+            r"returned an array of shape \(\d+, 8\), expected \(\d+, 16\): the",
+        ),
+        ("return losses.mean()", r"returned an array of shape \(\), expected"),
+        ("return losses[0, 0, 0]", r"IndexError: Too many indices"),
+    ],
+)
+def test_wrong_losses_are_refused(network_of, files, code, line):
+    name = f"losses_{len(code)}"
+    (files / f"{name}.py").write_text(f"def f(losses):\n    {code}\n")
+    network = network_of(token_loss=f"{name}:f", z_loss=0.0)
+    with pytest.raises(InputError, match=f"token_loss {name}:f:? {line}"):
+        network.train(sample_of(network))
+
+
 def test_hooks_add_numbers(network_of, tmp_path):
     network = network_of(total_steps=2)
     data = np.arange(500) % network.config.n_vocab
@@ -245,7 +264,7 @@ def test_hooks_add_numbers(network_of, tmp_path):
     assert [json.loads(line)["twice"] for line in lines] == [2.0, 4.0]
     assert [row["twice"] for row in rows] == [2.0, 4.0]
     wrong = [lambda row: row.update(text="two")]
-    with pytest.raises(InputError, match="a hook added 'text' to a row: 'two', expected a number"):
+    with pytest.raises(InputError, match="a hook added 'text' to a row: 'two', expected a finite"):
         mesh_transformer.fit(network, data, steps=3, hooks=wrong)
 
 
