@@ -125,35 +125,45 @@ def serve_replicas(args: argparse.Namespace, options: dict[str, Any]) -> None:
     keys = Keys(args.api_key_file)
     limits = KeyLimits(args.key_requests, args.key_concurrent)
     chosen, window = replica_arguments(args)
-    with listen(args.host, args.port) as socket, ray_cluster(args.ray):
-        from mesh_transformer.pod.replicas import Replicas
-
-        name = f"mesh-transformer-{socket.getsockname()[1]}-{os.uname().nodename}"
-        drain = args.drain_seconds
-        replicas = Replicas(
-            name, args.replicas, args.rows, args.replica_resources, drain, args.spare_replica
-        )
-        try:
-            build = functools.partial(application, key_file=args.api_key_file, **options)
-            renewal = Renewal(args, build, replicas)
-            renewal.deploy(chosen)
-            signal.signal(signal.SIGHUP, lambda *_: renewal.start())
-            log = sys.stderr if args.log_requests else None
-            hosts = [args.host, *args.allow_host]
-            front = create_front(replicas, keys, window, args.allow_origin, hosts, log, limits)
-            serve(front, socket, drain)
-        finally:
-            replicas.close()
+    drain = args.drain_seconds
+    with (
+        listen(args.host, args.port) as socket,
+        running_replicas(args, socket.getsockname()[1], drain, args.spare_replica) as replicas,
+    ):
+        build = functools.partial(application, key_file=args.api_key_file, **options)
+        renewal = Renewal(args, build, replicas)
+        renewal.deploy(chosen)
+        signal.signal(signal.SIGHUP, lambda *_: renewal.start())
+        log = sys.stderr if args.log_requests else None
+        hosts = [args.host, *args.allow_host]
+        front = create_front(replicas, keys, window, args.allow_origin, hosts, log, limits)
+        serve(front, socket, drain)
     exit_now("", 0)
 
 
 @contextlib.contextmanager
-def ray_cluster(address: str) -> Iterator[None]:
-    """Connect this process to the Ray cluster at an address, or to one that is started here."""
+def running_replicas(
+    args: argparse.Namespace, number: int, drain_seconds: float = 0.0, spare: bool = False
+) -> "Iterator[Replicas]":
+    """Return a context manager that yields replicas to deploy, and ends them.
+
+    They are on the Ray cluster at the address --ray, or on one that is started here.
+
+    Args:
+      number: tells these replicas from others of this machine.
+      drain_seconds, spare: see `Replicas`.
+    """
     from mesh_transformer.pod.ray_head import RayHead, connected
 
-    with RayHead(OBJECT_STORE) if address == "local" else connected(address):
-        yield
+    with RayHead(OBJECT_STORE) if args.ray == "local" else connected(args.ray):
+        from mesh_transformer.pod.replicas import Replicas
+
+        name, resources = f"mesh-transformer-{number}-{os.uname().nodename}", args.replica_resources
+        replicas = Replicas(name, args.replicas, args.rows, resources, drain_seconds, spare)
+        try:
+            yield replicas
+        finally:
+            replicas.close()
 
 
 def replica_arguments(args: argparse.Namespace) -> tuple[argparse.Namespace, int]:
@@ -218,15 +228,7 @@ def replica_requests(
     from mesh_transformer.serving.requests import Keys
 
     chosen, window = replica_arguments(args)
-    with ray_cluster(args.ray):
-        from mesh_transformer.pod.replicas import Replicas
-
-        name = f"mesh-transformer-{os.getpid()}-{os.uname().nodename}"
-        replicas = Replicas(name, args.replicas, args.rows, args.replica_resources, 0.0)
-        try:
-            replicas.deploy(functools.partial(application, chosen, **options))
-            front = create_front(replicas, Keys(None), window)
-            with running_loop() as loop, LocalRequests(front, loop) as requests:
-                yield requests, replicas
-        finally:
-            replicas.close()
+    with running_replicas(args, os.getpid()) as replicas, running_loop() as loop:
+        replicas.deploy(functools.partial(application, chosen, **options))
+        with LocalRequests(create_front(replicas, Keys(None), window), loop) as requests:
+            yield requests, replicas

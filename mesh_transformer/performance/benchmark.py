@@ -29,6 +29,7 @@ from mesh_transformer.model import flops
 from mesh_transformer.performance.device_arrays import abstract_rows, cache_read, weights_read
 from mesh_transformer.performance.hlo import Program, planned_memory
 from mesh_transformer.training import step as steps
+from mesh_transformer.training.profile import traced
 from mesh_transformer.util import InputError
 
 PROFILED_STEPS = 3
@@ -143,13 +144,6 @@ def random_sample(config: Config, rows: Rows, seed: int = 0) -> dict[str, np.nda
     rng = np.random.default_rng((seed, rows.replicas[0]))
     tokens = rng.integers(0, config.n_vocab, shape).astype(np.uint32)
     return {"obs": tokens[..., :-1], "target": tokens[..., 1:]}
-
-
-def traced(folder: str) -> Any:
-    """Return a context in which a profiler trace is recorded."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # events of Python calls would slow the program down
-    return jax.profiler.trace(folder, profiler_options=options)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:

@@ -7,10 +7,8 @@ import hashlib
 import json
 import os
 import re
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -91,7 +89,9 @@ def compiled(
         raise OutOfTimeError
     began = time.perf_counter()
     try:
-        with _progress(f"compiling for {topology}{setting and f', {setting}'}"):
+        what = f"compiling for {topology}{setting and f', {setting}'}"
+        # Status lines refresh it.
+        with tqdm(desc=what, bar_format="{desc}: {elapsed}", dynamic_ncols=True):
             program = _within(deadline, lambda: lowered.compile(compiler_options=options))
     except jax.errors.JaxRuntimeError as error:
         size = _OUT_OF_MEMORY.search(str(error))
@@ -141,24 +141,6 @@ def _within(deadline: float | None, compile_program: Callable[[], Any]) -> Any:
         return result.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
         raise OutOfTimeError from None
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """Show on stderr how long something has run: every second in a terminal, else every 30."""
-    done, every = threading.Event(), 1 if sys.stderr.isatty() else 30
-    with tqdm(desc=what, bar_format="{desc}: {elapsed}", dynamic_ncols=True) as bar:
-
-        def show() -> None:
-            while not done.wait(every):
-                bar.refresh()
-
-        thread = start_thread(show, name="progress")
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
 
 
 def _entry(text: str, devices: list[Any], options: dict[str, Any] | None) -> Path | None:

@@ -251,7 +251,7 @@ class Fleet(TrainableNetwork):
                 return self._train(call)
             case Save() | Wait():
                 return self._save(call)
-            case Claim() | Restore():
+            case Claim(room=False) | Restore():  # the check for room follows these
                 self._check_shared(call.folder)
             case Trace():
                 call = dataclasses.replace(call, ranks=self._first_ranks)
