@@ -99,13 +99,15 @@ def test_answers_are_those_of_one_server_and_prefixes_stay_on_their_replica(serv
     assert cached >= 0.7 * sum(entry["prompt_tokens"] for entry in usage)
 
 
-def test_limits_of_a_key_and_requests_without_one(server):
+def test_requests_without_a_key_are_refused_and_replicas_are_counted(server):
     for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": ""}):
         assert (
             server.http.post("/v1/completions", json=REQUESTS[0], headers=headers).status_code
             == 401
         )
-    assert server.metric("mesh_transformer_front_replicas") == {"": 2}
+    # Ray may just be replacing one that was too slow on a busy machine.
+    name = "mesh_transformer_front_replicas"
+    wait_until(lambda: server.metric(name) == {"": 2}, "two replicas are counted")
 
 
 def test_a_killed_replica_is_replaced_and_loses_no_answer(server, expected):
