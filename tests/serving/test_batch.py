@@ -301,6 +301,8 @@ def test_a_full_queue_and_a_failing_network_are_asked_again(
         ([line(1)], ["--task", "scores"], "--task: lines of OpenAI's batch format have"),
         ([{"prompt": "a"}], [], "absent"),
         ("no JSON", [], "line 1 is not JSON"),
+        ([line(1)], ["--replicas", "2", "--local-hosts", "2"], "does not support --local-hosts"),
+        ([line(1)], ["--replica-hosts", "2"], "--replica-hosts requires --replicas"),
     ],
 )
 def test_unusable_input_is_named_before_the_model_is_loaded(
