@@ -128,16 +128,13 @@ def run(folder: Path, rounds: int, gcs: FakeGcs, environment: dict[str, str], ki
         with ray_cluster(cpus[0]) as cluster:
             others = [add_node(cluster, count) for count in cpus[1:]]
             gcs.fault = faults
-            run_round(
-                f"gs://{BUCKET}",
-                number,
-                cluster,
-                others,
-                generator,
-                folder / f"{number}.log",
-                lambda name: stored(environment, name) == expected,
-            )
-            gcs.fault = lambda: None
+
+            def is_equal(name: str) -> bool:
+                gcs.fault = lambda: None
+                return stored(environment, name) == expected
+
+            log = folder / f"{number}.log"
+            run_round(f"gs://{BUCKET}", number, cluster, others, generator, log, is_equal)
     print(f"{rounds} sets equal; {gcs.requests} requests, of which failed: {dict(faults.made)}")
 
 
