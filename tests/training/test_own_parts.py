@@ -287,6 +287,20 @@ def test_a_norm_is_the_function_of_its_parameters(network_of):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)  # sums in another order
 
 
+@pytest.mark.parametrize("mesh", [{}, ON_A_MESH, {"tpu_size": 4, "context_parallel": 2}])
+def test_a_position_embedding_does_what_rotary_does(network_of, mesh):
+    """Also in generation, position by position."""
+    keys = {"rotary_pairs": "halves", "pe_rotary_dims": 8}
+    own, usual = network_of(pe="turned:rotate", **mesh), network_of(**keys, **mesh)
+    usual.replace(params=own.params)
+    sample = {name: rows[0] for name, rows in sample_of(own).items()}
+    losses = [x.eval(sample)["loss"] for x in (own, usual)]
+    np.testing.assert_allclose(*losses, rtol=0, atol=1e-5)  # angles round differently
+    prompts, lengths = sample["obs"][:, :8], [5] * len(sample["obs"])
+    one, other = (x.generate(prompts, lengths, 6, {"temp": 0.0}) for x in (own, usual))
+    np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("mesh", [{}, ON_A_MESH])
 def test_a_loss_and_metrics_are_those_of_plain_code(network_of, mesh):
     network = network_of(
@@ -377,7 +391,10 @@ def test_what_cannot_be_used_is_refused_in_one_line(network_of, changes, line):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", [{"activation": "jax.nn:hard_swish"}, {"norm": "dyt:dyt"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"activation": "jax.nn:hard_swish"}, {"norm": "dyt:dyt"}, {"pe": "turned:rotate"}],
+)
 @pytest.mark.parametrize("kind", ["hf", "original"])
 def test_other_formats_refuse_functions_in_one_line(network_of, tmp_path, changes, kind):
     network = network_of(**changes)
