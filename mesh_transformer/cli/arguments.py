@@ -433,14 +433,19 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder or GGUF file of a tokenizer or its model, hub name, gpt2 or bytes (default "
         "gpt2)",
     )
+    add_ray_argument(parser)
+    add_input_arguments(parser)
+
+
+def add_ray_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the flag --ray, which `ray_workers` reads."""
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="tokenise on the Ray cluster at HOST:PORT or auto, which finds it; all its machines "
-        "must reach the input and the output folder at the same paths (default: this machine "
-        "alone)",
+        help="read the input on the Ray cluster at HOST:PORT or auto, which finds it; all its "
+        "machines must reach the input and the output folder at the same paths (default: this "
+        "machine alone)",
     )
-    add_input_arguments(parser)
 
 
 def ray_workers(address: str | None) -> "contextlib.AbstractContextManager[Workers | None]":
