@@ -65,6 +65,18 @@ def token_count(text: str) -> int:
     return int(tokens)
 
 
+def byte_count(text: str) -> int:
+    """Parse an amount of text, such as 500MB or 10GB; for use as argparse's `type`.
+
+    As for files, K is 10**3, M 10**6, G 10**9 and T 10**12.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper().replace(",", ""))
+    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of bytes such as 500MB or 10GB")
+    return size
+
+
 def add_batch_tokens(parser: argparse.ArgumentParser, note: str) -> None:
     """Add the flag --batch-tokens, whose help ends in `note`."""
     parser.add_argument(

@@ -156,6 +156,38 @@ def split(
     ]
 
 
+def sample(
+    files: list[str],
+    folder: str,
+    *,
+    size: int,
+    seed: int,
+    skip_bad: bool,
+    column: str,
+    workers: Workers | None = None,
+) -> str | None:
+    """Write about `size` bytes of text, in documents chosen at random, and return the file's path.
+
+    The documents are chosen as those of a validation part (see `choose`).
+
+    Args:
+      folder: where to write, which the caller deletes.
+      workers: see `split`.
+
+    Returns:
+      The path; None if the text is not larger than `size`, and nothing is written.
+    """
+    work = Measuring(local_path(os.path.join(folder, PARTS)), os.getcwd(), column)
+    measured = measure(work, files, skip_bad, workers)
+    total = sum(one for one in measured.sizes if one > 0)
+    if total <= size:
+        return None
+    choice = choose(measured.sizes, size / total, seed)
+    with output_folder(folder) as local, _files(local, are_rows=False) as outputs:
+        write(work, measured, choice, outputs, workers, others=LEFT_OUT)
+    return os.path.join(folder, f"{NAMES[1]}{ENDING}")
+
+
 @contextlib.contextmanager
 def _files(folder: Path, are_rows: bool) -> Iterator[list[Output]]:
     """Yield the outputs in a folder, whose files appear when the block ends without an error."""
@@ -195,7 +227,7 @@ def measure(work: Measuring, files: list[str], skip_bad: bool, workers: Workers 
     """Measure the documents in files, here or by means of workers."""
     bad = BadInputHandler(skip_bad)
     measured = Measured([], array("q"), bad.counts)
-    with _bar("measuring", files) as bar:
+    with _bar("measuring", sum(map(size, files))) as bar:
         for part, sizes in _measured(work, files, bad, workers, bar):
             measured.parts.append((part, len(sizes)))
             measured.sizes.extend(sizes)
@@ -271,25 +303,28 @@ def write(
     Raises:
       InputError: if a file has changed since it was measured.
     """
-    sizes, size = measured.sizes, 0 if choice.cut is None else measured.sizes[choice.cut]
-    writing = Writing(work.folder, work.root, work.column, size - choice.cut_bytes)
-    expected: deque[int] = deque()  # bytes of the parts that are not written yet
+    sizes, cut = measured.sizes, choice.cut
+    position = 0 if cut is None else sizes[cut] - choice.cut_bytes
+    writing = Writing(work.folder, work.root, work.column, position)
+    expected: deque[int] = deque()  # bytes of text of the parts that are not written yet
 
-    def chosen() -> Iterator[Part]:
+    def chosen(bar: tqdm) -> Iterator[Part]:
         first = 0
         for part, count in measured.parts:
             own = range(first, first + count)
             choices = "".join(_choice(number, sizes, choice, others) for number in own)
+            pairs = zip(own, choices, strict=True)
+            text = sum(sizes[number] for number, one in pairs if one != LEFT_OUT)
             first += count
-            chosen_sizes = (
-                sizes[n] for n, one in zip(own, choices, strict=True) if one != LEFT_OUT
-            )
-            expected.append(sum(chosen_sizes))
-            yield part._replace(choices=choices)
+            if text:
+                expected.append(text)
+                yield part._replace(choices=choices)
+            else:
+                bar.update(part.size)
 
-    with _bar("writing", [part.path for part, _ in measured.parts if not part.start]) as bar:
+    with _bar("writing", sum(part.size for part, _ in measured.parts)) as bar:
         before = 0
-        for part in _written(writing, chosen(), outputs, workers, bar):
+        for part in _written(writing, chosen(bar), outputs, workers, bar):
             copied = sum(output.bytes for output in outputs)
             if copied - before != expected.popleft():
                 raise InputError(f"{part.path} changed while it was read; run the command again")
@@ -332,5 +367,5 @@ def _written(
         yield part
 
 
-def _bar(title: str, files: list[str]) -> tqdm:
-    return tqdm(unit="B", unit_scale=True, desc=title, total=sum(map(size, files)))
+def _bar(title: str, total: int) -> tqdm:
+    return tqdm(unit="B", unit_scale=True, desc=title, total=total)
