@@ -116,7 +116,7 @@ class Reader(Protocol):
         joined.
     """
 
-    contents: tuple[str, ...]
+    contents: ClassVar[tuple[str, ...]]
 
     def result(self, part: Part, folder: Path) -> Result:
         """Write the content of a part into files of an empty folder."""
@@ -361,15 +361,14 @@ class InFile(BadInputHandler):
 
     def __init__(self, part: Part, numbered: int, bad: BadInputHandler):
         super().__init__(bad.skip)
-        self._place = re.compile(rf"({re.escape(part.path)}: (?:line|document) )(\d+)")
-        self._numbered, self._bad = numbered, bad
+        self._path, self._numbered, self._bad = part.path, numbered, bad
 
     def __call__(self, error: BadInputError) -> None:
+        place = re.compile(rf"({re.escape(self._path)}: (?:line|document) )(\d+)")
         message = str(error)
-        if self._numbered and (match := self._place.match(message)):
+        if match := place.match(message):
             message = f"{match[1]}{int(match[2]) + self._numbered}{message[match.end() :]}"
-            error = BadInputError(error.reason, message)
-        self._bad(error)
+        self._bad(BadInputError(error.reason, message))
 
 
 def report(part: Part, result: Result, numbered: int, bad: BadInputHandler) -> None:

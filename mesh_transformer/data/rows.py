@@ -8,7 +8,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -169,7 +169,7 @@ class RowWork(Work):
 class _RowReader:
     """Tokenises the rows of one file after another; see `Reader`."""
 
-    contents: tuple[str, ...] = ("groups",)
+    contents: ClassVar[tuple[str, ...]] = ("groups",)
 
     def __init__(self, work: RowWork):
         self._work = work

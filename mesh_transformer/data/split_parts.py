@@ -207,9 +207,10 @@ class Output:
         self.bytes += size
         if is_frame:
             self.end_frame()
-        start = file.tell()
-        content = Span(start, start + stored).reader(file)
-        shutil.copyfileobj(content, self._raw if is_frame else self._stream())
+        if stored:
+            start = file.tell()
+            content = Span(start, start + stored).reader(file)
+            shutil.copyfileobj(content, self._raw if is_frame else self._stream())
 
     def end_frame(self) -> None:
         """Let later documents begin a new frame."""

@@ -60,7 +60,7 @@ class TextWork(Work):
 class _PartTokenizing(Tokenizing):
     """Tokenises one part after another; see `Reader`."""
 
-    contents: tuple[str, ...] = ("ends", "tokens")
+    contents: ClassVar[tuple[str, ...]] = ("ends", "tokens")
     batches_ahead = 0
     shows_progress = False
 
