@@ -4,12 +4,14 @@ import contextlib
 import json
 import random
 import re
+from io import BufferedReader
 
 import pytest
 
 from mesh_transformer.cli import new_tokenizer
 from mesh_transformer.cli import split as script
 from mesh_transformer.data import documents, parts, split, split_parts
+from mesh_transformer.data.contents import ZstandardReader
 from mesh_transformer.util import InputError
 from tests.cli.test_split import both
 from tests.data.test_parts import END, write_large_files
@@ -45,6 +47,17 @@ def run(monkeypatch, capsys):
     return run
 
 
+def text_of(folder):
+    """Return the text of each of the two parts; long documents are cut into lines anywhere."""
+    texts = []
+    for name in split_parts.NAMES:
+        with open(folder / f"{name}.jsonl.zst", "rb") as raw:
+            texts.append(
+                "".join(json.loads(line)["text"] for line in BufferedReader(ZstandardReader(raw)))
+            )
+    return texts
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("validation", [0.002, 0.3])
 def test_workers_in_any_order_give_the_bytes_of_one_process(tmp_path, run, seed, validation):
@@ -65,8 +78,7 @@ def test_workers_in_any_order_give_the_bytes_of_one_process(tmp_path, run, seed,
     # With parts of another size, the choice and the text are the same.
     split.PART_BYTES = 1 << 20
     run(tmp_path / "in", tmp_path / "large parts", None, *options)
-    one, large = (both(tmp_path / name) for name in ("one", "large parts"))
-    assert [*map("".join, one)] == [*map("".join, large)]
+    assert text_of(tmp_path / "large parts") == text_of(tmp_path / "one")
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -92,7 +104,7 @@ def test_no_finished_part_is_read_again(tmp_path, run):
     assert len(begun) == len(set(begun))
     measured = {part for part in begun if not part.choices}
     written = {part._replace(choices="") for part in begun if part.choices}
-    assert len(measured) > 40
+    assert len(measured) > 30
     assert written < measured  # empty files are not written
     assert {part.path for part in measured - written} == {str(tmp_path / "in" / "empty.txt")}
 
