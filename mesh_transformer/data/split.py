@@ -29,7 +29,6 @@ from mesh_transformer.data.split_parts import (
     BAD,
     COUNTS,
     CUT,
-    FRAME_BYTES,
     LEFT_OUT,
     NAMES,
     TRAIN,
@@ -46,6 +45,7 @@ from mesh_transformer.util import InputError
 ENDING = ".jsonl.zst"
 PARTS = "split.partial"  # folder, in the output folder, of the parts that workers have finished
 PART_BYTES = 1 << 27  # some seconds of work for one core
+FRAME_BYTES = 1 << 20  # smaller parts are compressed together with their neighbours
 
 
 class SplitPart(NamedTuple):
@@ -305,7 +305,7 @@ def write(
     """
     sizes, cut = measured.sizes, choice.cut
     position = 0 if cut is None else sizes[cut] - choice.cut_bytes
-    writing = Writing(work.folder, work.root, work.column, position)
+    writing = Writing(work.folder, work.root, work.column, position, FRAME_BYTES)
     expected: deque[int] = deque()  # bytes of text of the parts that are not written yet
 
     def chosen(bar: tqdm) -> Iterator[Part]:
@@ -349,7 +349,7 @@ def _written(
     """Write one part after another, and yield each one when it is written."""
     if workers is None:
         for part in parts:
-            frames = outputs if part.size >= FRAME_BYTES else []
+            frames = outputs if work.has_frames(part) else []
             for output in frames:
                 output.end_frame()
             work.write(part, outputs, bar.update)
@@ -363,7 +363,7 @@ def _written(
         with finished.content(part, result) as file:
             for name, output in zip(NAMES, outputs, strict=True):
                 stored, documents, text = (result.counts[f"{name} {kind}"] for kind in COUNTS)
-                output.append(file, stored, documents, text, part.size >= FRAME_BYTES)
+                output.append(file, stored, documents, text, work.has_frames(part))
         yield part
 
 

@@ -27,9 +27,6 @@ from mesh_transformer.util import InputError
 
 NAMES = ("train", "val")
 COUNTS = ("stored", "documents", "bytes")  # of each of the two, in the results of parts
-FRAME_BYTES = (
-    1 << 20
-)  # parts of files that are at least so large have zstandard frames of their own
 LINE_CHARACTERS = 1 << 22  # longer documents are written as several lines, to limit memory use
 WINDOW_CHARACTERS = 1 << 16  # characters to read after a cut; a better place is sought among them
 BAD = -1  # the size of an unusable document
@@ -118,21 +115,26 @@ class Writing(Measuring):
 
     Attributes:
       cut: of the document that is cut, the size in bytes of the text before the cut, about.
+      frame_bytes: parts of at least this size have zstandard frames of their own.
     """
 
     cut: int
+    frame_bytes: int
     contents: ClassVar[tuple[str, ...]] = NAMES
 
     @functools.cached_property
     def settings(self) -> list[Any]:
-        return [PIECES, self.versions, self.column, self.cut]
+        return [PIECES, self.versions, self.column, self.cut, self.frame_bytes]
+
+    def has_frames(self, part: Part) -> bool:
+        """Return whether a part has frames of its own."""
+        return part.size >= self.frame_bytes
 
     def result(self, part: Part, folder: Path) -> Result:
         counts: dict[str, int] = {}
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(folder / name, "wb")) for name in NAMES]
-            are_rows, are_compressed = self.column is None, part.size >= FRAME_BYTES
-            outputs = [Output(file, are_rows, are_compressed) for file in files]
+            outputs = [Output(file, self.column is None, self.has_frames(part)) for file in files]
             self.write(part, outputs, _ignore)
             for name, output, file in zip(NAMES, outputs, files, strict=True):
                 output.end_frame()
