@@ -68,7 +68,7 @@ def token_count(text: str) -> int:
 def byte_count(text: str) -> int:
     """Parse an amount of text, such as 500MB or 10GB; for use as argparse's `type`.
 
-    As for files, K is 10**3, M 10**6, G 10**9 and T 10**12.
+    As in the sizes of disks, K is 10**3, M 10**6, G 10**9 and T 10**12.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper().replace(",", ""))
     size = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0

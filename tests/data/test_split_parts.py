@@ -115,6 +115,18 @@ def test_another_choice_measures_nothing_again_and_writes_what_differs(tmp_path,
     assert all(part.choices for part in workers.parts)
 
 
+@pytest.mark.parametrize("seed", range(4))  # of the part that is written before the interruption
+def test_another_cut_of_the_same_document_is_written_again(tmp_path, run, seed):
+    (tmp_path / "in").mkdir()
+    for number, length in enumerate((900, 9)):
+        (tmp_path / "in" / f"{number}.txt").write_text("some words " * length)
+    with pytest.raises(Stopped):
+        run(tmp_path / "in", tmp_path / "out", ShuffledWorkers(seed, 3), "--validation", 0.2)
+    expected = run(tmp_path / "in", tmp_path / "one", None, "--validation", 0.4)
+    workers = ShuffledWorkers(seed)
+    assert run(tmp_path / "in", tmp_path / "out", workers, "--validation", 0.4) == expected
+
+
 BAD = {
     "text": ("large.txt", END, [b"\xff bytes", b"long " * 40 + b"caf\xe9"], ()),
     "lines": ("large.jsonl", "\n", [b'{"other": 1}', b"{", b'"\xff"', b'{"text": null}'], ()),
