@@ -65,6 +65,18 @@ def token_count(text: str) -> int:
     return int(tokens)
 
 
+def byte_count(text: str) -> int:
+    """Parse an amount of text, such as 500MB or 10GB; for use as argparse's `type`.
+
+    As in the sizes of disks, K is 10**3, M 10**6, G 10**9 and T 10**12.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper().replace(",", ""))
+    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of bytes such as 500MB or 10GB")
+    return size
+
+
 def add_batch_tokens(parser: argparse.ArgumentParser, note: str) -> None:
     """Add the flag --batch-tokens, whose help ends in `note`."""
     parser.add_argument(
@@ -433,14 +445,19 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder or GGUF file of a tokenizer or its model, hub name, gpt2 or bytes (default "
         "gpt2)",
     )
+    add_ray_argument(parser)
+    add_input_arguments(parser)
+
+
+def add_ray_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the flag --ray, which `ray_workers` reads."""
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="tokenise on the Ray cluster at HOST:PORT or auto, which finds it; all its machines "
-        "must reach the input and the output folder at the same paths (default: this machine "
-        "alone)",
+        help="read the input on the Ray cluster at HOST:PORT or auto, which finds it; all its "
+        "machines must reach the input and the output folder at the same paths (default: this "
+        "machine alone)",
     )
-    add_input_arguments(parser)
 
 
 def ray_workers(address: str | None) -> "contextlib.AbstractContextManager[Workers | None]":
