@@ -14,6 +14,7 @@ import math
 import operator
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -22,9 +23,9 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
 
-from mesh_transformer import extras, old_names, status_lines
+from mesh_transformer import extras, log_lines, old_names, status_lines
 
 
 def cache_folder() -> Path:
@@ -309,7 +310,8 @@ def run_script(main: Callable[[], int | None]) -> None:
     Errors of the user's input, of the machine, and missing packages that an extra brings are one
     line on stderr (see `error_line`), and have a status of their own (see `exit_status`).  A
     KeyboardInterrupt (Ctrl-C) that `main` does not handle exits immediately with status 130 and no
-    traceback, also while `main` imports modules.
+    traceback, also while `main` imports modules.  If the reader of its output is gone, as after
+    `| head`, the command ends without a message, with status 141 as after SIGPIPE.
     """
     report = sys.unraisablehook
 
@@ -328,17 +330,37 @@ def run_script(main: Callable[[], int | None]) -> None:
     sys.unraisablehook = repeat_interrupt
     # At its end, Python would look for cycles among all objects, which takes seconds.
     atexit.register(gc.freeze)
+    with log_lines.formatted():
+        try:
+            with status_lines.watching():
+                result = main()
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            sys.exit(result)
+        except KeyboardInterrupt:
+            exit_now("", 130)  # does not wait for threads that may still be writing to a slow disk
+        except Exception as error:
+            if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
+                # Python writes what is left at the exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                sys.exit(128 + signal.SIGPIPE)
+            if line := error_line(error):
+                print(f"error: {line}", file=sys.stderr)
+            elif log_lines.is_json():  # Python would print it later, as text
+                print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
+            else:
+                raise
+            sys.exit(exit_status(error))
+
+
+def _has_no_reader(stream: TextIO | None) -> bool:
+    """Return whether a stream is a pipe whose other end is closed."""
     try:
-        with status_lines.watching():
-            result = main()
-        sys.exit(result)
-    except KeyboardInterrupt:
-        exit_now("", 130)  # does not wait for threads that may still be writing to a slow disk
-    except Exception as error:
-        if not (line := error_line(error)):
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(exit_status(error))
+        poll = select.poll()
+        poll.register(stream.fileno() if stream else -1, 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # it is closed, or no file
+        return False
 
 
 @contextlib.contextmanager

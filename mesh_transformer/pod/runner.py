@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 import mesh_transformer
+from mesh_transformer import log_lines
 from mesh_transformer.calls import Call, Result
 from mesh_transformer.config import Config, Weight
 from mesh_transformer.data.loader import open_train_set
@@ -175,6 +176,10 @@ class NetworkRunner:
         """
         if own_process:  # Ray calls only the constructor on the main thread
             signal.signal(signal.SIGTERM, self._receive_notice)
+            log_lines.use()
+            self._lines = log_lines.formatted()
+            self._lines.__enter__()  # until the process ends
+        log_lines.about(process=rank)
         self.rank, self.name = rank, name or f"host {rank}"
         self._device_ids = device_ids
         self.network: CausalTransformer | None = None
@@ -351,6 +356,7 @@ class NetworkRunner:
         if isinstance(values, Exception):
             raise values
         numbers = {name: float(value) for name, value in values.items()}
+        log_lines.about(step=step)
         finished = self._record_finished(read=1)
         seconds, failed = self._clock.pop_seconds(), self._started.save_failed
         return StepReport(step, seconds, numbers, finished, failed, self._notice)
