@@ -1,8 +1,8 @@
 """Show the state of runs in a table, draw their metrics, or publish these while they train.
 
-A run is a folder with a metrics.jsonl or a status.json, which may be in a bucket.  Runs are looked for in the given
-folders and in their subfolders.  With --follow, the command waits for new metrics until it is
-interrupted.
+A run is a folder with a metrics.jsonl or a status.json, which may be in a bucket.  Runs are looked
+for in the given folders and in their subfolders.  With --follow, the command waits for new metrics
+until it is interrupted.
 """
 
 import argparse
@@ -229,8 +229,8 @@ def main() -> None:
     follow = args.follow or newest is not None
     if not watched.rows and not follow:
         raise InputError(
-            f"{args.folders[0]}: no run with a row or a state in this folder or its subfolders; give "
-            "a folder that contains model folders"
+            f"{args.folders[0]}: no run with a row or a state in this folder or its subfolders; "
+            "give a folder that contains model folders"
         )
     if watched.rows:
         print(watched.table(), flush=True)

@@ -22,23 +22,28 @@ def load_hook(name: str) -> Hook:
 
 
 def call_hooks(hooks: Sequence[Hook], row: dict[str, Any]) -> None:
-    """Call hooks with a row, which they may add numbers to.
-
-    An exception of a hook ends the run.  Its traceback ends in a line that names the hook.
+    """Call hooks with a row, which they may add numbers to; see `call_hook`.
 
     Raises:
       InputError: if a hook has added something that is not a finite number.
     """
     before = set(row)
     for hook in hooks:
-        try:
-            hook(row)
-        except Exception as error:
-            name = f"{hook.__module__}:{getattr(hook, '__qualname__', hook)}"
-            error.add_note(f"error: the hook {name} failed at step {row['step']}; see above")
-            raise
+        call_hook(hook, row)
     for name in row.keys() - before:
         row[name] = _as_number(name, row[name])
+
+
+def call_hook(hook: Hook, row: dict[str, Any]) -> None:
+    """Call a hook; if it raises an error, the traceback ends in a line that names the hook."""
+    try:
+        hook(row)
+    except Exception as error:
+        if not getattr(error, "__notes__", None):  # else it calls others, and one of them failed
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            where = f"the hook {hook.__module__}:{name} failed at step {row['step']}"
+            error.add_note(f"error: {where}; see the traceback above")
+        raise
 
 
 def _as_number(name: str, value: Any) -> float:

@@ -349,6 +349,7 @@ class _Run:
                     self._step()
                 if not is_validated(self.config, self.network.step, self.total):
                     self._show_samples()
+                self._log_steps(0)  # a hook may fail, which is an error like others
             except (StoppedError, NonFiniteError):  # not finite, or lost hosts: do not save
                 raise
             except Exception:

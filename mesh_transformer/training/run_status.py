@@ -70,8 +70,8 @@ def read(folder: str) -> dict[str, Any]:
     """Return the status of the run in a model folder; {} if it is unknown.
 
     The entry `state` is running, complete, stopped (`reason` says by what: `SIGNAL` or
-    --max-steps), failed (with `status`, the exit status, and `reason`) or killed: the process has ended
-    without writing a status.  `step` is the last step that was finished when the file was written.
+    --max-steps), failed (with `status`, the exit status, and `reason`) or killed: the process has
+    ended without writing a status.  `step` is the last step that was finished at that time.
     """
     try:
         with files.open_file(f"{folder}/{NAME}") as file:

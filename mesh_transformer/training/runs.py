@@ -140,7 +140,8 @@ def find_runs(folder: str, depth: int = DEPTH) -> dict[str, str]:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a table of runs says about one.
 
-    The training loss is the mean, and tokens per second and MFU are the medians, of the last `RECENT` steps.
+    The training loss is the mean, and tokens per second and MFU are the medians, of the last
+    `RECENT` steps.
     The best validation loss is the lowest mean over the validation sets.
     """
 
