@@ -203,6 +203,7 @@ def _train(
             if aux is None or network.step < total:
                 network.claim(folder, room=True)
             if aux is None:
+                ledger.relabel("restore", "init")  # there was nothing to restore
                 start_weights(network, tune_model_path, fresh_opt)
             status.begin()
             if compares and reference is None:
@@ -554,7 +555,7 @@ class _Run:
             self._log_steps(0)
             shown = self.bar.postfix
             self.bar.set_postfix_str("sampling")  # which compiles the first time
-            with self.ledger.spending("validation"):
+            with self.ledger.spending("samples"):
                 self.bar.write(self.samples.report())
             self.bar.set_postfix_str(shown or "")
             self.clock.restart()
