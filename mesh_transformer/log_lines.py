@@ -161,11 +161,11 @@ class _Lines:
         if _ANSI.sub("", text).strip("\n") or not (self._is_bar or self._is_new) or not text:
             return not text
         tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
-        are_several = len(getattr(tqdm, "_instances", ())) > 1  # and this is a way between them
-        if self._is_bar and not are_several:
+        is_open = len(getattr(tqdm, "_instances", ())) > 0  # a bar, whose place may be elsewhere
+        if self._is_bar and not is_open:
             self._print_bar()
             self._last, self._wait = time.monotonic(), FIRST
-        return self._is_bar or are_several
+        return self._is_bar or is_open
 
     def _print_bar(self) -> None:
         if self._bar and _is_json:

@@ -296,7 +296,7 @@ def error_line(error: Exception) -> str | None:
     if isinstance(error, InputError | StoppedError):
         return str(error)
     remedies = {
-        4: "memory is exhausted; `mesh-transformer plan` says what fits",
+        4: "memory is exhausted; reduce the model, batch or length, or use more devices",
         5: "make room, and start again",
     }
     if (status := exit_status(error)) in remedies:

@@ -236,6 +236,7 @@ def main() -> None:
         print(watched.table(), flush=True)
         if args.picture:
             draw(watched.rows, args.metric, args.picture)
+            print(f"wrote {args.picture}", flush=True)
     if newest is not None:
         port = newest.serve(args.port or 0, args.host)
         print(f"metrics for Prometheus: http://{args.host}:{port}/metrics", flush=True)

@@ -36,6 +36,8 @@ def test_samples_are_shown_and_change_nothing(tmp_path, capsys):
             expected = map(text_of, answers)
             assert texts[-3:] == [p + x for p, x in zip(prompts, expected, strict=True)]
             assert texts[:3] != texts[3:6]
+    assert "seconds/samples" in rows_of(tmp_path / "with")[-1]
+    assert "seconds/samples" not in rows_of(tmp_path / "without")[-1]
     assert_same_rows(rows_of(tmp_path / "with"), rows_of(tmp_path / "without"))
     jax.tree.map(np.testing.assert_array_equal, *params.values())
 
