@@ -340,9 +340,10 @@ def run_script(main: Callable[[], int | None]) -> None:
         except KeyboardInterrupt:
             exit_now("", 130)  # does not wait for threads that may still be writing to a slow disk
         except Exception as error:
-            if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
+            out = sys.stdout
+            if isinstance(error, BrokenPipeError) and out is not None and _has_no_reader(out):
                 # Python writes what is left at the exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
                 sys.exit(128 + signal.SIGPIPE)
             if line := error_line(error):
                 print(f"error: {line}", file=sys.stderr)
@@ -353,11 +354,11 @@ def run_script(main: Callable[[], int | None]) -> None:
             sys.exit(exit_status(error))
 
 
-def _has_no_reader(stream: TextIO | None) -> bool:
+def _has_no_reader(stream: TextIO) -> bool:
     """Return whether a stream is a pipe whose other end is closed."""
     try:
         poll = select.poll()
-        poll.register(stream.fileno() if stream else -1, 0)
+        poll.register(stream.fileno(), 0)
         return any(event & select.POLLERR for _, event in poll.poll(0))
     except (OSError, ValueError):  # it is closed, or no file
         return False

@@ -74,17 +74,17 @@ def command(tmp_path, monkeypatch, capsys):
 FIELDS = ["time", "level", "run", "host", "process", "step", "message"]
 
 
-def test_each_line_of_a_run_is_json(command, monkeypatch):
+def test_each_line_of_a_run_is_json(command, tmp_path, monkeypatch):
     monkeypatch.setattr(log_lines, "FIRST", 0.0)
     status, out, err = command("--log", "json", "--set", 'hooks=["own:warns"]')
     assert status == 0
     for line in out + err:
         assert list(line) == FIELDS
-        assert (line["run"], line["host"]) == ("./run", os.uname().nodename)
+        assert (line["run"], line["host"]) == (str(tmp_path / "run"), os.uname().nodename)
     assert [line["level"] for line in out] == ["info"] * len(out)
     assert [line["step"] for line in out] == [3] * len(out)
     assert out[0]["message"].startswith("time 0:00:")
-    assert out[-1]["message"] == "./run: trained to step 3"
+    assert out[-1]["message"] == f"{tmp_path}/run: trained to step 3"
     bars = [line for line in err if "step/s" in line["message"]]
     assert {line["level"] for line in bars} == {"info"}
     assert re.match(r"100%\|.* 3/3 ", bars[-1]["message"])

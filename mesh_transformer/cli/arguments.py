@@ -12,6 +12,7 @@ from mesh_transformer import log_lines
 from mesh_transformer.config import Config
 from mesh_transformer.data.documents import TEXT_COLUMN
 from mesh_transformer.data.file_types import format_types
+from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
 
         config = config.replace(chat_template=template_text(args.chat_template))
     folder = args.model_dir or config.model_folder()
-    log_lines.about(run=folder)
+    log_lines.about(run=local_path(folder))
     base = args.tune_model_path or config.tune_model_path
     if args.fresh_opt and base is None:
         raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
