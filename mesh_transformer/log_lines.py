@@ -5,7 +5,7 @@ lines unless stderr is a terminal: the first after `FIRST` seconds, later ones a
 at most `MOST` seconds, and the last one always.
 
 With `--log json`, or if the environment variable `MESH_TRANSFORMER_LOG` is `json`, commands that
-train print each message as a line with one JSON object, on the stream where it else is text:
+train print each message as a line with one JSON object, on the stream where it would be text:
 
     time     when it was printed, in UTC
     level    "error" for the line or the traceback that ends a command, "warning" for other lines on
@@ -57,10 +57,11 @@ def use(form: str | None = None) -> None:
       ValueError: if there is no such format; the message is a line for the user.
     """
     global _is_json
-    form = form or os.environ.get(VARIABLE) or FORMATS[0]
+    if form is not None:
+        os.environ[VARIABLE] = form
+    form = os.environ.get(VARIABLE) or FORMATS[0]
     if form not in FORMATS:
         raise ValueError(f"{VARIABLE} is {form!r}, expected {' or '.join(FORMATS)}")
-    os.environ[VARIABLE] = form
     _is_json = form == "json"
 
 
@@ -72,8 +73,9 @@ def about(*, run: str | None = None, **facts: int) -> None:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables with which other processes of the run print alike."""
-    return {name: os.environ[name] for name in (VARIABLE, RUN_VARIABLE) if name in os.environ}
+    """Return the environment variables with which other processes of the run print JSON, too."""
+    names = (VARIABLE, RUN_VARIABLE) if _is_json else ()
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 @contextlib.contextmanager

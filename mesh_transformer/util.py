@@ -348,10 +348,15 @@ def run_script(main: Callable[[], int | None]) -> None:
             if line := error_line(error):
                 print(f"error: {line}", file=sys.stderr)
             elif log_lines.is_json():  # Python would print it later, as text
-                print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
+                print_traceback(error)
             else:
                 raise
             sys.exit(exit_status(error))
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print an error with its traceback to stderr, as one message (see `log_lines`)."""
+    print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
 
 
 def _has_no_reader(stream: TextIO) -> bool:
@@ -440,7 +445,7 @@ def start_thread(
         try:
             function(*args)
         except Exception as error:
-            traceback.print_exception(error)
+            print_traceback(error)
             if failed is not None:
                 failed(error)
                 return

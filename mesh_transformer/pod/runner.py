@@ -8,9 +8,7 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +32,7 @@ from mesh_transformer.pod import meeting
 from mesh_transformer.pod.faults import host_error
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError, StoppedError, brief
+from mesh_transformer.util import InputError, StoppedError, brief, print_traceback
 
 SECONDS_TO_SEE = 10.0  # for a new file to be seen through a network file system
 SECONDS_TO_SHUT_DOWN = 60  # for JAX to disconnect the processes at the end
@@ -205,7 +203,7 @@ class NetworkRunner:
         except (InputError, StoppedError):
             raise
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
+            print_traceback(error)
             raise host_error(self.name, error) from None
 
     def pid(self) -> int:

@@ -41,7 +41,9 @@ def call_hook(hook: Hook, row: dict[str, Any]) -> None:
     except Exception as error:
         if not getattr(error, "__notes__", None):  # else it calls others, and one of them failed
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
-            where = f"the hook {hook.__module__}:{name} failed at step {row['step']}"
+            where = (
+                f"the hook {getattr(hook, '__module__', '')}:{name} failed at step {row['step']}"
+            )
             error.add_note(f"error: {where}; see the traceback above")
         raise
 
