@@ -83,7 +83,7 @@ def test_each_line_of_a_run_is_json(command, tmp_path, monkeypatch):
         assert (line["run"], line["host"]) == (str(tmp_path / "run"), os.uname().nodename)
     assert [line["level"] for line in out] == ["info"] * len(out)
     assert [line["step"] for line in out] == [3] * len(out)
-    assert out[0]["message"].startswith("time 0:00:")
+    assert out[0]["message"].startswith("time 0:")
     assert out[-1]["message"] == f"{tmp_path}/run: trained to step 3"
     bars = [line for line in err if "%|" in line["message"]]
     assert {line["level"] for line in bars} == {"info"}

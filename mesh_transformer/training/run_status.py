@@ -5,13 +5,15 @@ import json
 import os
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mesh_transformer import log_lines
-from mesh_transformer.network import TrainableNetwork
 from mesh_transformer.storage import files
 from mesh_transformer.storage.locks import is_locked
 from mesh_transformer.util import InputError, error_line, exit_status, first_line
+
+if TYPE_CHECKING:  # `plot` reads metrics without JAX
+    from mesh_transformer.network import TrainableNetwork
 
 NAME = "status.json"
 SIGNAL = "a signal"  # the reason why a run is stopped, if it is no other
@@ -28,7 +30,7 @@ class RunStatus(contextlib.AbstractContextManager["RunStatus"]):
       total: the step to train to.
     """
 
-    def __init__(self, network: TrainableNetwork, folder: str, total: int):
+    def __init__(self, network: "TrainableNetwork", folder: str, total: int):
         self._network, self._path = network, f"{folder}/{NAME}"
         self._facts = {"total_steps": total, "host": socket.gethostname(), "process": os.getpid()}
         self._has_begun, self._step = False, 0
