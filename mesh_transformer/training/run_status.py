@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from mesh_transformer import log_lines
 from mesh_transformer.storage import files
-from mesh_transformer.storage.locks import is_locked
 from mesh_transformer.util import InputError, error_line, exit_status, first_line
 
-if TYPE_CHECKING:  # `plot` reads metrics without JAX
+if TYPE_CHECKING:  # `plot` imports this module, and loads no JAX
     from mesh_transformer.network import TrainableNetwork
 
 NAME = "status.json"
@@ -75,6 +74,8 @@ def read(folder: str) -> dict[str, Any]:
     --max-steps), failed (with `status`, the exit status, and `reason`) or killed: the process has
     ended without writing a status.  `step` is the last step that was finished at that time.
     """
+    from mesh_transformer.storage.locks import is_locked  # takes long; `plot` needs no locks
+
     try:
         with files.open_file(f"{folder}/{NAME}") as file:
             status = json.loads(file.read())
