@@ -139,7 +139,8 @@ def test_a_table_and_tensorboards_files(tmp_path, monkeypatch, capsys):
         put(tmp_path / "all" / name, own)
     out = tmp_path / "out"
     run(monkeypatch, tmp_path / "all", "--tensorboard", out, "--picture", tmp_path / "x.svg")
-    header, *lines = capsys.readouterr().out.splitlines()
+    header, *lines, wrote = capsys.readouterr().out.splitlines()
+    assert wrote == f"wrote {tmp_path / 'x.svg'}"
     assert re.split("  +", header)[:4] == ["run", "step", "tokens", LOSS]
     cells = [re.split("  +", line) for line in lines]
     assert [line[0] for line in cells] == ["more/large", "small"]
