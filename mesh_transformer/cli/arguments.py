@@ -8,9 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from mesh_transformer import log_lines
 from mesh_transformer.config import Config
 from mesh_transformer.data.documents import TEXT_COLUMN
 from mesh_transformer.data.file_types import format_types
+from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
@@ -177,7 +179,18 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the flags that all training commands share."""
+    try:
+        log_lines.use()
+    except ValueError as error:
+        raise InputError(str(error)) from None
     parser = Parser(description=description)
+    parser.add_argument(
+        "--log",
+        action=_Log,
+        choices=log_lines.FORMATS,
+        help="format of all that the command prints, text or a JSON object per line (default: "
+        f"${log_lines.VARIABLE}, or text)",
+    )
     add_config_arguments(parser)
     parser.add_argument(
         "--mode",
@@ -226,6 +239,14 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+class _Log(argparse.Action):
+    """Chooses the format at once, so that later errors of flags have it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        log_lines.use(values)
+        setattr(namespace, self.dest, values)
+
+
 def add_template_argument(parser: argparse.ArgumentParser) -> None:
     """Add the flag --chat-template of commands that store a model."""
     parser.add_argument(
@@ -249,6 +270,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
 
         config = config.replace(chat_template=template_text(args.chat_template))
     folder = args.model_dir or config.model_folder()
+    log_lines.about(run=local_path(folder))
     base = args.tune_model_path or config.tune_model_path
     if args.fresh_opt and base is None:
         raise InputError("--fresh-opt requires --tune-model-path; give both or neither")

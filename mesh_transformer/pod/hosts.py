@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import (
 )
 from tqdm import tqdm
 
+from mesh_transformer import log_lines
 from mesh_transformer.config import Config
 from mesh_transformer.pod.ray_head import RESOURCE
 from mesh_transformer.pod.runner import NetworkRunner
@@ -183,11 +184,11 @@ def start_process(rank: int, host: Host) -> Any:
 def _variables(host: Host) -> dict[str, str]:
     """Return the environment variables of a host's process that differ from its machine's."""
     if host.devices is None:
-        return {}
+        return log_lines.variables()
     # Remove the driver's device count; `NetworkRunner.start` sets the host's own.
     flags = os.environ.get("XLA_FLAGS", "")
     flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", flags)
-    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()} | log_lines.variables()
 
 
 def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[Host]) -> None:

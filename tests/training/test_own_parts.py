@@ -5,6 +5,7 @@ The functions are those of docs/own-parts.md.
 
 import importlib
 import json
+import re
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from mesh_transformer.checkpoint.conversion import convert
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.training import loop, update_rules
 from mesh_transformer.training.schedule import learning_rate
 from mesh_transformer.util import InputError
 from tests.support.pages import write_files
@@ -252,6 +254,59 @@ def test_wrong_losses_are_refused(network_of, files, code, line):
     network = network_of(token_loss=f"{name}:f", z_loss=0.0)
     with pytest.raises(InputError, match=f"token_loss {name}:f:? {line}"):
         network.train(sample_of(network))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"token_loss": "focal:fcal"}, r"token_loss is 'focal:fcal', which cannot be loaded"),
+        ({"token_loss": "math:pi"}, r"token_loss: math:pi is 3\.14.*, expected a function"),
+        ({"metrics": ["layer_norms:no"]}, r"metrics is 'layer_norms:no', which cannot be loaded"),
+        ({"schedule": "no_such:thing"}, r"schedule is 'no_such:thing', which cannot be loaded"),
+    ],
+)
+def test_functions_of_steps_are_loaded_before_weights_are_made(small, tmp_path, changes, line):
+    network = mesh_transformer.CausalTransformer(
+        small(train_set="counting:Counting", total_steps=1, **changes), init=False
+    )
+    with pytest.raises(InputError, match=line):
+        loop.train(network, tmp_path / "run")
+    assert network.state is None
+    network.close()
+
+
+def test_a_failing_hook_is_named_and_its_step_is_saved(network_of, tmp_path):
+    network = network_of(total_steps=3)
+    data = np.arange(500) % network.config.n_vocab
+
+    def fails(row):
+        if row["step"] == 2:
+            raise KeyError("its own error")
+
+    with pytest.raises(KeyError, match="its own error") as caught:
+        mesh_transformer.fit(network, data, tmp_path / "run", hooks=[fails])
+    note = r"error: the hook .*:.*fails failed at step 2; see the traceback above"
+    assert re.fullmatch(note, *caught.value.__notes__)
+    assert json.loads((tmp_path / "run/status.json").read_text())["step"] == 3
+    assert (tmp_path / "run/step_3").is_dir()
+    network.close()
+
+
+def test_a_model_is_used_without_the_module_of_its_optimizer(network_of, tmp_path, monkeypatch):
+    network = network_of(optimizer="belief:adabelief", schedule="half_cosine:schedule")
+    network.save(tmp_path / "model")
+    prompts, lengths = np.zeros((network.batch_size, 4), np.uint32), [4] * network.batch_size
+    expected = network.generate(prompts, lengths, 4, {"temp": 0})
+    network.close()
+
+    def refuse(name, key):
+        raise AssertionError(f"{key} {name} is loaded")
+
+    monkeypatch.setattr(update_rules, "load_named", refuse)
+    loaded = mesh_transformer.load(tmp_path / "model")
+    np.testing.assert_array_equal(loaded.generate(prompts, lengths, 4, {"temp": 0}), expected)
+    with pytest.raises(AssertionError, match="optimizer belief:adabelief is loaded"):
+        loaded.train(sample_of(loaded))
 
 
 def test_hooks_add_numbers(network_of, tmp_path):
