@@ -154,10 +154,20 @@ def sizes_in(folder: str) -> dict[str, int]:
     check_bucket(folder)
     from gcsfs.core import GCSFileSystem  # gcsfs's own would ask for the kind of the bucket
 
+    bucket, _, name = folder.removeprefix(GCS).partition("/")
+    sizes: dict[str, int] = {}
+    # The file system's own listings hold all that is known of each file, 4 KB of memory.
+    query = {"prefix": f"{name}/" if name else "", "delimiter": "/"}
+    query["fields"] = "items(name,size),nextPageToken"
     with convert_storage_errors(folder):
         storage: Any = GCSFileSystem(use_listings_cache=False, skip_instance_cache=True)
-        found = storage.ls(folder, detail=True)
-    return {f"{GCS}{one['name']}": int(one["size"]) for one in found if one["type"] == "file"}
+        while True:
+            page = storage.call("GET", "b/{}/o", bucket, json_out=True, **query)
+            for one in page.get("items", ()):
+                sizes[f"{GCS}{bucket}/{one['name']}"] = int(one["size"])
+            if "nextPageToken" not in page:
+                return sizes
+            query["pageToken"] = page["nextPageToken"]
 
 
 def upload(folder: str, target: str, *, replace: bool = False) -> None:
