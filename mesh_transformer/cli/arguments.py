@@ -58,8 +58,8 @@ def token_count(text: str) -> int:
 
     As in the names of batch sizes, K is 2**10 and M is 2**20.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KM]?)", text.upper().replace(",", ""))
-    tokens = float(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]] if match else 0.0
+    number, unit = _amount(text, "KM")
+    tokens = number * {"": 1, "K": 2**10, "M": 2**20}[unit]
     if tokens < 1 or tokens % 1:
         raise argparse.ArgumentTypeError(
             f"{text} is not a number of tokens such as 2097152, 512K or 2M (2 x 2**20)"
@@ -72,11 +72,18 @@ def byte_count(text: str) -> int:
 
     As in the sizes of disks, K is 10**3, M 10**6, G 10**9 and T 10**12.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper().replace(",", ""))
-    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
+    number, unit = _amount(text.upper().removesuffix("B"), "KMGT")
+    size = int(number * 1000 ** " KMGT".index(unit or " "))
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of bytes such as 500MB or 10GB")
     return size
+
+
+def _amount(text: str, units: str) -> tuple[float, str]:
+    """Return a number and its unit, "" for none; (0, "") if the text is not such an amount."""
+    number = r"(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?"  # a comma only between thousands
+    match = re.fullmatch(rf"({number}) ?([{units}]?)", text.upper().strip())
+    return (float(match[1].replace(",", "")), match[4]) if match else (0.0, "")
 
 
 def add_batch_tokens(parser: argparse.ArgumentParser, note: str) -> None:

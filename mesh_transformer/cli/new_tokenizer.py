@@ -59,9 +59,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="amount of text to train on, such as 500MB or 10GB, in documents chosen at random "
         "(default: all of it)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="random seed of --sample (default %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, metavar="N", help="random seed of --sample (default 0)")
     add_text_column(parser)
     add_ray_argument(parser)
     add_input_arguments(parser)
@@ -85,7 +83,7 @@ def _chosen(args: argparse.Namespace, paths: list[str]) -> Iterator[tuple[list[s
         yield paths, args.text_column
         return
     work = f"{args.folder.rstrip('/')}.sample.partial"
-    choice = {"size": args.sample, "seed": args.seed, "skip_bad": args.skip_bad}
+    choice = {"size": args.sample, "seed": args.seed or 0, "skip_bad": args.skip_bad}
     try:
         with ray_workers(args.ray) as workers:
             path = sample(paths, work, **choice, column=args.text_column, workers=workers)
@@ -101,8 +99,11 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     if args.kind == "characters" and args.size is not None:
         raise InputError("--size is for --kind bpe; remove --size or --kind characters")
-    if args.ray is not None and args.sample is None:
-        raise InputError("--ray is for choosing a sample; add --sample BYTES, or remove --ray")
+    for flag, value in (("--ray", args.ray), ("--seed", args.seed)):
+        if value is not None and args.sample is None:
+            raise InputError(
+                f"{flag} is for choosing a sample; add --sample BYTES, or remove {flag}"
+            )
     check_absent(args.folder)
     paths = find_files(args.text, FILE_TYPES, args.split, args.subset)
     with _chosen(args, paths) as (chosen, column):

@@ -119,6 +119,8 @@ def check_cluster_arguments(args: argparse.Namespace) -> None:
             )
     if args.replica_hosts > 1 and not args.replicas:
         raise InputError("--replica-hosts requires --replicas; give their number")
+    if args.replica_hosts > 1 and args.ray == "local":
+        raise InputError("--replica-hosts needs a cluster of several machines; give its --ray")
 
 
 def serve_replicas(args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -170,8 +172,14 @@ def running_replicas(
     from mesh_transformer.pod.ray_head import RayHead, connected
 
     with RayHead(OBJECT_STORE) if args.ray == "local" else connected(args.ray):
-        from mesh_transformer.pod.replicas import Replicas
+        from mesh_transformer.pod.replicas import Replicas, machines
 
+        if (count := machines()) < args.replica_hosts:
+            print(
+                f"the cluster has {count} machines, and a replica needs {args.replica_hosts}: "
+                "waiting for more of them to join",
+                file=sys.stderr,
+            )
         name, resources = f"mesh-transformer-{number}-{os.uname().nodename}", args.replica_resources
         replicas = Replicas(
             name, args.replicas, args.rows, resources, drain_seconds, spare, args.replica_hosts

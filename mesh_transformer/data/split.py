@@ -39,7 +39,7 @@ from mesh_transformer.data.split_parts import (
 )
 from mesh_transformer.data.tokenizer import END_OF_TEXT
 from mesh_transformer.storage.access import local_path
-from mesh_transformer.storage.files import delete, is_file, output_folder, size
+from mesh_transformer.storage.files import delete, is_file, output_folder, size, status
 from mesh_transformer.util import InputError
 
 ENDING = ".jsonl.zst"
@@ -200,6 +200,8 @@ def _files(folder: Path, are_rows: bool) -> Iterator[list[Output]]:
             yield outputs
             for output in outputs:
                 output.close()
+        # An interruption between the two leaves no part of an earlier split beside one of this.
+        paths[-1].unlink(missing_ok=True)
         for draft, path in zip(drafts, paths, strict=True):
             os.replace(draft, path)
     finally:
@@ -349,6 +351,8 @@ def _written(
     """Write one part after another, and yield each one when it is written."""
     if workers is None:
         for part in parts:
+            if status(part.path) != (part.bytes, part.changed):
+                raise InputError(f"{part.path} changed while it was read; run the command again")
             frames = outputs if work.has_frames(part) else []
             for output in frames:
                 output.end_frame()

@@ -37,7 +37,7 @@ from mesh_transformer.model.heads import Heads
 from mesh_transformer.model.layer_values import LayerValues, layer_values
 from mesh_transformer.model.matrices import add_bias, project_in, project_out
 from mesh_transformer.model.norms import Norm, ProjectionNorm
-from mesh_transformer.util import is_named, load_named
+from mesh_transformer.util import InputError, is_named, load_named
 
 # checkpoint_name of the residual stream between attention and feed-forward, if the latter reads it
 MIDDLE = "middle"
@@ -306,7 +306,8 @@ class TransformerLayer(hk.Module):
 
     def _activated(self, x: Array) -> Array:
         if is_named(self.config.activation):
-            return load_named(str(self.config.activation), "activation")(x)
+            name = str(self.config.activation)
+            return _like(load_named(name, "activation")(x), x, f"activation: {name}")
         if self.config.activation == "silu":
             return jax.nn.silu(x)
         if self.config.activation == "relu2":
@@ -468,7 +469,8 @@ class TransformerLayer(hk.Module):
                 scale=values.rotary_scale,
             )
         elif is_named(c.pe):
-            x_BTHK = load_named(str(c.pe), "pe")(x_BTHK, context.positions_BT)
+            own = load_named(str(c.pe), "pe")(x_BTHK, context.positions_BT)
+            x_BTHK = _like(own, x_BTHK, f"pe: {c.pe}")
         if c.qk_norm == "rotated":
             x_BTHK = Norm(c, self.par, f"{name}_norm", fanned_out=True)(x_BTHK)
         return x_BTHK
@@ -561,6 +563,14 @@ class TransformerLayer(hk.Module):
             window = min(c.sliding_window, window)
         positions_BT = jnp.repeat(context.positions_BT, c.group, axis=1)
         return lambda slot_1S: attention.causal_bias(positions_BT, slot_1S, window)
+
+
+def _like(result: Any, x: Array, source: str) -> Array:
+    """Return the result of a function of the user's, an array of the shape of x, in its dtype."""
+    if not isinstance(result, jax.Array) or result.shape != x.shape:
+        what = f"shape {result.shape}" if isinstance(result, jax.Array) else type(result).__name__
+        raise InputError(f"{source} returned {what}, expected an array of shape {x.shape}")
+    return result.astype(x.dtype)
 
 
 def _times(x: Array, factor: float) -> Array:

@@ -13,6 +13,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import ray
 from ray import exceptions, serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -96,6 +97,11 @@ class Replica:
             for message in messages:
                 if message.get("status", 200) != 200:
                     raise StoppedError(f"/health has status {message['status']}")
+
+
+def machines() -> int:
+    """Return the number of machines in the Ray cluster to which this process is connected."""
+    return sum(node["Alive"] for node in ray.nodes())
 
 
 def _get(path: str) -> dict[str, Any]:

@@ -178,6 +178,7 @@ class Engine:
             fixed_shapes=fixed_shapes,
             guesses=speculate,
             host_bytes=host_bytes,
+            warming_up=lambda: self._warm_up.left > 0,
         )
         self._prefiller = self._new_prefiller()
         self.failure: Exception | None = None

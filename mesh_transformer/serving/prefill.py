@@ -67,6 +67,8 @@ class Prefiller:
         tokens.  The tokens of an answer then do not depend, even by rounding, on other requests or
         on what is kept.
       host_bytes: bytes of host memory for evicted pages; 0 for none.
+      warming_up: whether programs are being compiled in advance.  Prompts are then padded to a
+        width whose program is compiled, if there is one, rather than wait for another program.
 
     Attributes:
       batch: the batch, whose rows have room for as many tokens as the window.
@@ -86,8 +88,12 @@ class Prefiller:
         fixed_shapes: bool = False,
         guesses: int = 0,
         host_bytes: int = 0,
+        warming_up: Callable[[], bool] = lambda: False,
     ):
         window = network.config.window
+        self._warming_up = warming_up
+        # Of calls: the number of prompts, whether tokens precede them, and the width.
+        self._compiled: set[tuple[int, bool, int]] = set()
         self._window, self._fixed, self._metrics = window, fixed_shapes, metrics
         self._guesses = guesses
         self._longest = min(chunk, window)
@@ -144,11 +150,15 @@ class Prefiller:
     def programs(self) -> list[tuple[int, Callable[[], None]]]:
         """Return functions that each compile some of what `insert` and `insert_chunk` need.
 
-        Each comes with the width of the prompts that need it, in ascending order.  They may be
-        called only while no row is in use.
+        Each comes with the width of the prompts that need it.  Those that can be used for all
+        prompts come first, with the width 0.  They may be called only while no row is in use.
         """
+        widest = self._widths[-1]
         programs = [
-            (width, functools.partial(self._compile, width, size))
+            (
+                0 if width == widest and size in (1, None) else width,
+                functools.partial(self._compile, width, size),
+            )
             for width in self._widths
             for size in (*reversed(PREFILL_SIZES), None)
             if size is None
@@ -165,7 +175,8 @@ class Prefiller:
         none, prompt = SamplingOptions(), Prompt(np.zeros(self._window, np.int32))
         count = min(width, self._longest)
         if size is not None:
-            self._insert(range(size), [prompt] * size, [count] * size, [1] * size, [none] * size, 0)
+            rows, ends = range(size), [count] * size
+            self._insert(rows, [prompt] * size, ends, [1] * size, [none] * size, 0, width)
             return
         last = self._window - count
         if not last and self._guesses:  # the cache has more slots than the window
@@ -174,7 +185,7 @@ class Prefiller:
         seconds = []
         for begin in (first, first, last) if last else ():  # the first call compiles
             began, end = time.perf_counter(), min(begin + count, self._window)
-            self._insert([0], [prompt], [end], [1], [none], begin)
+            self._insert([0], [prompt], [end], [1], [none], begin, width)
             seconds.append(time.perf_counter() - began)
         if seconds:
             self._seconds[width] = seconds[1]
@@ -185,6 +196,35 @@ class Prefiller:
         if count == 1:
             return True
         return not self._fixed and count <= self._rows and count * longest <= PREFILL_TOKENS
+
+    def _can_be_inserted(self, lengths: Sequence[int]) -> bool:
+        """Return whether `insert` may get prompts of these lengths at once, and that now."""
+        count, longest = len(lengths), max(lengths)
+        if not self._fit_one_call(count, longest):
+            return False
+        return count == 1 or not self._warming_up() or self._ready(count, 0, longest) is not None
+
+    def _ready(self, count: int, begin: int, tokens: int) -> int | None:
+        """Return the smallest width for so many tokens whose program is compiled, or None.
+
+        Args:
+          count: the number of prompts.
+          begin: number of tokens before these in a prompt; any other than 0 has the same program.
+        """
+        least, call = self._width(begin, tokens), (count, begin > 0)
+        widths = [width for *own, width in self._compiled if (*own,) == call and width >= least]
+        return min(widths, default=None)
+
+    def _width(self, begin: int, tokens: int) -> int:
+        """Return the width of a call for so many tokens of each prompt, after `begin` others."""
+        if self._fixed:
+            return self._longest
+        return bucket(tokens, self._narrowest if begin else MIN_WIDTH, self._window)
+
+    def _padded(self, count: int, begin: int, tokens: int) -> int:
+        """Return the width that a call is padded to; for the arguments, see `_ready`."""
+        ready = self._ready(count, begin, tokens) if self._warming_up() else None
+        return ready or self._width(begin, tokens)
 
     def in_chunks(self, request: Request) -> bool:
         """Return whether a prompt is for `insert_chunk`, as it is long or its beginning is kept."""
@@ -239,7 +279,7 @@ class Prefiller:
         if not chunks:  # before pages are taken, as that may give kept ones away
             lengths = [len(request.prompt) for request in requests]
             sizes = (n for n in PREFILL_SIZES if n <= len(rows))
-            fitting = (n for n in sizes if self._fit_one_call(n, max(lengths[:n])))
+            fitting = (n for n in sizes if self._can_be_inserted(lengths[:n]))
             del rows[next(fitting, 0) :]
         for index, row in enumerate(rows):
             pages = self._pages[self._replica(row)]
@@ -292,6 +332,7 @@ class Prefiller:
             [request.length for request in requests],
             [request.settings for request in requests],
             0,
+            self._padded(len(prompts), 0, max(map(len, prompts))),
             allowed_in(requests),
         )
         for request, prompt in zip(requests, prompts, strict=True):
@@ -375,8 +416,9 @@ class Prefiller:
         begin = self.share(request)
         end = min(begin + most, len(prompt))
         last, first = end == len(prompt), begin // self.pool.page
+        width = self._padded(1, begin, end - begin)
         # With the last chunk, the row also gets the pages of its answer.
-        stop = None if last else (begin + self.cost(end - begin)) // self.pool.page + 1
+        stop = None if last else (begin + width) // self.pool.page + 1
         self._spill([*own.prompt_J[first:stop].tolist(), *(own.page_J.tolist() if last else ())])
         chosen = self._insert(
             [row],
@@ -385,6 +427,7 @@ class Prefiller:
             [request.length if last else 1],
             [settings if last else unused],
             begin,
+            width,
             allowed_in([request] if last else []),
         )
         pages.keep(own, prompt, begin, end)
@@ -394,7 +437,7 @@ class Prefiller:
         self._metrics.prefill_seconds.observe(took)
         self._metrics.prompt_tokens.inc(end - begin)
         if begin:
-            self._observe(self.cost(end - begin), took, begin)
+            self._observe(width, took, begin)
         request.filled = end
         return end - begin, chosen if last else None
 
@@ -423,11 +466,13 @@ class Prefiller:
         lengths: Sequence[int],
         settings: Sequence[SamplingOptions],
         begin: int,
+        width: int,
         allowed: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> Any:
         """Call `Batch.insert` for the positions of each prompt from `begin` to one of `ends`.
 
         Args:
+          width: the number of positions that each of these is padded to.
           allowed: see `Batch.insert`.  All calls have this argument, so that one program suffices.
         """
         none = self._pages[0].no_row  # of rows that are not in use, when the programs are compiled
@@ -437,7 +482,7 @@ class Prefiller:
             )
             for row, prompt, end in zip(rows, prompts, ends, strict=True)
         ]
-        return self.batch.insert(
+        chosen = self.batch.insert(
             rows,
             [prompt.tokens[:end] for prompt, end in zip(prompts, ends, strict=True)],
             np.array(lengths, np.int32),
@@ -445,9 +490,11 @@ class Prefiller:
             alternatives=ALTERNATIVES,  # even if unused: one program per width
             chunks=Chunks(*map(np.concatenate, zip(*chunks, strict=True))),
             allowed=dict(allowed),
-            longest=self._longest if self._fixed else None,
+            longest=width,
             smallest=self._narrowest if begin else MIN_WIDTH,
         )
+        self._compiled.add((len(prompts), begin > 0, width))
+        return chosen
 
     def _used(self, request: Request) -> Prompt:
         """Return the tokens of a request's prompt that are used, at most those of the window."""

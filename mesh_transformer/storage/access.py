@@ -198,16 +198,18 @@ def delete_tree(path: epath.Path) -> None:
     In a bucket, what could not be deleted is tried again a few times.
     """
     if is_uri(os.fspath(path)):
-        for pause in BUCKET_PAUSES:
+        for attempt, pause in enumerate((*BUCKET_PAUSES, None)):
             try:
                 path.rmtree()
                 return
             except FileNotFoundError:
-                raise
+                if not attempt:
+                    raise
+                return  # the attempt before deleted all of it
             except Exception:  # TensorFlow's errors have no other class in common
+                if pause is None:
+                    raise
                 time.sleep(pause)
-        if path.exists():
-            path.rmtree()
     elif os.path.islink(path) or not os.path.isdir(path):
         os.unlink(path)
     else:

@@ -400,7 +400,8 @@ def check_functions(config: Config) -> None:
     """Raise InputError if a function of the user's that training steps call cannot be loaded."""
     names = [(name, "metrics") for name in config.metrics]
     names += [(config.token_loss, "token_loss")] if config.token_loss else []
-    names += [(config.schedule, "schedule")] if is_named(config.schedule) else []
+    for key in ("schedule", "pe", "norm", "activation"):
+        names += [(value, key)] if is_named(value := getattr(config, key)) else []
     for name, key in names:
         if not callable(value := load_named(name, key)):
             raise InputError(f"{key}: {name} is {brief(repr(value))}, expected a function")

@@ -48,7 +48,7 @@ def test_numbers_of_tokens(text, tokens):
     assert token_count(text) == tokens
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "2G", "1.5", "0.0001K", "M", "two", ""])
+@pytest.mark.parametrize("text", ["0", "-1", "2G", "1.5", "0.0001K", "M", "1,5M", "two", ""])
 def test_what_is_no_number_of_tokens_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match=f"^{text} is not a number of tokens"):
         token_count(text)
@@ -56,13 +56,19 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("10GB", 10**10), ("500 mb", 5 * 10**8), ("1.5k", 1500), ("2T", 2 * 10**12), ("7", 7)],
+    [
+        ("10GB", 10**10),
+        ("500 mb", 5 * 10**8),
+        ("1.5k", 1500),
+        ("2T", 2 * 10**12),
+        ("1,500MB", 1500 * 10**6),
+    ],
 )
 def test_amounts_of_text(text, size):
     assert byte_count(text) == size
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "10GiB", "B", "0.5", ""])
+@pytest.mark.parametrize("text", ["0", "-1", "10GiB", "B", "0.5", "1,5GB", ""])
 def test_what_is_no_amount_of_text_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match=f"^{text} is not a number of bytes"):
         byte_count(text)

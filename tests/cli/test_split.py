@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
 import re
 import tarfile
@@ -18,11 +19,11 @@ from pyarrow import parquet
 
 from mesh_transformer.cli import completion_records, text_records
 from mesh_transformer.cli import split as command
+from mesh_transformer.data import split as splitting
 from mesh_transformer.data import split_parts
 from mesh_transformer.data.documents import read_pieces
 from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.split import choose, split
-from mesh_transformer.data.split_parts import Writing
 from mesh_transformer.util import InputError
 
 WORDS = ["To", "be,", "caf\u00e9", "\u4e2d\u6587", "\U0001f600", "end.\n", "end.\n\n", "'tis"]
@@ -183,18 +184,37 @@ def test_errors_leave_nothing(tmp_path, name, contents, options, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("count", [9, 11])
-def test_a_failure_while_writing_leaves_the_earlier_files(tmp_path, monkeypatch, count):
-    (tmp_path / "in.jsonl").write_text('"1234567890"\n' * 10)
+def test_an_interruption_between_both_files_leaves_none_of_an_earlier_split(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text("".join(f'"text {n}"\n' for n in range(20)))
+    split(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), validation=0.2)
+    replace, replaced = os.replace, []
+
+    def interrupted(source, target):
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        split(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), validation=0.2, seed=1)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.jsonl.zst"]
+
+
+@pytest.mark.parametrize("lines", [9, 11, "another order"])
+def test_a_failure_while_writing_leaves_the_earlier_files(tmp_path, monkeypatch, lines):
+    texts = [f'"123456789{n}"\n' for n in range(10)]
+    (tmp_path / "in.jsonl").write_text("".join(texts))
     split(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), validation=0.2)
     before = both(tmp_path / "out")
-    original = Writing.write
+    changed = texts[::-1] if lines == "another order" else texts[:1] * lines
+    original = splitting.write
 
-    def write(self, part, *arguments):
-        (tmp_path / "in.jsonl").write_text('"1234567890"\n' * count)
-        original(self, part, *arguments)
+    def write(*arguments):
+        (tmp_path / "in.jsonl").write_text("".join(changed))
+        original(*arguments)
 
-    monkeypatch.setattr(Writing, "write", write)
+    monkeypatch.setattr(splitting, "write", write)
     with pytest.raises(InputError, match=r"in\.jsonl changed while it was read"):
         split(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), validation=0.5)
     assert both(tmp_path / "out") == before

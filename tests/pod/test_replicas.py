@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.long.corpus_on_ray import ray_processes
 from tests.support.ray_cluster import add_node, ray_cluster
 from tests.support.replicas import (
     FLAGS,
@@ -148,6 +149,11 @@ def test_a_replica_over_two_machines_gives_the_same_answers(folder, weights, exp
         add_node(cluster, 1)
         flags = [*mesh, "--replica-hosts", "2", "--ray", cluster.address]
         with running(weights.step(0), *flags, compiled=folder) as server:
+            assert texts_of(ask_all(server)) == expected[0]
+            first, _ = ray_processes(r"^ray::NetworkRunner")
+            os.kill(first, signal.SIGKILL)
+            # The requests that ran on it fail; then its replica has new hosts.
+            wait_until(lambda: ask_all(server)[0][0] == "answered", "answers of new hosts")
             assert texts_of(ask_all(server)) == expected[0]
 
 

@@ -303,6 +303,7 @@ def test_a_full_queue_and_a_failing_network_are_asked_again(
         ("no JSON", [], "line 1 is not JSON"),
         ([line(1)], ["--replicas", "2", "--local-hosts", "2"], "does not support --local-hosts"),
         ([line(1)], ["--replica-hosts", "2"], "--replica-hosts requires --replicas"),
+        ([line(1)], ["--replicas", "1", "--replica-hosts", "2"], "needs a cluster of several"),
     ],
 )
 def test_unusable_input_is_named_before_the_model_is_loaded(

@@ -373,6 +373,36 @@ def test_requests_come_before_the_programs_that_they_do_not_need(network, start,
     assert network.calls[early : early + 2] == [("insert", 1, 2), ("decode", 2)]
 
 
+def test_prompts_use_compiled_programs_while_others_are_compiled(network, start, monkeypatch):
+    engine = start(network, run=False)
+    engine.warm_up(wait=False)
+    for _ in range(2):  # those that can be used for all prompts
+        engine._warm_up.compile_next()
+    batch, calls = engine._prefiller.batch, []
+    insert = batch.insert
+
+    def recorded(rows, prompts, *settings, longest, **options):
+        calls.append((len(prompts), longest))
+        return insert(rows, prompts, *settings, longest=longest, **options)
+
+    monkeypatch.setattr(batch, "insert", recorded)
+
+    def answer():
+        calls.clear()
+        clients = [Client([1] * n, 3) for n in (2, 5, 40)]
+        engine.submit([client.request for client in clients])
+        engine.start()
+        return [client.numbers() for client in clients]
+
+    expected = [network.answer([1] * n, 0, 3) for n in (2, 5, 40)]
+    assert answer() == expected
+    assert calls[:3] == [(1, 64)] * 3  # of the whole window
+    wait_for(lambda: not engine._warm_up.left)
+    monkeypatch.setattr(engine, "start", lambda: None)
+    assert answer() == expected
+    assert calls == [(2, 16), (1, 64)]
+
+
 def test_programs_are_compiled_while_no_request_is_there(network, start):
     expected = compiled(network)
     engine = start(network, run=False)

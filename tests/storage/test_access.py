@@ -150,11 +150,10 @@ class _Stubborn:
     def __fspath__(self) -> str:
         return "gs://bucket/folder"
 
-    def exists(self) -> bool:
-        return not self.leaves_nothing
-
     def rmtree(self) -> None:
         self.calls += 1
+        if self.calls > 1 and self.leaves_nothing:
+            raise FileNotFoundError
         if self.calls <= self.failures:
             raise RuntimeError("could not fully delete dir")
 

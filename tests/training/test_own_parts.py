@@ -6,6 +6,7 @@ The functions are those of docs/own-parts.md.
 import importlib
 import json
 import re
+import sys
 from typing import Any
 
 import jax
@@ -354,6 +355,23 @@ def test_a_position_embedding_does_what_rotary_does(network_of, mesh):
     prompts, lengths = sample["obs"][:, :8], [5] * len(sample["obs"])
     one, other = (x.generate(prompts, lengths, 6, {"temp": 0.0}) for x in (own, usual))
     np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("return x[:1]", r"pe: placed:place returned shape \(1, 16, 8, 8\), expected an array"),
+        ("return x[..., :4]", r"returned shape \(\d+, 16, 8, 4\)"),
+        ("pass", "returned NoneType"),
+    ],
+)
+def test_position_embeddings_that_cannot_be_used_are_refused(network_of, files, code, line):
+    (files / "placed.py").write_text(f"def place(x, positions):\n    {code}\n")
+    importlib.invalidate_caches()
+    sys.modules.pop("placed", None)
+    network = network_of(pe="placed:place")
+    with pytest.raises(InputError, match=line):
+        network.train(sample_of(network))
 
 
 @pytest.mark.parametrize("mesh", [{}, ON_A_MESH])
