@@ -48,9 +48,9 @@ from mesh_transformer.data.completions import pack_texts
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files, format_counts
 from mesh_transformer.data.preferences import pack_groups
+from mesh_transformer.data.record_offsets import write_offsets
 from mesh_transformer.data.rows import Names, RowWork, groups_of_parts, no_pairs_error
 from mesh_transformer.data.same_tokenizer import encoding
-from mesh_transformer.data.record_offsets import write_offsets
 from mesh_transformer.data.tfrecords import write_set
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.storage import files

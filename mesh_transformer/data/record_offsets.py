@@ -120,9 +120,9 @@ class RecordOffsets:
 
         if (table := kept()) is not None:
             return table
-        if is_uri(beside) and files.is_file(beside):
-            if (table := _copy(beside, cached, digest, sizes)) is not None:
-                return table
+        is_remote = is_uri(beside) and files.is_file(beside)
+        if is_remote and (table := _copy(beside, cached, digest, sizes)) is not None:
+            return table
         table = _made(records, beside, sizes)
         for path in [beside, cached]:
             with contextlib.suppress(OSError, InputError):
@@ -235,7 +235,7 @@ def _parsed(
     """Return the table in the bytes of a file; None if they are damaged or another set's."""
     if len(content) < HEADER.size:
         return None
-    magic, saved, count, records, width, checksum = HEADER.unpack(content[: HEADER.size])
+    magic, saved, count, records, width, checksum = HEADER.unpack(content[: HEADER.size].tobytes())
     if (magic, saved, count) != (MAGIC, digest, len(sizes)) or width not in DTYPES:
         return None
     body, anchors = content[HEADER.size :], -(-records // BLOCK)

@@ -242,7 +242,8 @@ class RecordSet:
         self.fingerprint = hashlib.sha256("\n".join(entries).encode()).hexdigest()
         self.sizes = self._sizes()
         self.seq, self.n_vocab = seq, n_vocab
-        self.shuffle, self.seed = shuffle, seed
+        self.shuffle: int | Literal["all"] = shuffle
+        self.seed = seed
         self.reference, self.teacher, self.document_end = reference, teacher, document_end
         self._index_path = index_path
         first, _ = next(frames(self.paths[0], 0))
@@ -348,8 +349,8 @@ class RecordSet:
         """
         if self._offsets is not None:
             return self._permuted(self._offsets, position, repeat)
-        if self.shuffle:
-            return self._shuffled(position, repeat)
+        if isinstance(self.shuffle, int) and self.shuffle:
+            return self._shuffled(self.shuffle, position, repeat)
         return self._in_index_order(position, repeat)
 
     def row(self, record: Record, extras: Collection[str] = ()) -> Row:
@@ -408,23 +409,25 @@ class RecordSet:
                 return
             position = Position(position.epoch + 1)
 
-    def _shuffled(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
+    def _shuffled(
+        self, buffer: int, position: Position, repeat: bool
+    ) -> Iterator[tuple[Record, Position]]:
         """Yield (record, next position) for each record of `_in_index_order`, shuffled in blocks.
 
-        A block does not extend into the next epoch, so the last block of an epoch may be shorter.
+        A block has `buffer` records, the last one of an epoch possibly fewer.
         """
         records, epoch = iter(()), None
         while True:
             start = dataclasses.replace(position, taken=0)
             if start.epoch != epoch:
                 records, epoch = self._in_index_order(start, repeat=False), start.epoch
-            block = list(islice(records, self.shuffle))
+            block = list(islice(records, buffer))
             key = (start.epoch, start.file, start.record)
             order = random(self.seed, "records", *key).permutation(len(block))
             for taken in range(position.taken, len(block)):
                 record, _ = block[order[taken]]
                 yield record, dataclasses.replace(start, taken=taken + 1)
-            if len(block) == self.shuffle:
+            if len(block) == buffer:
                 position = block[-1][1]
             elif repeat:
                 position = Position(start.epoch + 1)

@@ -294,8 +294,9 @@ class Frame:
         header = struct.pack("<Q", count)
         if framed[:HEADER_BYTES] != header + struct.pack("<I", _masked_checksum(header)):
             raise InputError(
-                f"{self._path}: no record of {count} bytes at byte {self._offset}, as {self._table} "
-                "says; delete that table or, if a new one is no better, recreate the records"
+                f"{self._path}: no record of {count} bytes at byte {self._offset}, as the table "
+                f"{self._table} says; delete the table or, if a new one is no better, recreate the "
+                "records"
             )
         return _unframe(framed[HEADER_BYTES:], count, self._path, self._offset)
 

@@ -74,7 +74,7 @@ def main() -> None:
             for _ in range(args.rounds):
                 began, size, all_records = time.perf_counter(), 0, 0
                 for record, _ in records.records(Position(), repeat=False):
-                    size += len(record.payload)
+                    size += len(record.payload())
                     all_records += 1
                 assert all_records == RECORDS * repeats * count
                 speeds.append(size / 1e6 / (time.perf_counter() - began))
