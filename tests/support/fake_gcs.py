@@ -7,6 +7,7 @@ certificate.
 
 import contextlib
 import dataclasses
+import heapq
 import http.server
 import json
 import re
@@ -215,24 +216,23 @@ class FakeGcs:
     def _listing(self, bucket: str, query: dict) -> dict[str, Any]:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
         after, limit = query.get("pageToken", ""), int(query.get("maxResults", 1000))
-        entries: dict[str, dict | None] = {}  # None: a prefix
-        for key in sorted(self.objects):
+        entries: dict[str, Key | None] = {}  # None: a prefix
+        for key in self.objects:
             name = key[1]
             if key[0] != bucket or not name.startswith(prefix):
                 continue
             if name < query.get("startOffset", "") or name >= query.get("endOffset", "\U0010ffff"):
                 continue
             head, cut, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
-            if cut:
-                entries.setdefault(prefix + head + cut)
-            else:
-                entries[name] = self.objects[key].resource(key)
-        names = sorted(name for name in entries if name > after)
+            entry = prefix + head + cut if cut else name
+            if entry > after:
+                entries[entry] = None if cut else key
+        names = heapq.nsmallest(limit + 1, entries)
         listing: dict[str, Any] = {"kind": "storage#objects"}
         page = {name: entries[name] for name in names[:limit]}
-        if items := [entry for entry in page.values() if entry is not None]:
-            listing["items"] = items
-        if prefixes := [name for name, entry in page.items() if entry is None]:
+        if keys := [key for key in page.values() if key is not None]:
+            listing["items"] = [self.objects[key].resource(key) for key in keys]
+        if prefixes := [name for name, key in page.items() if key is None]:
             listing["prefixes"] = prefixes
         if len(names) > limit:
             listing["nextPageToken"] = names[limit - 1]
