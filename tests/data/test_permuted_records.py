@@ -110,13 +110,15 @@ def test_hosts_read_their_own_columns_only(tmp_path, monkeypatch, ahead):
     payload = Frame.payload
     monkeypatch.setattr(Frame, "payload", lambda frame: reads.append(1) or payload(frame))
     hosts = [load(index, (3, 4), columns=part, **ALL) for part in ([0, 1], [2, 3])]
-    for host in hosts:
-        host._ahead = host._batches_from(0)  # without the thread that reads further ahead
-    for rows in expected:
-        actual = np.concatenate([host.get_samples()["obs"] for host in hosts], axis=1)
+    # Without the threads, which read further ahead.
+    batches = zip(*(host._batches_from(0) for host in hosts), strict=True)
+    places = []
+    for rows, read in zip(expected, batches, strict=False):
+        actual = np.concatenate([batch["obs"] for batch, _ in read], axis=1)
         np.testing.assert_array_equal(actual, rows)
+        places = [host._mixture.state(place) for host, (_, place) in zip(hosts, read, strict=True)]
     assert len(reads) == 5 * 12
-    assert hosts[0].state() == hosts[1].state() == whole.state()
+    assert places == [whole.state()] * 2
 
 
 def test_a_set_s_writer_writes_the_table(tmp_path):
@@ -144,6 +146,7 @@ def test_the_table_has_the_place_of_every_record(tmp_path, seq):
         for number, (_, end) in enumerate(frames(path, 0)):
             expected.append((file, number, before, end - before))
             before = end
+    assert records._offsets is not None
     places = records._offsets.places(np.arange(len(expected)))
     assert [tuple(place) for place in places] == expected
     assert Path(f"{tmp_path}.offsets").exists()
