@@ -164,7 +164,8 @@ class Config(Model):
     # Records shuffled together.  0: the index's order; all: those of a set, over all files
     shuffle_buffer: int | Literal["all"] = 0
     hosts_read: bool = False  # each host reads its own batch rows, so it needs access to train_set
-    val_set: dict[str, str] = field(default_factory=dict, hash=False)  # name: path, as in train_set
+    # Validation sets, each {name: path, as in train_set}: {"wiki": "data/wiki.val.index"}.
+    val_set: dict[str, str] = field(default_factory=dict, hash=False)
     val_batches: int = 100  # batches per validation set; 0: no validation
     val_batch_multiplier: float = 1.0  # sequences per validation batch, relative to a microbatch
     val_by_position: bool = False  # also measure losses by position: 0-127, 128-255, 256-511...

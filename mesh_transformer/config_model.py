@@ -35,9 +35,9 @@ class Architecture:
     qk_norm: Literal["none", "head", "rotated", "projection"] = "none"
     embed_norm: bool = False  # the embedding is followed by a norm
     biases: list[str] | None = field(default=None, hash=False)  # matrices.  None: the block's
-    # Position embedding: rotary, learned ("fixed") or T5's bias.  None: fixed in block gpt2, else
-    # rotary.
-    pe: Literal["rotary", "fixed", "t5"] | None = None
+    # Position embedding: rotary, learned ("fixed"), T5's bias, or a function of queries and keys
+    # (docs/own-parts.md).  None: fixed in block gpt2, else rotary.
+    pe: Literal["rotary", "fixed", "t5"] | Named | None = None
     pe_rotary_dims: int | None = None  # rotated entries of a head.  None: head_size
     # The entries of a head that are rotated together: neighbours, or one of each half of the
     # rotated part, forward or ("backward_halves") backward.  None: halves in blocks neox and

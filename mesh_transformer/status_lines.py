@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from mesh_transformer import log_lines
+
 VARIABLE = "MESH_TRANSFORMER_STATUS"
 SILENCE = 3.0  # seconds without output before the first status line
 EVERY = 1.0  # seconds between updates on a terminal
@@ -92,13 +94,12 @@ class _Watcher:
     def __init__(self):
         self.paused = False
         self.lock = threading.RLock()  # as removing a line is an output, too
-        self._streams: list[tuple[TextIO, Any]] = []
+        self._undo: list[Callable[[], None]] = []
         self._shown = False  # whether the terminal shows a status line after the cursor
         self._began = time.monotonic()
         self._about, self._when = "", 0.0  # what the last status line was about, and its time
         self._end = ""  # the end of the last output; empty before the first
         self._ended = threading.Event()
-        self._is_terminal = sys.stderr.isatty()
         self.heard()
         for stream in {sys.stdout, sys.stderr} - {None}:  # stdout may be closed, or the same
             self._watch(stream)
@@ -114,8 +115,8 @@ class _Watcher:
         self._ended.set()
         self._thread.join(1)  # longer only if it cannot print
         self._clear()
-        for stream, _ in self._streams:
-            del stream.write
+        for undo in self._undo:
+            undo()
 
     def _watch(self, stream: TextIO) -> None:
         """Call `heard` before each output to a stream, except that of this thread."""
@@ -128,9 +129,11 @@ class _Watcher:
                 self._end = text[-1:] or self._end
             return write(text)
 
-        # Not a stream of another type, because others keep, compare and redirect this one.
-        stream.write = watched  # type: ignore[method-assign]
-        self._streams.append((stream, write))
+        self._undo.append(log_lines.replace_write(stream, watched))
+
+    @property
+    def _is_terminal(self) -> bool:
+        return sys.stderr.isatty() and not log_lines.is_json()
 
     def _clear(self) -> None:
         with self.lock:

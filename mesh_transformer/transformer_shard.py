@@ -347,6 +347,7 @@ class CausalTransformer(TrainableNetwork):
 
     @_dispatch.register
     def _claim(self, call: Claim) -> None:
+        objectives.check_functions(self.config)  # before weights are made
         state = jax.tree.leaves(self.saved_template())
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in state)
         self._writer(call.folder).claim(size if call.room else 0)
@@ -454,8 +455,9 @@ class CausalTransformer(TrainableNetwork):
     def _load(self, call: Load) -> None:
         self._drop_weights()
         source, optimizer = Source.of(call.path), not (call.fresh_opt or call.only_params)
-        loaded = loading.load(source, self._layout, optimizer=optimizer)
-        state = self._layout.padded(loaded.state)
+        layout = self._layout.of_params if call.only_params else self._layout
+        loaded = loading.load(source, layout, optimizer=optimizer)
+        state = layout.padded(loaded.state)
         if "opt_state" not in state and not call.only_params:
             state["opt_state"] = steps.compile_opt_state(self._layout)(state["params"])
         self._drop_weights(adapters=True)

@@ -14,6 +14,7 @@ import math
 import operator
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -22,9 +23,9 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
 
-from mesh_transformer import extras, old_names, status_lines
+from mesh_transformer import extras, log_lines, old_names, status_lines
 
 
 def cache_folder() -> Path:
@@ -295,7 +296,7 @@ def error_line(error: Exception) -> str | None:
     if isinstance(error, InputError | StoppedError):
         return str(error)
     remedies = {
-        4: "memory is exhausted; `mesh-transformer plan` says what fits",
+        4: "memory is exhausted; reduce the model, batch or length, or use more devices",
         5: "make room, and start again",
     }
     if (status := exit_status(error)) in remedies:
@@ -309,7 +310,8 @@ def run_script(main: Callable[[], int | None]) -> None:
     Errors of the user's input, of the machine, and missing packages that an extra brings are one
     line on stderr (see `error_line`), and have a status of their own (see `exit_status`).  A
     KeyboardInterrupt (Ctrl-C) that `main` does not handle exits immediately with status 130 and no
-    traceback, also while `main` imports modules.
+    traceback, also while `main` imports modules.  If the reader of its output is gone, as after
+    `| head`, the command ends without a message, with status 141 as after SIGPIPE.
     """
     report = sys.unraisablehook
 
@@ -328,17 +330,43 @@ def run_script(main: Callable[[], int | None]) -> None:
     sys.unraisablehook = repeat_interrupt
     # At its end, Python would look for cycles among all objects, which takes seconds.
     atexit.register(gc.freeze)
+    with log_lines.formatted():
+        try:
+            with status_lines.watching():
+                result = main()
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            sys.exit(result)
+        except KeyboardInterrupt:
+            exit_now("", 130)  # does not wait for threads that may still be writing to a slow disk
+        except Exception as error:
+            out = sys.stdout
+            if isinstance(error, BrokenPipeError) and out is not None and _has_no_reader(out):
+                # Python writes what is left at the exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+                sys.exit(128 + signal.SIGPIPE)
+            if line := error_line(error):
+                print(f"error: {line}", file=sys.stderr)
+            elif log_lines.is_json():  # Python would print it later, as text
+                print_traceback(error)
+            else:
+                raise
+            sys.exit(exit_status(error))
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print an error with its traceback to stderr, as one message (see `log_lines`)."""
+    print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe whose other end is closed."""
     try:
-        with status_lines.watching():
-            result = main()
-        sys.exit(result)
-    except KeyboardInterrupt:
-        exit_now("", 130)  # does not wait for threads that may still be writing to a slow disk
-    except Exception as error:
-        if not (line := error_line(error)):
-            raise
-        print(f"error: {line}", file=sys.stderr)
-        sys.exit(exit_status(error))
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # it is closed, or no file
+        return False
 
 
 @contextlib.contextmanager
@@ -417,7 +445,7 @@ def start_thread(
         try:
             function(*args)
         except Exception as error:
-            traceback.print_exception(error)
+            print_traceback(error)
             if failed is not None:
                 failed(error)
                 return

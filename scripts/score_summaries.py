@@ -100,7 +100,10 @@ def continued(
 
 
 def scored(references: Sequence[str], candidates: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the means of F1, precision and recall of each metric, and the standard error of F1."""
+    """Return the means of F1, precision and recall of each metric, and the standard error of F1.
+
+    A single example has no standard error.
+    """
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
@@ -114,10 +117,11 @@ def scored(references: Sequence[str], candidates: Sequence[str]) -> dict[str, di
     results = {}
     for metric in METRICS:
         values = [scores[metric].fmeasure for scores in pair_scores]
-        spread = statistics.stdev(values) if len(values) > 1 else float("nan")
+        count = len(values)
+        error = {"f1_stderr": statistics.stdev(values) / count**0.5} if count > 1 else {}
         results[metric] = {
             "f1": statistics.fmean(values),
-            "f1_stderr": spread / len(values) ** 0.5,
+            **error,
             "precision": statistics.fmean(scores[metric].precision for scores in pair_scores),
             "recall": statistics.fmean(scores[metric].recall for scores in pair_scores),
         }
@@ -126,11 +130,12 @@ def scored(references: Sequence[str], candidates: Sequence[str]) -> dict[str, di
 
 def table(results: dict[str, dict[str, float]], count: int) -> str:
     """Format the scores of `count` examples as a table."""
-    columns = ("F1", "stderr", "precision", "recall")
-    lines = [f"{count} examples".ljust(16) + "".join(f"{name:>10}" for name in columns)]
+    columns = {"f1": "F1", "f1_stderr": "stderr", "precision": "precision", "recall": "recall"}
+    lines = [f"{count} examples".ljust(16) + "".join(f"{n:>10}" for n in columns.values())]
     for metric, values in results.items():
         name = metric.replace("rouge", "ROUGE-").ljust(16)
-        lines.append(name + "".join(f"{value:10.4f}" for value in values.values()))
+        cells = [f"{values[key]:.4f}" if key in values else "-" for key in columns]
+        lines.append(name + "".join(f"{cell:>10}" for cell in cells))
     return "\n".join(lines)
 
 

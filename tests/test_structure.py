@@ -26,8 +26,9 @@ PACKAGE = ROOT / "mesh_transformer"
 ROOMS = {
     "old_names": "|",
     "extras": "|",
-    "status_lines": "|",
-    "util": "old_names extras status_lines |",
+    "log_lines": "|",
+    "status_lines": "log_lines |",
+    "util": "old_names extras log_lines status_lines |",
     "storage": "util | etils gcsfs tensorflow tensorstore tqdm yaml",
     "families": "|",
     "config_checks": "families util |",
@@ -45,8 +46,8 @@ ROOMS = {
     "network": "status_lines util storage config calls data generation | numpy",
     "evaluation": "extras util storage config data generation network | lm_eval numpy tqdm",
     "training": (
-        "extras status_lines util storage config config_model mesh data model generation network "
-        "evaluation | etils jax numpy optax prometheus_client tqdm wandb"
+        "extras log_lines status_lines util storage config config_model mesh data model generation "
+        "network evaluation | etils jax numpy optax prometheus_client tqdm wandb"
     ),
     "checkpoint": (
         "util storage families config config_model mesh data model generation training | etils "
@@ -61,17 +62,18 @@ ROOMS = {
         "prometheus_client pydantic pydantic_core starlette tqdm uvicorn"
     ),
     "pod": (
-        "extras status_lines util storage config mesh calls data generation network evaluation "
-        "training checkpoint transformer_shard | etils fabric google invoke jax msgpack numpy "
-        "paramiko ray tqdm"
+        "extras log_lines status_lines util storage config mesh calls data generation network "
+        "evaluation training checkpoint transformer_shard | etils fabric google invoke jax msgpack "
+        "numpy paramiko ray tqdm"
     ),
     "performance": (
         "util families config config_model mesh data model generation training | jax matplotlib "
         "numpy tqdm"
     ),
     "cli": (
-        "status_lines util storage families config_files config mesh data model generation "
-        "evaluation training checkpoint transformer_shard serving pod performance | jax tqdm yaml"
+        "log_lines status_lines util storage families config_files config mesh data model "
+        "generation evaluation training checkpoint transformer_shard serving pod performance | jax "
+        "tqdm yaml"
     ),
     "__main__": "util cli |",
     "__init__": "old_names util config training transformer_shard |",

@@ -127,7 +127,7 @@ def load_teacher(layout: StateLayout) -> LoadedTeacher:
     if config.teacher_path is None:
         return LoadedTeacher(None, ())
     source = Source(config.teacher_path)
-    own = teacher_layout(layout, source.config, config.teacher_path)
+    own = teacher_layout(layout, source.config, config.teacher_path).of_params
     check_encoding(source.tokenizer, None, config.tokenizer, f"teacher {config.teacher}")
     params = own.padded({"params": load(source, own, optimizer=False).state["params"]})["params"]
     if bad := describe_bad_weights(params, layout.mesh):
@@ -164,7 +164,7 @@ def load_adapter(source: Source, layout: StateLayout, params: Any) -> Adapter:
             lora_targets=saved.lora_targets,
             offload="none",
         )
-    )
+    ).of_params
     template = {"params": own.stored["params"]}
     adapters = own.padded(_read_adapters(source, own.config, template))["params"]
     # Rows without the adapter multiply it by 0, and 0 times NaN is NaN.

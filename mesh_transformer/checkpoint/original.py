@@ -33,7 +33,7 @@ from mesh_transformer.mesh.declaration import Declaration
 from mesh_transformer.model import transformer
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import is_uri
-from mesh_transformer.util import InputError
+from mesh_transformer.util import InputError, is_named
 
 # mesh-transformer-jax's module below layer_<i>/~/ -> (our module, {their leaf: our leaf}).
 _LAYER = {
@@ -187,6 +187,11 @@ def _check_expressible(config: Config) -> None:
             f"config: {key} is {getattr(config, key)}, but mesh-transformer-jax checkpoints "
             f"support only {getattr(usual, key)}; change the config, or keep a model in native "
             "format"
+        )
+    if is_named(config.pe):
+        raise InputError(
+            f"config: pe is {config.pe}, but mesh-transformer-jax checkpoints support only rotary, "
+            "fixed and t5; keep this model in native format"
         )
     if config.norm_kind.original is None:
         known = ", ".join(name for name, kind in NORMS.items() if kind.original is not None)

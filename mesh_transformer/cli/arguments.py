@@ -8,9 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from mesh_transformer import log_lines
 from mesh_transformer.config import Config
 from mesh_transformer.data.documents import TEXT_COLUMN
 from mesh_transformer.data.file_types import format_types
+from mesh_transformer.storage.access import local_path
 from mesh_transformer.util import InputError
 
 if TYPE_CHECKING:
@@ -63,6 +65,18 @@ def token_count(text: str) -> int:
             f"{text} is not a number of tokens such as 2097152, 512K or 2M (2 x 2**20)"
         )
     return int(tokens)
+
+
+def byte_count(text: str) -> int:
+    """Parse an amount of text, such as 500MB or 10GB; for use as argparse's `type`.
+
+    As in the sizes of disks, K is 10**3, M 10**6, G 10**9 and T 10**12.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper().replace(",", ""))
+    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of bytes such as 500MB or 10GB")
+    return size
 
 
 def add_batch_tokens(parser: argparse.ArgumentParser, note: str) -> None:
@@ -165,7 +179,18 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the flags that all training commands share."""
+    try:
+        log_lines.use()
+    except ValueError as error:
+        raise InputError(str(error)) from None
     parser = Parser(description=description)
+    parser.add_argument(
+        "--log",
+        action=_Log,
+        choices=log_lines.FORMATS,
+        help="format of all that the command prints, text or a JSON object per line (default: "
+        f"${log_lines.VARIABLE}, or text)",
+    )
     add_config_arguments(parser)
     parser.add_argument(
         "--mode",
@@ -214,6 +239,14 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+class _Log(argparse.Action):
+    """Chooses the format at once, so that later errors of flags have it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        log_lines.use(values)
+        setattr(namespace, self.dest, values)
+
+
 def add_template_argument(parser: argparse.ArgumentParser) -> None:
     """Add the flag --chat-template of commands that store a model."""
     parser.add_argument(
@@ -237,6 +270,7 @@ def run_arguments(args: argparse.Namespace) -> tuple[Config, str, RunOptions]:
 
         config = config.replace(chat_template=template_text(args.chat_template))
     folder = args.model_dir or config.model_folder()
+    log_lines.about(run=local_path(folder))
     base = args.tune_model_path or config.tune_model_path
     if args.fresh_opt and base is None:
         raise InputError("--fresh-opt requires --tune-model-path; give both or neither")
@@ -433,14 +467,19 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder or GGUF file of a tokenizer or its model, hub name, gpt2 or bytes (default "
         "gpt2)",
     )
+    add_ray_argument(parser)
+    add_input_arguments(parser)
+
+
+def add_ray_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the flag --ray, which `ray_workers` reads."""
     parser.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="tokenise on the Ray cluster at HOST:PORT or auto, which finds it; all its machines "
-        "must reach the input and the output folder at the same paths (default: this machine "
-        "alone)",
+        help="read the input on the Ray cluster at HOST:PORT or auto, which finds it; all its "
+        "machines must reach the input and the output folder at the same paths (default: this "
+        "machine alone)",
     )
-    add_input_arguments(parser)
 
 
 def ray_workers(address: str | None) -> "contextlib.AbstractContextManager[Workers | None]":

@@ -135,6 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         first = next(records, None)
         if first is None:
             raise no_pairs_error(options.input_path, bad, kind)
+        replaced = files.is_file(f"{os.path.join(options.output_dir, options.name)}.index")
         all_records = chain([first], records)
         written, index, count = write_set(
             options.output_dir, options.name, all_records, write_offsets
@@ -145,7 +146,9 @@ def main(arguments: list[str] | None = None) -> None:
     path = f"{index.removesuffix('.index')}.manifest.json"
     manifest = {"tokenizer": made} | ({"preferences": kind} if kind else {})
     files.write_text(path, json.dumps(manifest, indent=2) + "\n")
-    notes = [f"chat template: {encoder.template.source}"] if encoder.template else []
+    notes = ["replaced an earlier set of this name"] if replaced else []
+    if encoder.template:
+        notes.append(f"chat template: {encoder.template.source}")
     if encoder.cut:
         notes.append(f"cut: {encoder.cut} conversations into {encoder.parts} parts")
     if encoder.several:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mesh_transformer.cli.arguments import positive
 from mesh_transformer.config import Config
 from mesh_transformer.pod.launch import (
+    GroupHosts,
     build_model,
     local_machines,
     local_nodes,
@@ -157,9 +158,9 @@ def machines_of(
     """Return a context manager that provides the hosts chosen by the command's flags.
 
     The hosts are those of a TPU (--tpu), processes on this machine (--local-hosts), or the machines
-    of a Ray cluster (--ray).  The context manager yields a function that returns the hosts.  Call
-    this function before each attempt to start the model, because it also restarts Ray and recreates
-    the TPU if necessary.
+    of a Ray cluster (--ray); in a replica, those that Ray has reserved for it.  The context manager
+    yields a function that returns the hosts.  Call this function before each attempt to start the
+    model, because it also restarts Ray and recreates the TPU if necessary.
 
     Args:
       wait: for a run that can continue on fewer devices, the seconds to wait for all of them.  The
@@ -167,6 +168,8 @@ def machines_of(
     """
     if args.tpu is None:
         refuse_tpu_arguments(args)
+        if replica_hosts(args) > 1:
+            return contextlib.nullcontext(GroupHosts(config, replica_hosts(args)))
         if address := getattr(args, "ray", None):
             return ray_machines(config, address)
         if wait is None:
@@ -176,6 +179,16 @@ def machines_of(
     if wait is None:
         return tpu_machines(config, spec, ssh)
     return smaller_tpus(config, spec, wait, ssh)
+
+
+def replica_hosts(args: argparse.Namespace) -> int:
+    """Return the number of machines of a replica; 1 if the command has no replicas."""
+    return getattr(args, "replica_hosts", 1)
+
+
+def has_hosts(args: argparse.Namespace) -> bool:
+    """Return whether the model is on hosts, rather than in the process that runs it."""
+    return args.tpu is not None or args.local_hosts is not None or replica_hosts(args) > 1
 
 
 @contextlib.contextmanager
@@ -193,8 +206,8 @@ def running_model(
     This also enables JAX's persistent compilation cache.
 
     Args:
-      args: the values of the flags added by `add_host_arguments`.  If neither --tpu nor
-        --local-hosts is given, the network runs in this process.
+      args: the values of the flags added by `add_host_arguments`.  Unless they name hosts, the
+        network runs in this process.
       config: the network's config; None to use the config stored at `path`.
       only_generate: whether to free all memory that generation does not need.  The network can then
         only generate and score (see `CausalTransformer.only_generate`).
@@ -204,7 +217,7 @@ def running_model(
     from mesh_transformer.mesh.program import use_compilation_cache
 
     use_compilation_cache()
-    if args.tpu is None and args.local_hosts is None:
+    if not has_hosts(args):
         from mesh_transformer.transformer_shard import load
 
         refuse_tpu_arguments(args)

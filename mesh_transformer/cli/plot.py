@@ -60,3 +60,4 @@ def draw_positions(rows: list[dict[str, Any]], axes: Any) -> None:
 def main() -> None:
     args = parse_args()
     draw(read_rows(args.metrics), args.picture)
+    print(f"wrote {args.picture}")

@@ -44,7 +44,15 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, description: str) -> 
         type=resources,
         metavar="JSON",
         default={},
-        help='Ray\'s resources of each replica, such as {"TPU": 4} (default: none)',
+        help='Ray\'s resources of each replica, such as {"TPU": 4}, or of each of its machines '
+        "(default: none)",
+    )
+    group.add_argument(
+        "--replica-hosts",
+        type=positive,
+        metavar="H",
+        default=1,
+        help="number of machines of each replica, whose mesh is over all of them (default 1)",
     )
     return group
 
@@ -103,8 +111,14 @@ def check_replica_arguments(args: argparse.Namespace) -> None:
 
 def check_cluster_arguments(args: argparse.Namespace) -> None:
     """Raise InputError if replicas are asked for on machines that Ray does not know."""
-    if args.replicas and args.tpu:
-        raise InputError("--replicas does not support --tpu; give --ray and --replica-resources")
+    for name, given in (("--tpu", args.tpu), ("--local-hosts", args.local_hosts)):
+        if args.replicas and given is not None:
+            raise InputError(
+                f"--replicas does not support {name}; give --ray, --replica-resources and "
+                "--replica-hosts"
+            )
+    if args.replica_hosts > 1 and not args.replicas:
+        raise InputError("--replica-hosts requires --replicas; give their number")
 
 
 def serve_replicas(args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -159,7 +173,9 @@ def running_replicas(
         from mesh_transformer.pod.replicas import Replicas
 
         name, resources = f"mesh-transformer-{number}-{os.uname().nodename}", args.replica_resources
-        replicas = Replicas(name, args.replicas, args.rows, resources, drain_seconds, spare)
+        replicas = Replicas(
+            name, args.replicas, args.rows, resources, drain_seconds, spare, args.replica_hosts
+        )
         try:
             yield replicas
         finally:

@@ -1,8 +1,8 @@
 """Show the state of runs in a table, draw their metrics, or publish these while they train.
 
-A run is a folder with a metrics.jsonl, which may be in a bucket.  Runs are looked for in the given
-folders and in their subfolders.  With --follow, the command waits for new metrics until it is
-interrupted.
+A run is a folder with a metrics.jsonl or a status.json, which may be in a bucket.  Runs are looked
+for in the given folders and in their subfolders.  With --follow, the command waits for new metrics
+until it is interrupted.
 """
 
 import argparse
@@ -98,9 +98,12 @@ class Watched:
         self.rows = {name: rows for name, rows in self.rows.items() if name in self._files}
         for name, file in self._files.items():
             try:
-                rows, is_first = file.new_rows()
-                if rows:
-                    self._publish(name, file, rows, is_first)
+                if self.rows.get(name) or files.is_file(file.path):
+                    rows, is_first = file.new_rows()
+                    if rows:
+                        self._publish(name, file, rows, is_first)
+                if name not in self.rows and run_status.read(_folder(file.path)):
+                    self.rows[name] = []
                 self._problems.pop(name, None)
             except (InputError, OSError) as error:
                 if self._problems.get(name) != str(error):
@@ -135,9 +138,10 @@ class Watched:
         lines, remarks = [], []
         for name, rows in self.rows.items():
             path = self._files[name].path
-            changed = files.status(path)[1] / 1e9
+            folder = _folder(path)
+            written = path if files.is_file(path) else f"{folder}/{run_status.NAME}"
+            changed = files.status(written)[1] / 1e9
             when = datetime.datetime.fromtimestamp(changed).strftime("%Y-%m-%d %H:%M")
-            folder = path.removesuffix(f"/{NAME}")
             status, saved = run_status.read(folder), committed_steps(folder)
             left = None
             if status.get("state") == "running":
@@ -158,6 +162,10 @@ class Watched:
         return "\n".join([*("  ".join(cells) for cells in aligned), *remarks])
 
 
+def _folder(path: str) -> str:
+    return path.removesuffix(f"/{NAME}")
+
+
 def _remarks(folder: str, status: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield what the user of a run should know: how it failed, damaged checkpoints, alerts."""
     match status.get("state"):
@@ -166,7 +174,9 @@ def _remarks(folder: str, status: dict[str, Any], rows: list[dict[str, Any]]) ->
         case "killed":
             yield f"ended without notice on {status['host']}; start it again to resume"
         case "stopped":
-            yield f"stopped by a signal at step {status['step']}; start it again to resume"
+            reason = status.get("reason", run_status.SIGNAL)
+            advice = "start it again" if reason == run_status.SIGNAL else "raise it"
+            yield f"stopped at step {status['step']} by {reason}; {advice} to train on"
     damaged = [name for name in files.names(folder) if re.match(r"step_\d+\.damaged", name)]
     if damaged:
         yield f"damaged checkpoints: {', '.join(sorted(damaged))}"
@@ -219,13 +229,14 @@ def main() -> None:
     follow = args.follow or newest is not None
     if not watched.rows and not follow:
         raise InputError(
-            f"{args.folders[0]}: no metrics.jsonl with rows in this folder or its subfolders; give "
-            "a folder that contains model folders"
+            f"{args.folders[0]}: no run with a row or a state in this folder or its subfolders; "
+            "give a folder that contains model folders"
         )
     if watched.rows:
         print(watched.table(), flush=True)
         if args.picture:
             draw(watched.rows, args.metric, args.picture)
+            print(f"wrote {args.picture}", flush=True)
     if newest is not None:
         port = newest.serve(args.port or 0, args.host)
         print(f"metrics for Prometheus: http://{args.host}:{port}/metrics", flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mesh_transformer.cli.arguments import model_arguments, natural, positive
-from mesh_transformer.cli.machines import add_host_arguments, running_model
+from mesh_transformer.cli.machines import add_host_arguments, has_hosts, running_model
 from mesh_transformer.config import Config
 from mesh_transformer.util import InputError, exit_now
 
@@ -237,7 +237,7 @@ def running_service(
     from mesh_transformer.serving.service import Service
 
     # This comes before the model is loaded, which takes long, so that errors appear at once.
-    if args.host_cache and (args.tpu or args.local_hosts):
+    if args.host_cache and has_hosts(args):
         raise InputError("--host-cache does not support several hosts; leave it out")
     known = described(args)
     sampling = known.own.sampling

@@ -5,12 +5,14 @@ import argparse
 from mesh_transformer.cli.arguments import (
     Parser,
     add_input_arguments,
+    add_ray_argument,
     add_text_column,
     input_help,
+    ray_workers,
 )
 from mesh_transformer.data.documents import TEXT_COLUMN
 from mesh_transformer.data.file_types import FILE_TYPES, TABLE_TYPES
-from mesh_transformer.data.inputs import find_files, left_out
+from mesh_transformer.data.inputs import find_set
 from mesh_transformer.data.split import NAMES, split
 from mesh_transformer.util import InputError
 
@@ -34,6 +36,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "conversations",
     )
     add_text_column(parser)
+    add_ray_argument(parser)
     add_input_arguments(parser)
     return parser.parse_args(arguments)
 
@@ -43,21 +46,24 @@ def main(arguments: list[str] | None = None) -> None:
     if args.rows and args.text_column != TEXT_COLUMN:
         raise InputError("--text-column is not used with --rows; remove one of them")
     types = TABLE_TYPES if args.rows else FILE_TYPES
-    paths = find_files(args.text, types, args.split, args.subset)
-    if line := left_out(args.text, types):
-        print(line)
-    parts = split(
-        args.text,
-        args.folder,
-        validation=args.validation,
-        seed=args.seed,
-        skip_bad=args.skip_bad,
-        column=args.text_column,
-        files=paths,
-        rows=args.rows,
-    )
+    inputs = find_set(args.text, types, args.split, args.subset)
+    if inputs.left_out:
+        print(inputs.left_out)
+    with ray_workers(args.ray) as workers:
+        parts = split(
+            args.text,
+            args.folder,
+            validation=args.validation,
+            seed=args.seed,
+            skip_bad=args.skip_bad,
+            column=args.text_column,
+            files=inputs.files,
+            rows=args.rows,
+            workers=workers,
+        )
     total = sum(part.bytes for part in parts)
     for name, part in zip(NAMES, parts, strict=True):
         share = f"{part.bytes:,} bytes ({part.bytes / total:.1%})"
         noun = ("row" if args.rows else "document") + "s" * (part.documents != 1)
-        print(f"{name:6} {share} in {part.documents:,} {noun}: {part.path}")
+        remark = " (replaced)" if part.replaced else ""
+        print(f"{name:6} {share} in {part.documents:,} {noun}: {part.path}{remark}")

@@ -27,7 +27,7 @@ from mesh_transformer.cli.arguments import (
     ray_workers,
 )
 from mesh_transformer.data.file_types import FILE_TYPES
-from mesh_transformer.data.inputs import InputSet, find_set, find_sets, left_out
+from mesh_transformer.data.inputs import InputSet, find_set, find_sets
 from mesh_transformer.data.packing import TextOptions
 from mesh_transformer.data.text_set import make_set
 from mesh_transformer.data.tfrecords import check_set_name
@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     sets = input_sets(options)
     for name in sets:
         check_set_name(name)
-    if line := left_out(options.input_path, FILE_TYPES):
+    if line := next(iter(sets.values())).left_out:
         print(line)
     names = [field.name for field in dataclasses.fields(TextOptions)]
     chosen = TextOptions(**{name: getattr(options, name) for name in names})

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mesh_transformer import log_lines
 from mesh_transformer.cli.arguments import positive, run_arguments, run_parser
 from mesh_transformer.config import Config
 from mesh_transformer.training.goodput import Ledger, process_seconds
@@ -111,12 +112,14 @@ def _network(args: argparse.Namespace, config: Config) -> "Iterator[CausalTransf
     if not args.every_host:
         from mesh_transformer.transformer_shard import CausalTransformer
 
+        log_lines.about(process=0)
         yield CausalTransformer(config, init=False)
         return
     from mesh_transformer.pod.every_host import find_place, leading
 
     seconds = args.start_seconds or 300
     place, ids = find_place(args.coordinator, args.process_count, args.process_index, seconds)
+    log_lines.about(process=place.index)
     flags = {f"--{name.replace('_', '-')}": getattr(args, name) for name in EQUAL_FLAGS}
     heartbeat = args.heartbeat or 10
     with leading(config, place, ids, flags, seconds=seconds, heartbeat=heartbeat) as network:

@@ -234,7 +234,7 @@ def metadata_of(tokenizer: Any, rows: int) -> dict[str, Any]:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = json.loads(backend.to_str())["model"] if backend is not None else {}
-    where = f"tokenizer {tokenizer.name_or_path}"
+    where = f"tokenizer {tokenizer.name_or_path}".rstrip()  # those made here have no name
     if backend is None or model["type"] != "BPE":
         raise InputError(
             f"{where}: GGUF files hold byte-pair encodings only, found {model.get('type')}; "
@@ -269,8 +269,14 @@ def metadata_of(tokenizer: Any, rows: int) -> dict[str, Any]:
         merges = [" ".join(pair) for pair in pairs]
         values |= {"model": BPE, "pre": _name_of_split(backend, model, where), "merges": merges}
     for key, name in _SPECIAL.items():
-        if (number := getattr(tokenizer, f"{name}_id")) is not None:
+        number = getattr(tokenizer, f"{name}_id")
+        if number is not None and number < rows:
             values[key.removeprefix(_PREFIX)] = number
+        elif number is not None and name != "pad_token":  # no text has that one
+            raise InputError(
+                f"{where}: its {name} is token {number}, but the model has {rows} tokens; convert "
+                "to hf, or give another --tokenizer"
+            )
     metadata = {f"{_PREFIX}{key}": value for key, value in values.items()}
     stored = read_tokenizer(GgufHeader(where, metadata, {}, 0)).model
     if stored.encode(_PROBE).ids != tokenizer(_PROBE)["input_ids"]:

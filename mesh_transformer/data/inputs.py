@@ -98,11 +98,14 @@ class InputSet(NamedTuple):
       name: the file's name without its ending, the split of a dataset, or the name of a folder.
       files: the paths of the files, in reading order.
       origin: for a dataset on the hub: its name, subset, split and commit.
+      left_out: a line that counts the entries of the folder that are left out, with two names for
+        each reason; empty if there are none, or if the input is not a folder.
     """
 
     name: str
     files: list[str]
     origin: dict[str, str] | None = None
+    left_out: str = ""
 
 
 def find_sets(
@@ -137,7 +140,8 @@ def find_sets(
             raise InputError(
                 f"--split {split}: {path} is not a dataset with splits; remove --split"
             )
-        return [InputSet(_stem(file), [file]) for file in _find_files(path, types)]
+        paths, line = _find_files(path, types)
+        return [InputSet(_stem(file), [file], None, line) for file in paths]
     if split is not None and split not in splits:
         raise InputError(
             f"--split {split}: {path} has no such split; choose one of {', '.join(splits)}"
@@ -167,7 +171,8 @@ def find_set(
             f"{path} has the splits {', '.join(inputs.name for inputs in sets)}; choose one with "
             "--split"
         )
-    return InputSet(path, [file for inputs in sets for file in inputs.files])
+    all_files = [file for inputs in sets for file in inputs.files]
+    return InputSet(path, all_files, None, sets[0].left_out)
 
 
 def find_files(
@@ -177,12 +182,14 @@ def find_files(
     return find_set(path, types, split, subset).files
 
 
-def _find_files(path: str, types: tuple[str, ...]) -> list[str]:
+def _find_files(path: str, types: tuple[str, ...]) -> tuple[list[str], str]:
+    """Return the paths of files, and a line on those that are left out; see `InputSet`."""
     folder, name = os.path.split(path)
+    left: dict[str, list[str]] = {}
     if files.is_file(path):
         paths = [path]
     elif files.is_folder(path):
-        paths = _files_in(path, types)[0]
+        paths, left = _files_in(path, types)
     elif set(name) & set("*?[") and files.is_folder(folder or "."):
         paths = _files_in(folder, types, name)[0]
     else:
@@ -194,7 +201,11 @@ def _find_files(path: str, types: tuple[str, ...]) -> list[str]:
             f"{path}: no text found, expected files ending in {format_types(types)}; rename or "
             "convert the files"
         )
-    return paths
+    counts = [
+        f"{len(names)} {reason} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
+        for reason, names in sorted(left.items())
+    ]
+    return paths, f"left out: {', '.join(counts)}" if counts else ""
 
 
 def _has_type(path: str, types: tuple[str, ...]) -> bool:
@@ -338,22 +349,6 @@ def _read_json(path: str, field: Callable[[Any], Any]) -> Any:
         raise InputError(
             f"{path}: not a file of a saved dataset; save the dataset again"
         ) from error
-
-
-def left_out(path: str, types: tuple[str, ...]) -> str:
-    """Return a line that counts the entries of the folder `path` that `find_files` leaves out.
-
-    It has two names for each reason.  The result is empty if there are no such entries, or if
-    `path` is not a folder of files.
-    """
-    if path.startswith(HUB) or not files.is_folder(path) or _saved(path):
-        return ""
-    _, left = _files_in(path, types)
-    parts = [
-        f"{len(names)} {reason} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
-        for reason, names in sorted(left.items())
-    ]
-    return f"left out: {', '.join(parts)}" if parts else ""
 
 
 @contextlib.contextmanager

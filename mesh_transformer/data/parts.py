@@ -1,9 +1,9 @@
-"""Parts of files that are tokenised apart from each other, on any machine and in any order.
+"""Parts of files that are processed apart from each other, on any machine and in any order.
 
-Each part is tokenised into a file of its own, which is complete from the moment at which it
-appears, and whose name depends on all that its content depends on.  So it does not matter how
-often, when and where a part is tokenised.  The files are then read in the order of the parts, which
-gives what a run on one machine gives.
+The result of each part is a file of its own, which is complete from the moment at which it appears,
+and whose name depends on all that its content depends on.  So it does not matter how often, when
+and where a part is processed.  The files are then read in the order of the parts, which gives what
+a run on one machine gives.
 """
 
 import contextlib
@@ -21,18 +21,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, ClassVar, NamedTuple, Protocol
 
 from tqdm import tqdm
 
-from mesh_transformer.data.corpus import Source
 from mesh_transformer.data.inputs import (
     MAX_PRINTED,
     BadInputError,
     BadInputHandler,
     open_input,
 )
-from mesh_transformer.data.spans import ends_of_spans
+from mesh_transformer.data.spans import Span, ends_of_spans
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
@@ -41,9 +40,10 @@ class Part(NamedTuple):
     """A part of the text.
 
     Attributes:
-      path, bytes, changed: the file with its size and modification time; see `Source`.
+      path, bytes, changed: the file with its size and modification time; see `files.status`.
       start, end: the range of bytes; all of the file, including its hash, if `end` is None.
         Without any bytes, only the hash.
+      choices: what to do with each document, if that differs (see `split`).
     """
 
     path: str
@@ -51,6 +51,7 @@ class Part(NamedTuple):
     changed: int
     start: int = 0
     end: int | None = None
+    choices: str = ""
 
     def __str__(self) -> str:
         if self.end is None or self.is_hash:
@@ -62,16 +63,21 @@ class Part(NamedTuple):
         return self.start == self.end
 
     @property
+    def span(self) -> Span | None:
+        """The range of bytes, of which nothing is read yet; None for all of the file."""
+        return None if self.end is None else Span(self.start, self.end)
+
+    @property
     def size(self) -> int:
         return (self.bytes if self.end is None else self.end) - self.start
 
 
 @dataclasses.dataclass
 class Result:
-    """What is known of a part that is tokenised.
+    """What is known of a part that is processed.
 
     Attributes:
-      documents, tokens: counts of what it adds to a corpus.
+      documents, tokens: counts of what it adds to a corpus or another output.
       numbered: how far it advances the numbers of lines or documents in error messages.
       sha256: the hash of the whole file; empty if the part was only a range of its bytes.
       skipped: the number of unusable items by reason.
@@ -103,14 +109,14 @@ class Workers(Protocol):
 
 
 class Reader(Protocol):
-    """Tokenises one part after another, on one core, in a worker.
+    """Processes one part after another, on one core, in a worker.
 
     Attributes:
       contents: the names of the files that `result` may write, in the order in which they are
         joined.
     """
 
-    contents: tuple[str, ...]
+    contents: ClassVar[tuple[str, ...]]
 
     def result(self, part: Part, folder: Path) -> Result:
         """Write the content of a part into files of an empty folder."""
@@ -119,19 +125,19 @@ class Reader(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """How parts are tokenised; a subclass for each kind of content.
+    """How parts are processed; a subclass for each kind of content.
 
     Attributes:
       folder: where finished parts are stored, at a path that is the same for all workers.
       root: the folder in which the command runs, from which paths may be relative.
-      tokenizer: a tokenizer of transformers.
-      versions: of the packages on which the tokens depend; workers need the same ones.
+      versions: of the packages on which the content depends; workers need the same ones.
+      has_hashes: whether the hash of a large file is a part, too.
     """
 
     folder: str
     root: str
-    tokenizer: Any
     versions: dict[str, str] = dataclasses.field(default_factory=lambda: versions(), kw_only=True)
+    has_hashes: ClassVar[bool] = False
 
     @functools.cached_property
     def settings(self) -> list[Any]:
@@ -149,16 +155,17 @@ class Work:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of the packages on which the tokens of a text depend."""
+    """Return the versions of the packages on which the content of parts depends."""
     result = {}
-    for name in ("mesh-transformer", "tokenizers", "transformers", "ftfy", "pyarrow"):
+    names = ("mesh-transformer", "tokenizers", "transformers", "ftfy", "pyarrow", "zstandard")
+    for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
             result[name] = metadata.version(name)
     return result
 
 
 def finish(pickled: bytes, part: Part) -> Result:
-    """Tokenise a part, and store it in the folder of finished parts; for use in a worker.
+    """Process a part, and store its result in the folder of finished parts; for use in a worker.
 
     Args:
       pickled: the `Work`.
@@ -235,38 +242,33 @@ def _store(work: Work, part: Part, result: Result, paths: list[Path]) -> None:
 
 
 def parts_of(path: str, separator: str, size: int) -> Iterator[Part]:
-    """Yield the parts of a file in reading order; its hash, if it is a part, is the last.
+    """Yield the parts of a file in reading order; the last part of a cut file is its hash.
 
     Args:
       separator: the text that separates documents.
       size: the number of bytes of a part, unless its last document extends beyond them.
     """
-    source = Source.of(path)
-    whole, start = Part(path, source.bytes, source.changed), 0
-    if source.bytes > size:
+    whole, start = Part(path, *files.status(path)), 0
+    if whole.bytes > size:
         with open_input(path, BadInputHandler(None)) as file:
             for end in ends_of_spans(file, path, separator, size):
-                if (start, end) != (0, source.bytes):
+                if (start, end) != (0, whole.bytes):
                     yield whole._replace(start=start, end=end)
                     start = end
     yield whole._replace(end=0) if start else whole
 
 
 class Parts:
-    """The parts of files, which workers finish.
+    """The parts of files, which workers finish."""
 
-    Args:
-      cut: yields the parts of a file in reading order; its hash, if it is a part, is the last.
-    """
+    def __init__(self, work: Work, workers: Workers):
+        self.work, self._workers = work, workers
 
-    def __init__(self, work: Work, workers: Workers, cut: Callable[[str], Iterator[Part]]):
-        self.work, self._workers, self._cut = work, workers, cut
-
-    def in_order(self, paths: Iterable[str], bar: tqdm) -> Iterator[tuple[Part, Result]]:
-        """Finish all parts that are not finished yet, and yield all of them in reading order.
+    def in_order(self, parts: Iterable[Part], bar: tqdm) -> Iterator[tuple[Part, Result]]:
+        """Finish all parts that are not finished yet, and yield all of them in their order.
 
         Args:
-          paths: the files.
+          parts: the parts in reading order.
           bar: counts bytes, and shows the speed.
         """
         waiting: deque[Part] = deque()  # in reading order
@@ -277,38 +279,38 @@ class Parts:
             while waiting and waiting[0] in results:
                 yield waiting[0], results.pop(waiting.popleft())
 
-        planned = self._planned(paths, waiting, results, bar)
+        planned = self._planned(parts, waiting, results, bar)
         for part, result in self._workers.run(finish, pickle.dumps(self.work), planned):
             results[part] = result
             tokens += result.tokens
-            rate = tokens / max(bar.format_dict["elapsed"], 1e-3)
-            bar.set_postfix({"tokens/s": f"{rate:,.0f}"}, refresh=False)
+            if tokens:
+                rate = tokens / max(bar.format_dict["elapsed"], 1e-3)
+                bar.set_postfix({"tokens/s": f"{rate:,.0f}"}, refresh=False)
             bar.update(part.size)
             yield from ready()
         yield from ready()
 
     def _planned(
-        self, paths: Iterable[str], waiting: deque[Part], results: dict[Part, Result], bar: tqdm
+        self, parts: Iterable[Part], waiting: deque[Part], results: dict[Part, Result], bar: tqdm
     ) -> Iterator[Part]:
         """Yield the parts that are not finished, in the order in which to begin them.
 
         All parts are added to `waiting`, and those that are finished to `results`.
         """
         stored = set(files.names(self.work.folder))
-        for path in paths:
-            first = True
-            for part in self._cut(path):
+        for part in parts:
+            waiting.append(part)
+            begun = [] if part.is_hash else [part]
+            if self.work.has_hashes and part.end and not part.start:
                 # The hash of a large file takes long, so it is begun first.
-                begun = [part._replace(start=0, end=0)] if first and part.end is not None else []
-                first = False
-                waiting.append(part)
-                for one in begun if part.is_hash else [*begun, part]:
-                    finished = self._stored(one) if self.work.name(one) in stored else None
-                    if finished is None:
-                        yield one
-                    else:
-                        results[one] = finished
-                        bar.update(one.size)
+                begun.insert(0, part._replace(end=0))
+            for one in begun:
+                finished = self._stored(one) if self.work.name(one) in stored else None
+                if finished is None:
+                    yield one
+                else:
+                    results[one] = finished
+                    bar.update(one.size)
 
     def _stored(self, part: Part) -> Result | None:
         """Return the result of a part that is stored; None if its file is damaged."""
@@ -336,8 +338,8 @@ class Parts:
                 size = file.seek(0, os.SEEK_END) - start
         except FileNotFoundError as error:
             raise InputError(
-                f"{path}: a worker has written this file, which is not here; give an "
-                "--output-dir that all machines share, or one in a bucket"
+                f"{path}: a worker has written this file, which is not here; give an output "
+                "folder that all machines share, or one in a bucket"
             ) from error
         if size != result.stored:
             raise InputError(f"{path} is damaged; delete it, and run the command again")
@@ -350,17 +352,34 @@ class Parts:
         return os.path.join(self.work.folder, self.work.name(part))
 
 
+class InFile(BadInputHandler):
+    """Calls `bad` for the errors of a part, with the numbers of lines or documents in its file.
+
+    Args:
+      numbered: the number of lines or documents of the file before the part.
+    """
+
+    def __init__(self, part: Part, numbered: int, bad: BadInputHandler):
+        super().__init__(bad.skip)
+        self._path, self._numbered, self._bad = part.path, numbered, bad
+
+    def __call__(self, error: BadInputError) -> None:
+        place = re.compile(rf"({re.escape(self._path)}: (?:line|document) )(\d+)")
+        message = str(error)
+        if match := place.match(message):
+            message = f"{match[1]}{int(match[2]) + self._numbered}{message[match.end() :]}"
+        self._bad(BadInputError(error.reason, message))
+
+
 def report(part: Part, result: Result, numbered: int, bad: BadInputHandler) -> None:
     """Call `bad` for the errors of a part, or raise the one that ended it, as in a whole file.
 
     Args:
       numbered: the number of lines or documents of the file before the part.
     """
-    place = re.compile(rf"({re.escape(part.path)}: (?:line|document) )(\d+)")
+    in_file = InFile(part, numbered, bad)
     for reason, message in result.errors:
-        if part.start and (match := place.match(message)):
-            message = f"{match[1]}{int(match[2]) + numbered}{message[match.end() :]}"
-        bad(BadInputError(reason, message))
+        in_file(BadInputError(reason, message))
     printed = Counter(reason for reason, _ in result.errors)
     bad.counts.update(Counter(result.skipped) - printed)
     if result.failure:

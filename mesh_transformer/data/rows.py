@@ -8,20 +8,20 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.data.chat import BESIDE, ChatTemplate, Conversation
 from mesh_transformer.data.completions import Encoder, Pair, Text
-from mesh_transformer.data.corpus import Source
 from mesh_transformer.data.inputs import BadInputError, BadInputHandler, format_counts
 from mesh_transformer.data.parts import Collecting, Part, Parts, Result, Work, Workers, report
 from mesh_transformer.data.preferences import Answers, encode
 from mesh_transformer.data.tables import Columns, rows_of
 from mesh_transformer.data.teacher import Alternatives, TeacherTokens
 from mesh_transformer.data.tokenizer import fingerprint
+from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
 
 SHAREGPT = "conversations"  # the column of messages in ShareGPT's format
@@ -121,6 +121,7 @@ class RowWork(Work):
     """How rows are tokenised.
 
     Attributes:
+      tokenizer: a tokenizer of transformers.
       seq: the maximum number of tokens of a text.
       kind: of preferences; None for pairs and conversations.
       names: the names of the columns.
@@ -128,6 +129,7 @@ class RowWork(Work):
       teacher_tokens: the number of tokens that a teacher finds most likely; 0 for no teacher.
     """
 
+    tokenizer: Any
     seq: int
     kind: str | None
     names: Names
@@ -167,7 +169,7 @@ class RowWork(Work):
 class _RowReader:
     """Tokenises the rows of one file after another; see `Reader`."""
 
-    contents: tuple[str, ...] = ("groups",)
+    contents: ClassVar[tuple[str, ...]] = ("groups",)
 
     def __init__(self, work: RowWork):
         self._work = work
@@ -217,13 +219,9 @@ def groups_of_parts(
     Args:
       encoder: has the counts, and is called for rows that cannot be used.
     """
-
-    def whole(path: str) -> Iterator[Part]:
-        source = Source.of(path)
-        yield Part(path, source.bytes, source.changed)
-
-    parts = Parts(work, workers, whole)
-    for part, result in parts.in_order(paths, bar):
+    parts = Parts(work, workers)
+    whole = (Part(path, *files.status(path)) for path in paths)
+    for part, result in parts.in_order(whole, bar):
         report(part, result, 0, encoder.bad)
         with parts.content(part, result) as file:
             for line in file:

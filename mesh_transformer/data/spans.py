@@ -30,7 +30,11 @@ class Span:
     def reader(self, file: IO[bytes]) -> IO[bytes]:
         """Return a stream of the span's bytes, in which positions count from its start."""
         file.seek(self.start)
-        return io.BufferedReader(_Window(file, self))
+        return io.BufferedReader(_Window(file, self), BLOCK)
+
+    def numbered(self, path: str) -> int:
+        """Return how far the span advances the numbers in messages about the file at `path`."""
+        return self.lines if path.lower().endswith(LINE_TYPES) else self.documents
 
 
 class _Window(io.RawIOBase):

@@ -3,49 +3,65 @@
 The text is read twice, first to measure the documents and then to copy them.  It is read piece by
 piece, so that the whole text, and even a single document, may be larger than memory.  Only a few
 numbers per document are kept in memory.
+
+Files, and spans of large ones, are read by this process one after another, or by workers in any
+order (see `parts`).  The bytes are the same, because each has zstandard frames of its own.  Small
+files, which would be compressed badly alone, share frames with their neighbours: workers do not
+compress them.
 """
 
 import contextlib
-import json
 import os
 import random
-import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
-from mesh_transformer.data.documents import TEXT_COLUMN, Piece, read_pieces
+from mesh_transformer.data.documents import TEXT_COLUMN
 from mesh_transformer.data.file_types import FILE_TYPES, TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files, format_counts
-from mesh_transformer.data.tables import EVERY, rows_of
+from mesh_transformer.data.parts import InFile, Part, Parts, Workers, parts_of, report
+from mesh_transformer.data.split_parts import (
+    BAD,
+    COUNTS,
+    CUT,
+    LEFT_OUT,
+    NAMES,
+    TRAIN,
+    VALIDATION,
+    Measuring,
+    Output,
+    Writing,
+)
 from mesh_transformer.data.tokenizer import END_OF_TEXT
-from mesh_transformer.storage.files import output_folder, size
+from mesh_transformer.storage.access import local_path
+from mesh_transformer.storage.files import delete, is_file, output_folder, size
 from mesh_transformer.util import InputError
 
-NAMES = ("train", "val")
 ENDING = ".jsonl.zst"
-LINE_CHARACTERS = 1 << 22  # longer documents are written as several lines, to limit memory use
-WINDOW_CHARACTERS = 1 << 16  # characters to read after a cut; a better place is sought among them
-BAD = -1  # the size of an unusable document
-# Places to cut a document, best first.  The validation part starts after the match.
-BOUNDARIES = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s"))
+PARTS = "split.partial"  # folder, in the output folder, of the parts that workers have finished
+PART_BYTES = 1 << 27  # some seconds of work for one core
+FRAME_BYTES = 1 << 20  # smaller parts are compressed together with their neighbours
 
 
-class Part(NamedTuple):
+class SplitPart(NamedTuple):
     """The training part or the validation part of a text, as written to a file.
 
     Attributes:
       path: the path of the file.
       documents: the number of documents in the part.
       bytes: the size of the part's text in UTF-8, before it is compressed.
+      replaced: whether there was a file at the path before.
     """
 
     path: str
     documents: int
     bytes: int
+    replaced: bool
 
 
 class Choice(NamedTuple):
@@ -73,7 +89,8 @@ def split(
     column: str = TEXT_COLUMN,
     files: list[str] | None = None,
     rows: bool = False,
-) -> list[Part]:
+    workers: Workers | None = None,
+) -> list[SplitPart]:
     """Split text into FOLDER/train.jsonl.zst and FOLDER/val.jsonl.zst.
 
     Both files appear only when they are complete.  The result depends only on the text, the names
@@ -88,6 +105,9 @@ def split(
       files: the paths of the text's files, in reading order (default: those at `text`).
       rows: whether to split the rows of tables instead.  Each is copied with all of its columns as
         a line of JSON, which then is what is called a document.
+      workers: other processes that read the text; None for this one.  Parts that they have finished
+        are stored in FOLDER/split.partial until all are, and are not read again by a later call.
+        The result is the same.
 
     Returns:
       The training part and the validation part.
@@ -104,8 +124,9 @@ def split(
     targets = {os.path.realpath(os.path.join(folder, f"{name}{ENDING}")) for name in NAMES}
     if replaced := next((file for file in files if os.path.realpath(file) in targets), None):
         raise InputError(f"{replaced} would be replaced by its own part; choose another folder")
-    column_or_rows = None if rows else column
-    sizes, skipped = measure(files, skip_bad, column_or_rows)
+    work = Measuring(local_path(os.path.join(folder, PARTS)), os.getcwd(), None if rows else column)
+    measured = measure(work, files, skip_bad, workers)
+    sizes, skipped = measured.sizes, measured.skipped
     choice = choose(sizes, validation, seed)
     used = [size for size in sizes if size > 0]
     if rows and choice.cut is not None:
@@ -119,33 +140,125 @@ def split(
             f"{text}: found {sum(used)} bytes of text in {len(used)} documents{note}, too little "
             f"for a validation part of {validation:.0%}; add text"
         )
+    paths = [os.path.join(folder, f"{name}{ENDING}") for name in NAMES]
+    existing = [is_file(path) for path in paths]
     try:
-        with output_folder(folder) as local:
-            parts = _write(files, sizes, choice, local, column_or_rows)
+        with output_folder(folder) as local, _files(local, rows) as outputs:
+            write(work, measured, choice, outputs, workers)
     except OSError as error:
         raise InputError(
             f"{folder} cannot be written ({error.strerror or error}); choose another folder"
         ) from error
-    names = (os.path.join(folder, os.path.basename(part.path)) for part in parts)
-    return [part._replace(path=path) for part, path in zip(parts, names, strict=True)]
+    delete(work.folder)
+    return [
+        SplitPart(path, output.documents, output.bytes, replaced)
+        for path, output, replaced in zip(paths, outputs, existing, strict=True)
+    ]
 
 
-def measure(
-    files: list[str], skip_bad: bool, column: str | None = TEXT_COLUMN
-) -> tuple[array, dict[str, int]]:
-    """Return the size of each document in bytes of UTF-8, and counts of skipped items by reason.
+def sample(
+    files: list[str],
+    folder: str,
+    *,
+    size: int,
+    seed: int,
+    skip_bad: bool,
+    column: str,
+    workers: Workers | None = None,
+) -> str | None:
+    """Write about `size` bytes of text, in documents chosen at random, and return the file's path.
 
-    If `column` is None, the documents are the rows of tables.
+    The documents are chosen as those of a validation part (see `choose`).
 
-    Documents are numbered from 0 in reading order.  The size of an unusable document is -1 (`BAD`).
+    Args:
+      folder: where to write, which the caller deletes.
+      workers: see `split`.
+
+    Returns:
+      The path; None if the text is not larger than `size`, and nothing is written.
     """
-    sizes, bad = array("q"), BadInputHandler(skip_bad)
-    for document in _documents(files, bad, "measuring", column):
-        size = 0
-        for piece in document:
-            size = BAD if piece.is_bad else size + len(piece.text.encode())
-        sizes.append(size)
-    return sizes, dict(bad.counts)
+    work = Measuring(local_path(os.path.join(folder, PARTS)), os.getcwd(), column)
+    measured = measure(work, files, skip_bad, workers)
+    total = sum(one for one in measured.sizes if one > 0)
+    if total <= size:
+        return None
+    choice = choose(measured.sizes, size / total, seed)
+    with output_folder(folder) as local, _files(local, are_rows=False) as outputs:
+        write(work, measured, choice, outputs, workers, others=LEFT_OUT)
+    return os.path.join(folder, f"{NAMES[1]}{ENDING}")
+
+
+@contextlib.contextmanager
+def _files(folder: Path, are_rows: bool) -> Iterator[list[Output]]:
+    """Yield the outputs in a folder, whose files appear when the block ends without an error."""
+    paths = [folder / f"{name}{ENDING}" for name in NAMES]
+    drafts = [path.with_name(f".{path.name}.partial") for path in paths]
+    try:
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(open(draft, "wb")) for draft in drafts]
+            outputs = [Output(file, are_rows) for file in files]
+            yield outputs
+            for output in outputs:
+                output.close()
+        for draft, path in zip(drafts, paths, strict=True):
+            os.replace(draft, path)
+    finally:
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+
+
+class Measured(NamedTuple):
+    """The documents of a text.
+
+    Documents are numbered from 0 in reading order.
+
+    Attributes:
+      parts: (part, number of its documents) in reading order.
+      sizes: the size of each document in bytes of UTF-8; -1 (`BAD`) for an unusable one.
+      skipped: the number of skipped items by reason.
+    """
+
+    parts: list[tuple[Part, int]]
+    sizes: array
+    skipped: dict[str, int]
+
+
+def measure(work: Measuring, files: list[str], skip_bad: bool, workers: Workers | None) -> Measured:
+    """Measure the documents in files, here or by means of workers."""
+    bad = BadInputHandler(skip_bad)
+    measured = Measured([], array("q"), bad.counts)
+    with _bar("measuring", sum(map(size, files))) as bar:
+        for part, sizes in _measured(work, files, bad, workers, bar):
+            measured.parts.append((part, len(sizes)))
+            measured.sizes.extend(sizes)
+    return measured
+
+
+def _measured(
+    work: Measuring, files: list[str], bad: BadInputHandler, workers: Workers | None, bar: tqdm
+) -> Iterator[tuple[Part, array]]:
+    """Yield (part, sizes of its documents) in reading order."""
+    parts = (
+        part
+        for path in files
+        for part in parts_of(path, END_OF_TEXT, PART_BYTES)
+        if not part.is_hash
+    )
+    numbered = 0  # lines or documents of the file before the part
+    if workers is None:
+        for part in parts:
+            numbered = numbered if part.start else 0
+            span, in_file = part.span, InFile(part, numbered, bad)
+            yield part, array("q", work.sizes(part, span, in_file, bar.update))
+            numbered += span.numbered(part.path) if span else 0
+        return
+    finished = Parts(work, workers)
+    for part, result in finished.in_order(parts, bar):
+        numbered = numbered if part.start else 0
+        report(part, result, numbered, bad)
+        with finished.content(part, result) as file:
+            yield part, array("q", file.read())
+        numbered += result.numbered
 
 
 def choose(sizes: array, validation: float, seed: int) -> Choice:
@@ -173,196 +286,86 @@ def choose(sizes: array, validation: float, seed: int) -> Choice:
     return Choice(frozenset(order))
 
 
-def _documents(
-    files: list[str], bad: BadInputHandler, title: str, column: str | None
-) -> Iterator[Iterator[Piece]]:
-    """Yield, for each document, an iterator over its pieces.
+def write(
+    work: Measuring,
+    measured: Measured,
+    choice: Choice,
+    outputs: list[Output],
+    workers: Workers | None,
+    others: str = TRAIN,
+) -> None:
+    """Write each document to the training or the validation part, here or by means of workers.
 
-    The caller must exhaust each document's iterator before requesting the next document.
-    """
-    with tqdm(unit="B", unit_scale=True, desc=title) as bar:
-        bar.total = sum(map(size, files))
-        for file in files:
-            if column is None:
-                pieces = _rows(file, bad, bar.update)
-            else:
-                pieces = read_pieces(file, END_OF_TEXT, bad, bar.update, column)
-            for first in pieces:
-                yield _until_end(first, pieces)
-
-
-def _rows(file: str, bad: BadInputHandler, progress: Callable[[int], object]) -> Iterator[Piece]:
-    """Yield each row of a table as a piece that holds a line of JSON.
+    Args:
+      outputs: of the training part and of the validation part.
+      others: TRAIN, or LEFT_OUT for the documents that are not chosen for validation.
 
     Raises:
-      InputError: if a column holds bytes, for which JSON has no form that other readers know.
+      InputError: if a file has changed since it was measured.
     """
-    for where, value in rows_of(file, EVERY, bad, progress):
-        try:
-            line = json.dumps(value, default=_as_text)
-        except TypeError:
-            column = next(name for name, cell in value.items() if _holds_bytes(cell))
-            raise InputError(
-                f"{where}: column {column} holds bytes, expected text or numbers; remove the "
-                "column, or convert it to text"
-            ) from None
-        yield Piece(line, True, where=where)
+    sizes, cut = measured.sizes, choice.cut
+    position = 0 if cut is None else sizes[cut] - choice.cut_bytes
+    writing = Writing(work.folder, work.root, work.column, position, FRAME_BYTES)
+    expected: deque[int] = deque()  # bytes of text of the parts that are not written yet
 
-
-def _as_text(value: Any) -> str:
-    """Return a value that JSON lacks, such as a date, as text; refuse bytes."""
-    if isinstance(value, bytes):
-        raise TypeError
-    return str(value)
-
-
-def _holds_bytes(value: Any) -> bool:
-    try:
-        json.dumps(value, default=_as_text)
-    except TypeError:
-        return True
-    return False
-
-
-def _until_end(piece: Piece | None, pieces: Iterator[Piece]) -> Iterator[Piece]:
-    while piece is not None:
-        yield piece
-        piece = None if piece.is_end or piece.is_bad else next(pieces, None)
-
-
-def _write(
-    files: list[str], sizes: array, choice: Choice, folder: Path, column: str | None
-) -> list[Part]:
-    """Write each document to the training or the validation part, and return both parts.
-
-    Raises:
-      InputError: if a file has changed since `sizes` was measured.
-    """
-    with contextlib.ExitStack() as stack:
-        paths = [folder / f"{name}{ENDING}" for name in NAMES]
-        writers = [stack.enter_context(_Writer(path, column is None)) for path in paths]
-        train, validation = writers
-        copied = 0
-        silent = BadInputHandler(skip=True)
-        silent.counts["reported before"] = 1 << 62  # the first reading has printed its errors
-        for number, document in enumerate(_documents(files, silent, "writing", column)):
-            size = sizes[number] if number < len(sizes) else 0
-            if size == BAD:
-                copied += min((BAD for piece in document if piece.is_bad), default=0)
-            elif number == choice.cut:
-                copied += _write_cut(document, size - choice.cut_bytes, train, validation)
+    def chosen(bar: tqdm) -> Iterator[Part]:
+        first = 0
+        for part, count in measured.parts:
+            own = range(first, first + count)
+            choices = "".join(_choice(number, sizes, choice, others) for number in own)
+            pairs = zip(own, choices, strict=True)
+            text = sum(sizes[number] for number, one in pairs if one != LEFT_OUT)
+            first += count
+            if text:
+                expected.append(text)
+                yield part._replace(choices=choices)
             else:
-                writer = validation if number in choice.documents else train
-                copied += writer.document(piece.text for piece in document)
-        if copied != sum(sizes):
-            others = " or another of the files" if len(files) > 1 else ""
-            raise InputError(f"{files[0]}{others} changed while it was read; run the command again")
-        for writer in writers:
-            writer.publish()
-        return [Part(str(writer.path), writer.documents, writer.bytes) for writer in writers]
+                bar.update(part.size)
+
+    with _bar("writing", sum(part.size for part, _ in measured.parts)) as bar:
+        before = 0
+        for part in _written(writing, chosen(bar), outputs, workers, bar):
+            copied = sum(output.bytes for output in outputs)
+            if copied - before != expected.popleft():
+                raise InputError(f"{part.path} changed while it was read; run the command again")
+            before = copied
 
 
-def _write_cut(
-    document: Iterator[Piece], position: int, train: "_Writer", validation: "_Writer"
-) -> int:
-    """Write the beginning of a document to `train` and its end to `validation`.
-
-    The document is cut after the first paragraph break that follows the byte `position`.  If no
-    paragraph break is found, the cut is after the first line break, or else after the first space,
-    or else at `position`.  The search covers about 32,000 characters (half of `WINDOW_CHARACTERS`)
-    or, if less text follows, half of the text after `position`.
-
-    Returns:
-      The number of bytes written to both parts together.
-    """
-    texts = (piece.text for piece in document)
-    ahead: list[str] = []  # the text after `position` that is already read
-
-    def before() -> Iterator[str]:
-        left = position
-        for text in texts:
-            encoded = text.encode()
-            if len(encoded) > left:
-                head = encoded[:left].decode(errors="ignore")  # a character stays whole
-                yield head
-                ahead.append(text[len(head) :])
-                break
-            left -= len(encoded)
-            yield text
-        while sum(map(len, ahead)) < WINDOW_CHARACTERS and (text := next(texts, None)):
-            ahead.append(text)
-        window = "".join(ahead)
-        cut = _boundary(window[: (len(window) + 1) // 2])
-        ahead[:] = [window[cut:]]
-        yield window[:cut]
-
-    written = train.document(before())
-    return written + validation.document(text for part in (ahead, texts) for text in part)
+def _choice(number: int, sizes: array, choice: Choice, others: str) -> str:
+    if sizes[number] == BAD:
+        return LEFT_OUT
+    if number == choice.cut:
+        return CUT
+    return VALIDATION if number in choice.documents else others
 
 
-def _boundary(text: str) -> int:
-    """Return the position after the first paragraph break in a text.
+def _written(
+    work: Writing,
+    parts: Iterator[Part],
+    outputs: list[Output],
+    workers: Workers | None,
+    bar: tqdm,
+) -> Iterator[Part]:
+    """Write one part after another, and yield each one when it is written."""
+    if workers is None:
+        for part in parts:
+            frames = outputs if work.has_frames(part) else []
+            for output in frames:
+                output.end_frame()
+            work.write(part, outputs, bar.update)
+            for output in frames:
+                output.end_frame()
+            yield part
+        return
+    finished = Parts(work, workers)
+    for part, result in finished.in_order(parts, bar):
+        report(part, result, 0, BadInputHandler(None))
+        with finished.content(part, result) as file:
+            for name, output in zip(NAMES, outputs, strict=True):
+                stored, documents, text = (result.counts[f"{name} {kind}"] for kind in COUNTS)
+                output.append(file, stored, documents, text, work.has_frames(part))
+        yield part
 
-    If there is no paragraph break, return the position after the first line break, or else after
-    the first space.  Return 0 if there is no space either.
-    """
-    for boundary in BOUNDARIES:
-        if match := boundary.search(text):
-            return match.end()
-    return 0
 
-
-class _Writer:
-    """Writes documents to a temporary .jsonl.zst file, which `publish` moves to `path`.
-
-    The documents are texts or, with `are_rows`, lines of JSON.
-
-    Use the writer as a context manager.  If the `with` block ends without a call of `publish`, the
-    temporary file is deleted.
-    """
-
-    def __init__(self, path: Path, are_rows: bool):
-        self.path, self.documents, self.bytes = path, 0, 0
-        self._are_rows = are_rows
-        self._draft = path.with_name(f".{path.name}.partial")
-        self._raw: IO[bytes] = open(self._draft, "wb")  # noqa: SIM115
-        import zstandard  # imported late, as an installation may lack it
-
-        self._stream = zstandard.ZstdCompressor().stream_writer(self._raw, closefd=False)
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._raw.close()
-        self._draft.unlink(missing_ok=True)
-
-    def document(self, texts: Iterator[str]) -> int:
-        """Write the concatenation of `texts` as one document, and return the document's size.
-
-        The size is in bytes of UTF-8.  A document of more than 4 million characters
-        (`LINE_CHARACTERS`) is written as several lines.
-        """
-        pending: list[str] = []
-        characters, written = 0, 0
-        for text in texts:
-            pending.append(text)
-            characters += len(text)
-            if characters >= LINE_CHARACTERS:
-                written += self._line("".join(pending))
-                pending, characters = [], 0
-        written += self._line("".join(pending))
-        self.documents += written > 0
-        self.bytes += written
-        return written
-
-    def _line(self, text: str) -> int:
-        if text:
-            line = text if self._are_rows else json.dumps({"text": text}, ensure_ascii=False)
-            self._stream.write(f"{line}\n".encode())
-        return len(text.encode())
-
-    def publish(self) -> None:
-        self._stream.close()
-        self._raw.close()
-        os.replace(self._draft, self.path)
+def _bar(title: str, total: int) -> tqdm:
+    return tqdm(unit="B", unit_scale=True, desc=title, total=total)

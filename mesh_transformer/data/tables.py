@@ -20,6 +20,7 @@ from mesh_transformer.data.inputs import (
     find_files,
     open_input,
 )
+from mesh_transformer.data.spans import Span
 from mesh_transformer.util import InputError, first_line
 
 LONGEST_LINE = 1 << 27  # bytes; limits the memory that a file without line ends can take
@@ -68,15 +69,20 @@ EVERY = Columns((), "")
 
 
 def rows_of(
-    path: str, columns: Columns, bad: BadInputHandler, progress: Callable[[int], object]
+    path: str,
+    columns: Columns,
+    bad: BadInputHandler,
+    progress: Callable[[int], object],
+    span: Span | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yield (location, value) for each row of a file; see `read_rows`.
 
     Args:
       progress: called repeatedly with the number of bytes read since the previous call.
+      span: the part of the file to read; None for all of it.
     """
-    with open_input(path, bad) as raw:
-        before = 0
+    with open_input(path, bad) as file:
+        raw, before = span.reader(file) if span else file, 0
         for content in contents(raw, path, bad):
             for row in read_rows(content, columns, bad):
                 progress(raw.tell() - before)

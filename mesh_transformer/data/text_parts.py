@@ -5,9 +5,8 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from tqdm import tqdm
@@ -25,7 +24,6 @@ from mesh_transformer.data.parts import (
     parts_of,
     report,
 )
-from mesh_transformer.data.spans import LINE_TYPES, Span
 from mesh_transformer.data.tokenizer import fingerprint
 from mesh_transformer.util import InputError
 
@@ -38,13 +36,16 @@ class TextWork(Work):
     """How parts of text are tokenised.
 
     Attributes:
+      tokenizer: a tokenizer of transformers.
       use_ftfy, use_wikitext: see `cleaner`.
       column: see `read_pieces`.
     """
 
+    tokenizer: Any
     use_ftfy: bool
     use_wikitext: bool
     column: str
+    has_hashes: ClassVar[bool] = True
 
     @functools.cached_property
     def settings(self) -> list[Any]:
@@ -59,7 +60,7 @@ class TextWork(Work):
 class _PartTokenizing(Tokenizing):
     """Tokenises one part after another; see `Reader`."""
 
-    contents: tuple[str, ...] = ("ends", "tokens")
+    contents: ClassVar[tuple[str, ...]] = ("ends", "tokens")
     batches_ahead = 0
     shows_progress = False
 
@@ -73,7 +74,7 @@ class _PartTokenizing(Tokenizing):
             return Result(sha256=sha256_of(part.path))
         self.folder, self.files = folder, [part.path]
         self.progress = Progress({}, [])
-        self.span = None if part.end is None else Span(part.start, part.end)
+        self.span = part.span
         self.bad = Collecting()
         failure = ""
         try:
@@ -81,11 +82,10 @@ class _PartTokenizing(Tokenizing):
         except InputError as error:
             failure = str(error)
         (source,) = self.progress.sources or [Source("", 0, 0)]
-        is_lines = part.path.lower().endswith(LINE_TYPES)
         return Result(
             source.documents,
             source.tokens,
-            getattr(self.span, "lines" if is_lines else "documents", 0),
+            self.span.numbered(part.path) if self.span else 0,
             source.sha256,
             dict(self.bad.counts),
             self.bad.errors,
@@ -111,19 +111,19 @@ class TokenizingParts(Tokenizing):
 
     def __init__(self, *arguments: Any, work: TextWork, workers: Workers, size: int | None = None):
         super().__init__(*arguments)
-        self.parts = Parts(work, workers, self._cut)
+        self.parts = Parts(work, workers)
         self.size = size or PART_BYTES
         self.progress.drop_current()
-
-    def _cut(self, path: str) -> Iterator[Part]:
-        return parts_of(path, self.tokenizer.eos_token, self.size)
 
     def _tokenize(self, tokens: IO[bytes], ends: IO[bytes], bar: tqdm) -> None:
         self._save(tokens, ends)  # from now on, finished parts remain if the run is interrupted
         source, bad, numbered, joined = None, BadInputHandler(self.skip_bad), 0, []
         bar.update(sum(source.bytes for source in self.progress.sources))
         left = self.files[len(self.progress.sources) :]
-        for part, result in self.parts.in_order(left, bar):
+        parts = (
+            part for path in left for part in parts_of(path, self.tokenizer.eos_token, self.size)
+        )
+        for part, result in self.parts.in_order(parts, bar):
             if source is None:
                 source = Source(os.path.basename(part.path), part.bytes, part.changed)
                 bad, numbered = BadInputHandler(self.skip_bad), 0

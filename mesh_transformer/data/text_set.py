@@ -158,6 +158,7 @@ def _make(
         "sources": entries,
     }
     base.parent.mkdir(parents=True, exist_ok=True)
+    replaced = is_file(f"{os.path.join(options.output_dir, name)}.index")
     index = publish(base, parts, manifest)
     names = index.read_text(encoding="utf-8").splitlines()
     paths = [str(base.with_name(name)) for name in (names[0], index.name)]
@@ -169,9 +170,10 @@ def _make(
         paths = [os.path.join(options.output_dir, path) for path in local]
     others = f" and {len(names) - 1} others" if len(names) > 1 else ""
     count = sum(written for _, written in parts)
-    skipped_text = f"; skipped: {format_counts(skipped)}" if skipped else ""
+    remarks = "; replaced an earlier set of this name" if replaced else ""
+    remarks += f"; skipped: {format_counts(skipped)}" if skipped else ""
     contents = f"{count} sequences of {options.seq + 1} tokens"
-    return f"{paths[0]}{others}: {contents}; listed in {paths[1]}{skipped_text}"
+    return f"{paths[0]}{others}: {contents}; listed in {paths[1]}{remarks}"
 
 
 def _tokenizing(

@@ -454,7 +454,7 @@ class TransformerLayer(hk.Module):
 
     @hk.transparent
     def _positioned(self, name: str, x_BTHK: Array, context: Context, values: LayerValues) -> Array:
-        """Return queries or keys with their norm, if they have one of each head, and rotated."""
+        """Return queries or keys at their positions, and normed if each head has a norm."""
         c = self.config
         if c.qk_norm == "head":
             x_BTHK = Norm(c, self.par, f"{name}_norm", fanned_out=True)(x_BTHK)
@@ -467,6 +467,8 @@ class TransformerLayer(hk.Module):
                 frequency_R=values.frequency_R,
                 scale=values.rotary_scale,
             )
+        elif is_named(c.pe):
+            x_BTHK = load_named(str(c.pe), "pe")(x_BTHK, context.positions_BT)
         if c.qk_norm == "rotated":
             x_BTHK = Norm(c, self.par, f"{name}_norm", fanned_out=True)(x_BTHK)
         return x_BTHK

@@ -15,7 +15,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.mesh.accelerators import Hardware
 from mesh_transformer.mesh.declaration import is_declaration
 from mesh_transformer.model import flops, transformer
-from mesh_transformer.model.attention import attention_backend, is_ring
+from mesh_transformer.model.attention import LANES, attention_backend, is_ring
 from mesh_transformer.model.block_attention import block_length, block_pairs
 from mesh_transformer.model.heads import key_heads, query_heads
 from mesh_transformer.model.matrices import GROUP
@@ -313,7 +313,7 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
       scores or, with `blocks`, one f32 sum per head.
     * "none" with an attention kernel: all of "dots", with k and v repeated for each head, the
       kernel's output twice and one f32 sum per head.  In a fused block also q, k and v a second
-      time, and with `qk_norm` q and k before it.
+      time, and with `qk_norm` q and k before it.  Arrays of heads are padded on TPUs.
 
     With sharded activations, "none" also saves the inputs after their all-gather, so that the
     backward pass need not gather them again.
@@ -338,6 +338,9 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
     own = columns + (2 + 3 * block.fused) * heads
     keys = config.shards * key_heads(config, config.shards) * config.d_head
     own += 2 * (heads - keys) + (heads + keys) * (config.qk_norm != "none")
+    if attention == "splash":  # a TPU stores the entries of a head in whole lanes
+        padding = -config.d_head % LANES / config.d_head
+        own += int(padding * (5 * heads + (heads + keys) * (config.qk_norm != "none")))
     return kept + (own * width + F32 * config.n_heads) // mp
 
 

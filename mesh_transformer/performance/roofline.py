@@ -93,8 +93,8 @@ class Estimate:
             )
         # The peak of a CPU is only measured, and a program can exceed it.
         shares = (
-            f", MFU {self.mfu[1]:.1%} to {self.mfu[0]:.1%}, HFU {self.hfu[1]:.1%} to "
-            f"{self.hfu[0]:.1%}"
+            f", MFU {self.mfu[1]:.1%} to {self.mfu[0]:.1%} (model FLOPs), HFU "
+            f"{self.hfu[1]:.1%} to {self.hfu[0]:.1%} (executed FLOPs)"
         )
         return [
             f"estimate on {self.hardware}, peak {self.peak_flops / 1e12:,.4g} TFLOP/s per device "

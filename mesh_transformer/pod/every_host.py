@@ -36,7 +36,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
@@ -63,6 +62,7 @@ from mesh_transformer.util import (
     error_line,
     exit_now,
     exit_status,
+    print_traceback,
     start_thread,
     stop_signals,
 )
@@ -333,7 +333,7 @@ def leading(
         try:
             status = follow(connection, runner, names[0])
         except Exception as error:
-            traceback.print_exception(error)
+            print_traceback(error)
             exit_now("", 1)  # does not wait for the others, as JAX would
         sys.exit(status)
     address, peers = accept_others(place, facts, seconds=seconds, heartbeat=heartbeat)
@@ -368,7 +368,7 @@ def _end_with(error: BaseException, fleet: EveryHost) -> NoReturn:
     else:
         text = " ".join(str(error).split())[:300]
         others = f"{fleet.members[0].name}: {type(error).__name__}: {text}"
-        traceback.print_exception(error)
+        print_traceback(error)
     fleet.end(others, status)
     exit_now("", status)
 

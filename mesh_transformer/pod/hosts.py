@@ -10,9 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group_table,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 from tqdm import tqdm
 
+from mesh_transformer import log_lines
 from mesh_transformer.config import Config
 from mesh_transformer.pod.ray_head import RESOURCE
 from mesh_transformer.pod.runner import NetworkRunner
@@ -32,12 +41,15 @@ class Host:
       address: IP address at which the other hosts reach this host.
       devices: number of virtual CPU devices; None to use the machine's accelerators.
       accelerators: what the process reserves of Ray's resources `GPU` and `TPU` on the machine.
+      bundle: the number of the bundle that holds these, in this process's placement group of Ray;
+        None if they are not in one.
     """
 
     node: str
     address: str
     devices: int | None = None
     accelerators: tuple[tuple[str, float], ...] = ()
+    bundle: int | None = None
 
 
 def local_hosts(config: Config, count: int) -> list[Host]:
@@ -56,14 +68,40 @@ def cluster_hosts() -> list[Host]:
 
     The processes on them reserve all accelerators.
     """
-    found = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            own = ((name, node["Resources"].get(name)) for name in ACCELERATORS)
-            accelerators = tuple((name, count) for name, count in own if count)
-            found.append(Host(node["NodeID"], node["NodeManagerAddress"], None, accelerators))
+    found = [
+        Host(node["NodeID"], node["NodeManagerAddress"], None, _accelerators(node["Resources"]))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
     found.sort(key=lambda host: (host.address, host.node))
     return [host for host in found if host.accelerators] or found
+
+
+def group_hosts() -> list[Host]:
+    """Return the machines of the bundles in this process's placement group of Ray, in order.
+
+    The processes on them reserve the accelerators of the bundles.  Machines that Ray has lost, and
+    not replaced yet, are left out.
+    """
+    table: Any = placement_group_table(_group())
+    addresses = {
+        node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]
+    }
+    return [
+        Host(node, addresses[node], None, _accelerators(table["bundles"][bundle]), bundle)
+        for bundle, node in sorted(table["bundles_to_node_id"].items())
+        if node in addresses
+    ]
+
+
+def _group() -> PlacementGroup:
+    group = get_current_placement_group()
+    assert group is not None
+    return group
+
+
+def _accelerators(resources: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, resources[name]) for name in ACCELERATORS if resources.get(name))
 
 
 def joined_hosts(
@@ -146,11 +184,11 @@ def start_process(rank: int, host: Host) -> Any:
 def _variables(host: Host) -> dict[str, str]:
     """Return the environment variables of a host's process that differ from its machine's."""
     if host.devices is None:
-        return {}
+        return log_lines.variables()
     # Remove the driver's device count; `NetworkRunner.start` sets the host's own.
     flags = os.environ.get("XLA_FLAGS", "")
     flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", flags)
-    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()} | log_lines.variables()
 
 
 def kill_processes(actors: Sequence[Any], pids: Sequence[int], hosts: Sequence[Host]) -> None:
@@ -195,4 +233,6 @@ def _kill_remaining(pids: list[int]) -> None:
 
 def on(host: Host) -> dict[str, Any]:
     """Return the Ray options that make a task or an actor run on the machine of `host`."""
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(host.node, soft=False)}
+    if host.bundle is None:
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(host.node, soft=False)}
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(_group(), host.bundle)}

@@ -156,10 +156,10 @@ class ClusterHosts:
 
     def __init__(self, config: Config):
         self._config = config
-        self._first: list[Host] = []  # the hosts of the first call
+        self._count, self._has_accelerators = 0, False  # of the first call
 
     def __call__(self) -> "list[Host]":
-        hosts, count = self._present(), len(self._first)
+        hosts, count = self._present(), self._count
         deadline = time.monotonic() + SECONDS_TO_RETURN
         while len(hosts) < count:
             if time.monotonic() > deadline:
@@ -167,8 +167,8 @@ class ClusterHosts:
             time.sleep(1.0)
             hosts = self._present()
         hosts = hosts[: count or None]
-        self._first = self._first or hosts
-        if hosts[0].accelerators:
+        self._count, self._has_accelerators = len(hosts), bool(hosts[0].accelerators)
+        if self._has_accelerators:
             return hosts
         assert self._config.tpu_size is not None
         devices, rest = divmod(self._config.tpu_size, len(hosts))
@@ -183,8 +183,24 @@ class ClusterHosts:
         """Return the machines that are in the cluster now, of the kind of the first ones."""
         from mesh_transformer.pod.hosts import cluster_hosts
 
-        has_accelerators = bool(self._first and self._first[0].accelerators)
-        return [h for h in cluster_hosts() if h.accelerators or not has_accelerators]
+        return [h for h in cluster_hosts() if h.accelerators or not self._has_accelerators]
+
+
+class GroupHosts(ClusterHosts):
+    """The machines of this process's placement group of Ray, like `ClusterHosts`.
+
+    Args:
+      count: their number.
+    """
+
+    def __init__(self, config: Config, count: int):
+        super().__init__(config)
+        self._count = count
+
+    def _present(self) -> "list[Host]":
+        from mesh_transformer.pod.hosts import group_hosts
+
+        return group_hosts()
 
 
 @contextlib.contextmanager

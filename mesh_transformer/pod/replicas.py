@@ -48,7 +48,8 @@ class Replica:
         with contextlib.suppress(OSError):  # this machine may lack the driver's folder
             os.chdir(folder)
         self._stack = contextlib.AsyncExitStack()  # never closed: Ray ends the process
-        self._app = self._stack.enter_context(build())
+        # In a thread, as it may wait for other machines by Ray.
+        self._app = await asyncio.to_thread(self._stack.enter_context, build())
         await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -156,9 +157,11 @@ class Replicas:
       name: the name of the application in the cluster.
       counts: minimum and maximum number of replicas.
       rows: requests that a replica serves at the same time.
-      resources: Ray's resources of each replica, such as {"CPU": 1, "TPU": 4}.
+      resources: Ray's resources of each replica, such as {"CPU": 1, "TPU": 4}; of each machine of a
+        replica if it has several.
       drain_seconds: maximum time for a replica that is replaced to finish its requests.
       spare: whether `deploy` starts a new replica before an old one ends, not after it.
+      hosts: the number of machines of each replica; with 1, it shares its machine.
     """
 
     def __init__(
@@ -169,8 +172,13 @@ class Replicas:
         resources: Mapping[str, float],
         drain_seconds: float,
         spare: bool = False,
+        hosts: int = 1,
     ):
-        custom = dict(resources)
+        custom, group = dict(resources), dict[str, Any]()
+        if hosts > 1:  # each bundle is for the process of a host, which the replica starts
+            group["placement_group_bundles"] = [custom or {"CPU": 1}] * hosts
+            group["placement_group_strategy"] = "STRICT_SPREAD"
+            custom = {}
         options = {"num_cpus": custom.pop("CPU", 0), "num_gpus": custom.pop("GPU", 0)}
         least, most = counts
         size: dict[str, Any] = {"num_replicas": least}
@@ -184,6 +192,7 @@ class Replicas:
         self._deployment = deployment(Replica).options(
             name="replica",
             **size,
+            **group,
             ray_actor_options={**options, "resources": custom},
             max_ongoing_requests=MOST_REQUESTS,
             max_constructor_retry_count=TRIES,

@@ -8,9 +8,7 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ import jax
 import numpy as np
 
 import mesh_transformer
+from mesh_transformer import log_lines
 from mesh_transformer.calls import Call, Result
 from mesh_transformer.config import Config, Weight
 from mesh_transformer.data.loader import open_train_set
@@ -33,7 +32,7 @@ from mesh_transformer.pod import meeting
 from mesh_transformer.pod.faults import host_error
 from mesh_transformer.training.metrics import StepClock
 from mesh_transformer.transformer_shard import CausalTransformer
-from mesh_transformer.util import InputError, StoppedError, brief
+from mesh_transformer.util import InputError, StoppedError, brief, print_traceback
 
 SECONDS_TO_SEE = 10.0  # for a new file to be seen through a network file system
 SECONDS_TO_SHUT_DOWN = 60  # for JAX to disconnect the processes at the end
@@ -175,6 +174,10 @@ class NetworkRunner:
         """
         if own_process:  # Ray calls only the constructor on the main thread
             signal.signal(signal.SIGTERM, self._receive_notice)
+            log_lines.use()
+            self._lines = log_lines.formatted()
+            self._lines.__enter__()  # until the process ends
+        log_lines.about(process=rank)
         self.rank, self.name = rank, name or f"host {rank}"
         self._device_ids = device_ids
         self.network: CausalTransformer | None = None
@@ -200,7 +203,7 @@ class NetworkRunner:
         except (InputError, StoppedError):
             raise
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
+            print_traceback(error)
             raise host_error(self.name, error) from None
 
     def pid(self) -> int:
@@ -351,6 +354,7 @@ class NetworkRunner:
         if isinstance(values, Exception):
             raise values
         numbers = {name: float(value) for name, value in values.items()}
+        log_lines.about(step=step)
         finished = self._record_finished(read=1)
         seconds, failed = self._clock.pop_seconds(), self._started.save_failed
         return StepReport(step, seconds, numbers, finished, failed, self._notice)

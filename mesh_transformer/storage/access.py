@@ -193,9 +193,21 @@ def files_below(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def delete_tree(path: epath.Path) -> None:
-    """Delete a file, or a folder with its contents; symbolic links are deleted, not followed."""
+    """Delete a file, or a folder with its contents; symbolic links are deleted, not followed.
+
+    In a bucket, what could not be deleted is tried again a few times.
+    """
     if is_uri(os.fspath(path)):
-        path.rmtree()
+        for pause in BUCKET_PAUSES:
+            try:
+                path.rmtree()
+                return
+            except FileNotFoundError:
+                raise
+            except Exception:  # TensorFlow's errors have no other class in common
+                time.sleep(pause)
+        if path.exists():
+            path.rmtree()
     elif os.path.islink(path) or not os.path.isdir(path):
         os.unlink(path)
     else:

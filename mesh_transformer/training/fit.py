@@ -11,6 +11,7 @@ from mesh_transformer.data.loader import in_memory, open_train_set
 from mesh_transformer.network import TrainableNetwork, TrainSet
 from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.training import loop
+from mesh_transformer.training.hooks import call_hook
 from mesh_transformer.training.objectives import Objective, head_of
 from mesh_transformer.util import InputError, brief, check_number
 
@@ -88,7 +89,7 @@ def fit(
     def on_row(row: dict[str, Any]) -> None:
         rows.append(row)
         for hook in hooks:
-            hook(row)
+            call_hook(hook, row)
 
     with contextlib.ExitStack() as stack:
         if objective is not None:

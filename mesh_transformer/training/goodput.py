@@ -15,8 +15,10 @@ KINDS = {
     "data": "waiting for records",
     "rollouts": "sampling answers and computing their rewards",
     "validation": "validation and evaluation tasks",
+    "samples": "writing the texts of `sample_prompts`",
     "save": "waiting for checkpoints",
-    "restore": "restoring, loading or initialising the weights",
+    "init": "initialising or loading the weights of a new run",
+    "restore": "restoring the newest checkpoint",
     "machines": "waiting for hosts, at the start and after failures",
     "start": "everything else, most of it before the first step",
 }
@@ -58,6 +60,12 @@ class Ledger:
             yield
         finally:
             self.switch(previous)
+
+    def relabel(self, old: str, new: str) -> None:
+        """Count the time of the kind `old`, which is the current one, towards `new` instead."""
+        self.switch(new)
+        self.seconds[new] += self.seconds[old]
+        self.seconds[old] = 0.0
 
     def resume(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
         """Continue the counts of a run that resumes from a checkpoint.

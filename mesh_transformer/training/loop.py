@@ -26,6 +26,7 @@ from mesh_transformer.storage.access import AnyPath, local_path
 from mesh_transformer.training import references
 from mesh_transformer.training.best import BestStep
 from mesh_transformer.training.goodput import Ledger
+from mesh_transformer.training.hooks import Hook, call_hooks, load_hook
 from mesh_transformer.training.metrics import (
     MetricsLog,
     StepClock,
@@ -50,14 +51,11 @@ from mesh_transformer.util import (
     NonFiniteError,
     StoppedError,
     UncountedWarning,
-    brief,
-    load_named,
     stop_signals,
 )
 
 IN_FLIGHT = 2  # steps dispatched before the oldest one's loss is read
 
-Hook = Callable[[dict[str, Any]], object]  # called with the metrics row of each step
 NetworkLike = TypeVar("NetworkLike", bound=TrainableNetwork)
 
 
@@ -139,7 +137,7 @@ def train(
                     val_sets=val_sets if validate and config.val_batches else {},
                     prompts=config.train_set if prompts is None else prompts,
                     validate=validate,
-                    hooks=[*map(_hook, config.hooks), *([] if on_row is None else [on_row])],
+                    hooks=[*map(load_hook, config.hooks), *([] if on_row is None else [on_row])],
                     temporary=temporary,
                     ledger=ledger or Ledger(),
                     profile=profile,
@@ -205,6 +203,7 @@ def _train(
             if aux is None or network.step < total:
                 network.claim(folder, room=True)
             if aux is None:
+                ledger.relabel("restore", "init")  # there was nothing to restore
                 start_weights(network, tune_model_path, fresh_opt)
             status.begin()
             if compares and reference is None:
@@ -249,6 +248,7 @@ def _train(
             best=best,
             samples=samples,
             log=log,
+            status=status,
             hooks=hooks,
             saved=aux,
             ledger=ledger,
@@ -308,6 +308,7 @@ class _Run:
     samples: Samples | None
     best: BestStep
     log: MetricsLog
+    status: RunStatus
     hooks: list[Hook]
     saved: dict[str, Any]
     ledger: Ledger
@@ -349,6 +350,7 @@ class _Run:
                     self._step()
                 if not is_validated(self.config, self.network.step, self.total):
                     self._show_samples()
+                self._log_steps(0)  # a hook may fail, which is an error like others
             except (StoppedError, NonFiniteError):  # not finite, or lost hosts: do not save
                 raise
             except Exception:
@@ -472,11 +474,9 @@ class _Run:
 
     def _log(self, row: dict[str, Any]) -> None:
         before = dict(row)
+        self.status.finished(row["step"])
         try:
-            for hook in self.hooks:  # which may add to the row
-                hook(row)
-            for name in row.keys() - before.keys():
-                row[name] = _as_number(name, row[name])
+            call_hooks(self.hooks, row)
         except BaseException:
             self.log.write(before)
             raise
@@ -555,7 +555,7 @@ class _Run:
             self._log_steps(0)
             shown = self.bar.postfix
             self.bar.set_postfix_str("sampling")  # which compiles the first time
-            with self.ledger.spending("validation"):
+            with self.ledger.spending("samples"):
                 self.bar.write(self.samples.report())
             self.bar.set_postfix_str(shown or "")
             self.clock.restart()
@@ -579,20 +579,3 @@ class _Run:
 
     def _report(self, line: str) -> None:
         self.bar.write(line, file=sys.stderr)
-
-
-def _hook(name: str) -> Hook:
-    """Return the function that the config key `hooks` names."""
-    if not callable(hook := load_named(name, "hooks")):
-        raise InputError(f"hooks: {name} is {brief(repr(hook))}, expected a function of a row")
-    return hook
-
-
-def _as_number(name: str, value: Any) -> float:
-    """Return what a hook has added to a row as a number."""
-    with contextlib.suppress(TypeError, ValueError):
-        if math.isfinite(number := float(value)):  # others are not JSON
-            return number
-    raise InputError(
-        f"a hook added {name!r} to a row: {brief(repr(value))}, expected a finite number"
-    )

@@ -24,7 +24,7 @@ from mesh_transformer.data.batches import GROUP
 from mesh_transformer.mesh.parallel import Parallel
 from mesh_transformer.model.loss import losses
 from mesh_transformer.model.transformer import Params, segment_runs
-from mesh_transformer.util import InputError, load_named
+from mesh_transformer.util import InputError, brief, is_named, load_named
 
 Values = dict[str, Array | None]  # the arrays of a batch in `VALUE_KEYS`
 PREFIX = "objective/"  # of an objective's metrics among those of a step
@@ -394,6 +394,16 @@ def objective_loss(
     loss, metrics = head.function(inputs)
     measured = metric_sums(metrics, counts)
     return jnp.mean(weights * loss), jnp.concatenate(measured)
+
+
+def check_functions(config: Config) -> None:
+    """Raise InputError if a function of the user's that training steps call cannot be loaded."""
+    names = [(name, "metrics") for name in config.metrics]
+    names += [(config.token_loss, "token_loss")] if config.token_loss else []
+    names += [(config.schedule, "schedule")] if is_named(config.schedule) else []
+    for name, key in names:
+        if not callable(value := load_named(name, key)):
+            raise InputError(f"{key}: {name} is {brief(repr(value))}, expected a function")
 
 
 def own_metrics(name: str, grads: Any, params: Any, others: Collection[str]) -> dict[str, Array]:

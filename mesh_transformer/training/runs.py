@@ -10,13 +10,14 @@ from typing import Any
 from mesh_transformer.data.tfrecords import framed, message_class
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import is_uri
-from mesh_transformer.training import goodput
+from mesh_transformer.training import goodput, run_status
 from mesh_transformer.training.metrics import NAME
 from mesh_transformer.util import InputError
 
 DEPTH = 3  # of the subfolders in which runs are looked for
 ALERT = "alert/"  # the beginning of the names of what hooks report
 RECENT = 100  # rows whose loss and speed are averaged
+LOSS = f"loss (mean of {RECENT})"
 # The messages of a TensorBoard event file, with the fields that are written.
 _EVENT = """
 name: "mesh_transformer_event.proto" package: "mesh_transformer.event" syntax: "proto3"
@@ -117,12 +118,14 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 def find_runs(folder: str, depth: int = DEPTH) -> dict[str, str]:
     """Return the paths of the metrics of all runs in a folder, by those of the runs inside of it.
 
+    A run that has ended before its first step may have no metrics, but it has a status.
+
     Args:
       folder: the folder, which may be in a bucket, or itself the model folder of a run.
       depth: largest number of folders between it and a run.
     """
     path = os.path.join(folder, NAME)
-    if files.is_file(path):
+    if files.is_file(path) or files.is_file(os.path.join(folder, run_status.NAME)):
         whole = folder if is_uri(folder) else os.path.abspath(folder)
         return {os.path.basename(whole.rstrip("/")): path}
     result = {}
@@ -137,7 +140,8 @@ def find_runs(folder: str, depth: int = DEPTH) -> dict[str, str]:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a table of runs says about one.
 
-    The loss is the mean, and tokens per second and MFU are the medians, of the last `RECENT` steps.
+    The training loss is the mean, and tokens per second and MFU are the medians, of the last
+    `RECENT` steps.
     The best validation loss is the lowest mean over the validation sets.
     """
 
@@ -157,7 +161,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "step": last.get("step", 0),
         "tokens": last.get("train/tokens"),
-        "loss": statistics.fmean(losses) if losses else None,
+        LOSS: statistics.fmean(losses) if losses else None,
         "best validation": min(validations, default=None),
         "tokens/s": statistics.median(speeds) if speeds else None,
         "MFU": statistics.median(mfus) if mfus else None,

@@ -166,6 +166,14 @@ class StateLayout(Layout):
         return Optimizer(self.config, transformer.trained(self.config))
 
     @functools.cached_property
+    def of_params(self) -> "StateLayout":
+        """The layout of the same parameters without the config's optimizer, which training needs.
+
+        An optimizer of the user's is not imported then.
+        """
+        return self.of(self.config.replace(optimizer="sgd"))
+
+    @functools.cached_property
     def declared_state(self) -> State:
         """The `Declaration` of every leaf of the state."""
         single = Declaration((), P(), decay=False, summed=False)

@@ -670,6 +670,19 @@ def test_tokenizers_that_llama_cpp_lacks_are_refused():
         assert "\n" not in str(caught.value)
 
 
+def test_special_tokens_outside_of_the_vocabulary(tmp_path):
+    """An end of text that the model cannot generate is refused; a padding token is left out."""
+    tokenizer = byte_tokenizer()
+    with pytest.raises(
+        InputError, match=r"^tokenizer: its bos_token is token 256, but the model has 256 tokens; "
+    ):
+        metadata_of(tokenizer, 256)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    metadata = metadata_of(tokenizer, 257)
+    assert metadata["tokenizer.ggml.eos_token_id"] == 256
+    assert "tokenizer.ggml.padding_token_id" not in metadata
+
+
 def test_every_split_is_distinct_and_has_a_name(tmp_path):
     from mesh_transformer.data.gguf_tokenizer import _PROBE, _SPLITS, _pre_tokenizer
 

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from mesh_transformer.cli.arguments import (
+    byte_count,
     model_arguments,
     model_parser,
     positive,
@@ -51,6 +52,20 @@ def test_numbers_of_tokens(text, tokens):
 def test_what_is_no_number_of_tokens_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match=f"^{text} is not a number of tokens"):
         token_count(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("10GB", 10**10), ("500 mb", 5 * 10**8), ("1.5k", 1500), ("2T", 2 * 10**12), ("7", 7)],
+)
+def test_amounts_of_text(text, size):
+    assert byte_count(text) == size
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "10GiB", "B", "0.5", ""])
+def test_what_is_no_amount_of_text_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^{text} is not a number of bytes"):
+        byte_count(text)
 
 
 def test_run_arguments(tmp_path):

@@ -19,7 +19,7 @@ from mesh_transformer.serving.metrics import Metrics
 from mesh_transformer.storage import locks
 from mesh_transformer.storage.locks import lock_folder
 from mesh_transformer.training import exporter, loop, run_status
-from mesh_transformer.training.runs import MetricsFile, find_runs, seconds_left, summary
+from mesh_transformer.training.runs import LOSS, MetricsFile, find_runs, seconds_left, summary
 from mesh_transformer.transformer_shard import CausalTransformer
 from mesh_transformer.util import InputError, StoppedError
 from tests.support.multihost import ROOT
@@ -111,7 +111,7 @@ def test_the_summary_of_a_run():
     rows[9] |= {"val/loss_a": 3.0, "val/loss_b": 5.0, "seconds/start": 10.0}
     rows[19] |= {"val/loss_a": 4.5, "val/loss_b": 3.9, "seconds/start": 20.0}
     result = summary(rows)
-    assert result["loss"] == pytest.approx(np.mean([row["train/loss"] for row in rows[100:]]))
+    assert result[LOSS] == pytest.approx(np.mean([row["train/loss"] for row in rows[100:]]))
     assert result["best validation"] == 4.0
     speeds = [row["train/tokens_per_sec"] for row in rows[100:]]
     assert result["tokens/s"] == pytest.approx(np.median(speeds))
@@ -139,8 +139,9 @@ def test_a_table_and_tensorboards_files(tmp_path, monkeypatch, capsys):
         put(tmp_path / "all" / name, own)
     out = tmp_path / "out"
     run(monkeypatch, tmp_path / "all", "--tensorboard", out, "--picture", tmp_path / "x.svg")
-    header, *lines = capsys.readouterr().out.splitlines()
-    assert re.split("  +", header)[:4] == ["run", "step", "tokens", "loss"]
+    header, *lines, wrote = capsys.readouterr().out.splitlines()
+    assert wrote == f"wrote {tmp_path / 'x.svg'}"
+    assert re.split("  +", header)[:4] == ["run", "step", "tokens", LOSS]
     cells = [re.split("  +", line) for line in lines]
     assert [line[0] for line in cells] == ["more/large", "small"]
     assert [line[1] for line in cells] == ["130", "5"]
@@ -266,7 +267,13 @@ def test_the_state_of_runs(train, tmp_path):
             (folder / "running" / ".lock").write_text(json.dumps(locks._owner()))
             during.update(table(folder)[0])
 
+    def never(step):
+        raise ValueError("no first row")
+
     network = train("complete")
+    train("empty", before=never)
+    assert not (folder / "empty" / "metrics.jsonl").read_text()
+    (folder / "empty" / "metrics.jsonl").unlink()  # as after an error before the first batch
     train("halted", max_steps=4)
     train("nan", loss=lambda step: np.nan if step == 5 else 1.0)
     train("mistake", before=fail)
@@ -283,7 +290,8 @@ def test_the_state_of_runs(train, tmp_path):
     runs, lines = table(folder)
     assert {name: own["state"] for name, own in runs.items()} == {
         "complete": "complete",
-        "halted": "complete",
+        "empty": "failed",
+        "halted": "stopped",
         "killed": "killed",
         "mistake": "failed",
         "nan": "failed",
@@ -294,12 +302,16 @@ def test_the_state_of_runs(train, tmp_path):
     assert {name for name, own in runs.items() if own["saved"] != "-"} == {"complete"}
     assert runs["complete"]["saved"] == "8"
     assert (during["running"]["state"], during["running"]["hours left"]) == ("running", "2.00")
-    complete, killed, mistake, nan, stopped, unknown = lines
+    complete, empty, halted, killed, mistake, nan, stopped, unknown = lines
     assert complete == "complete: damaged checkpoints: step_10.damaged"
+    assert empty == "empty: failed with status 1: ValueError: no first row"
+    assert halted == "halted: stopped at step 4 by --max-steps, of 10 steps; raise it to train on"
     assert killed == "killed: ended without notice on far; start it again to resume"
     assert mistake == "mistake: failed with status 1: ValueError: a mistake"
     assert nan.startswith("nan: failed with status 3: step 5: loss is nan")
-    assert stopped == "stopped: stopped by a signal at step 3; start it again to resume"
+    assert stopped == "stopped: stopped at step 3 by a signal; start it again to train on"
+    steps = {name: run_status.read(str(folder / name)).get("step") for name in ("nan", "mistake")}
+    assert steps == {"nan": 4, "mistake": 5}  # not those that were only started
     assert unknown == "unknown: last alert: step 4: loss 9.25"
 
 
@@ -323,7 +335,7 @@ def test_a_run_that_is_refused_leaves_the_status_of_the_one_that_runs(train, tmp
 
 
 def test_errors(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"no metrics.jsonl with rows .*; give a folder"):
+    with pytest.raises(InputError, match=r"no run with a row .*; give a folder"):
         run(monkeypatch, tmp_path)
     put(tmp_path, random_rows(0))
     with pytest.raises(InputError, match="--metric lss: no run has it; expected one of seconds/st"):

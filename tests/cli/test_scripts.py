@@ -586,12 +586,13 @@ def test_plot_loss_draws_the_losses(tmp_path):
     del rows[2]["train/loss"]  # its update was skipped
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ("scripts/plot_loss.py", tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    assert finish(start("", *command)) == (0, "", [])
+    wrote = f"wrote {tmp_path / 'loss.png'}\n"
+    assert finish(start("", *command)) == (0, wrote, [])
     picture = (tmp_path / "loss.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "trai')  # a killed run did not complete this line
-    assert finish(start("", command[0], tmp_path, tmp_path / "loss.png")) == (0, "", [])
+    assert finish(start("", command[0], tmp_path, tmp_path / "loss.png")) == (0, wrote, [])
     assert (tmp_path / "loss.png").read_bytes() == picture
     status, out, messages = finish(
         start("", command[0], tmp_path / "no.jsonl", tmp_path / "no.png")

@@ -18,10 +18,11 @@ from pyarrow import parquet
 
 from mesh_transformer.cli import completion_records, text_records
 from mesh_transformer.cli import split as command
-from mesh_transformer.data import split as library
+from mesh_transformer.data import split_parts
 from mesh_transformer.data.documents import read_pieces
 from mesh_transformer.data.inputs import BadInputHandler
 from mesh_transformer.data.split import choose, split
+from mesh_transformer.data.split_parts import Writing
 from mesh_transformer.util import InputError
 
 WORDS = ["To", "be,", "caf\u00e9", "\u4e2d\u6587", "\U0001f600", "end.\n", "end.\n\n", "'tis"]
@@ -121,8 +122,8 @@ def test_one_document_is_cut_at_the_best_boundary(tmp_path, unit, ending):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_long_documents_are_copied_in_pieces(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(library, "LINE_CHARACTERS", 1000)
-    monkeypatch.setattr(library, "WINDOW_CHARACTERS", 500)
+    monkeypatch.setattr(split_parts, "LINE_CHARACTERS", 1000)
+    monkeypatch.setattr(split_parts, "WINDOW_CHARACTERS", 500)
     generator = random.Random(seed)
     [text] = texts_of(generator, 1, most=50_000)
     text = generator.choice(["", "\u4e2d" * 40_000]) + text
@@ -145,6 +146,8 @@ def test_the_command_prints_bytes(tmp_path, capsys):
         f"train  80 bytes (80.0%) in 8 documents: {tmp_path}/out/train.jsonl.zst",
         f"val    20 bytes (20.0%) in 2 documents: {tmp_path}/out/val.jsonl.zst",
     ]
+    again = call(capsys, tmp_path / "in.jsonl", tmp_path / "out", "--validation", 0.2)
+    assert again == [f"{line} (replaced)" for line in lines]
 
 
 def test_the_command_names_the_files_that_it_leaves_out(tmp_path, capsys):
@@ -180,12 +183,18 @@ def test_errors_leave_nothing(tmp_path, name, contents, options, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failure_while_writing_leaves_the_earlier_files(tmp_path, monkeypatch):
+@pytest.mark.parametrize("count", [9, 11])
+def test_a_failure_while_writing_leaves_the_earlier_files(tmp_path, monkeypatch, count):
     (tmp_path / "in.jsonl").write_text('"1234567890"\n' * 10)
     split(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), validation=0.2)
     before = both(tmp_path / "out")
-    measured = library.measure
-    monkeypatch.setattr(library, "measure", lambda *a: (array("q", [9, *measured(*a)[0][1:]]), {}))
+    original = Writing.write
+
+    def write(self, part, *arguments):
+        (tmp_path / "in.jsonl").write_text('"1234567890"\n' * count)
+        original(self, part, *arguments)
+
+    monkeypatch.setattr(Writing, "write", write)
     with pytest.raises(InputError, match=r"in\.jsonl changed while it was read"):
         split(str(tmp_path / "in.jsonl"), str(tmp_path / "out"), validation=0.5)
     assert both(tmp_path / "out") == before

@@ -27,7 +27,7 @@ from mesh_transformer.data.file_types import (
     FileType,
     is_hidden,
 )
-from mesh_transformer.data.inputs import BadInputHandler, find_files, left_out
+from mesh_transformer.data.inputs import BadInputHandler, find_files, find_set
 from mesh_transformer.data.tfrecords import read_index
 from mesh_transformer.util import InputError
 
@@ -167,7 +167,7 @@ def test_unknown_types_are_refused_and_in_a_folder_left_out(tmp_path, name):
     assert "\n" not in str(caught.value)
     (tmp_path / "b.txt").write_text("text")
     assert find_files(str(tmp_path), FILE_TYPES) == [str(tmp_path / "b.txt")]
-    assert left_out(str(tmp_path), FILE_TYPES) == f"left out: 1 of other types ({name})"
+    assert find_set(str(tmp_path), FILE_TYPES).left_out == f"left out: 1 of other types ({name})"
 
 
 def test_member_of_unknown_type_is_named_or_skipped_and_counted(tmp_path):
@@ -185,7 +185,7 @@ def test_hidden_files_are_read_only_if_they_are_named(tmp_path):
         (tmp_path / name).write_text(name)
     for path in (tmp_path, tmp_path / "*.txt", tmp_path / "*"):
         assert find_files(str(path), FILE_TYPES) == [str(tmp_path / "a.txt")]
-    assert left_out(str(tmp_path), FILE_TYPES) == "left out: 2 hidden (._a.txt, .b.txt)"
+    assert find_set(str(tmp_path), FILE_TYPES).left_out == "left out: 2 hidden (._a.txt, .b.txt)"
     assert documents(tmp_path / ".b.txt") == [".b.txt"]
     assert [is_hidden(path) for path in ("./a", "a/..", "a/.b/c", "._a")] == [
         False,
@@ -200,7 +200,7 @@ def test_json_files_of_a_folder_are_read_if_there_are_no_others(tmp_path):
     assert find_files(str(tmp_path), FILE_TYPES) == [str(tmp_path / "a.json")]
     (tmp_path / "b.csv").write_text("text\ntwo\n")
     assert find_files(str(tmp_path), FILE_TYPES) == [str(tmp_path / "b.csv")]
-    assert left_out(str(tmp_path), FILE_TYPES) == "left out: 1 of other types (a.json)"
+    assert find_set(str(tmp_path), FILE_TYPES).left_out == "left out: 1 of other types (a.json)"
     assert find_files(str(tmp_path / "*.json"), FILE_TYPES) == [str(tmp_path / "a.json")]
 
 
@@ -227,7 +227,7 @@ def test_subfolders_markdown_and_files_without_an_ending_are_read(tmp_path):
     (tmp_path / "lost.txt").symlink_to(tmp_path / "missing")
     found = [os.path.relpath(path, tmp_path) for path in find_files(str(tmp_path), FILE_TYPES)]
     assert found == sorted([*read, "linked.txt"], key=lambda name: name.split("/"))
-    assert left_out(str(tmp_path), FILE_TYPES) == (
+    assert find_set(str(tmp_path), FILE_TYPES).left_out == (
         "left out: 3 README or LICENSE (LICENSE, README.md, ...), 3 hidden (.git/, .h.partial/, "
         "...), 1 linked (loop/), 2 not UTF-8 (latin, tokens), 1 of a model or tokenizer (bpe/), "
         "2 of other types (b/i.html, lost.txt), 3 of records or a run (a.manifest.json, run/, "

@@ -21,7 +21,7 @@ from mesh_transformer.cli import completion_records, new_tokenizer, text_records
 from mesh_transformer.cli.split import main as split_main
 from mesh_transformer.data.documents import read_pieces
 from mesh_transformer.data.file_types import FILE_TYPES
-from mesh_transformer.data.inputs import BadInputHandler, find_files, find_sets, left_out
+from mesh_transformer.data.inputs import BadInputHandler, find_files, find_set, find_sets
 from mesh_transformer.data.tokenizer import load_tokenizer
 from mesh_transformer.storage import files
 from mesh_transformer.util import InputError
@@ -447,7 +447,7 @@ def test_each_file_of_a_pattern_and_each_split_of_a_dataset_makes_a_set(tmp_path
     pattern = str(data / "train-*")
     assert find_files(pattern, FILE_TYPES) == [str(data / f"train-{n}.parquet") for n in (0, 1)]
     assert [each.name for each in find_sets(pattern, FILE_TYPES)] == ["train-0", "train-1"]
-    assert left_out(str(data), FILE_TYPES) == "left out: 1 README or LICENSE (README.md)"
+    assert find_set(str(data), FILE_TYPES).left_out == "left out: 1 README or LICENSE (README.md)"
     flags = ["--output-dir", str(tmp_path / "out"), "--seq", str(SEQ)]
     text_records.main([str(data), *flags])
     assert "left out: 1 README or LICENSE (README.md)" in capsys.readouterr().out

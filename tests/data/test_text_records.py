@@ -377,10 +377,12 @@ def test_text_shorter_than_a_sequence_is_refused(tmp_path, documents):
 
 
 @pytest.mark.slow
-def test_a_finished_set_is_replaced_only_by_one_with_the_same_options(tmp_path, documents):
+def test_a_finished_set_is_replaced_only_by_one_with_the_same_options(tmp_path, documents, capsys):
     write_files(tmp_path / "in", documents)
     first = create(tmp_path)
+    assert "replaced" not in capsys.readouterr().out
     np.testing.assert_array_equal(create(tmp_path), first)
+    assert "set.index; replaced an earlier set of this name\n" in capsys.readouterr().out
     (tmp_path / "in" / "more.txt").write_text(" ".join(documents))  # more text is no mistake
     assert len(create(tmp_path)) > len(first)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}

@@ -32,6 +32,10 @@ def test_scores_match_rouge_computed_by_hand():
     lines = score_summaries.table(results, 3).splitlines()
     assert lines[0].startswith("3 examples ")
     assert [line.split()[0] for line in lines[1:]] == ["ROUGE-1", "ROUGE-2", "ROUGE-L"]
+    one = score_summaries.scored(["a b"], ["a b"])  # which has no standard error
+    assert one["rouge1"] == {"f1": 1, "precision": 1, "recall": 1}
+    row = score_summaries.table(one, 1).splitlines()[1]
+    assert row.split() == ["ROUGE-1", "1.0000", "-", "1.0000", "1.0000"]
 
 
 def test_summaries_end_at_each_token_that_ends_answers(monkeypatch):

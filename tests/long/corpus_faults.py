@@ -1,8 +1,8 @@
-"""Creates records from text in a bucket, into the bucket, on Ray while its requests fail.
+"""Splits and tokenises text in a bucket, into the bucket, on Ray while its requests fail.
 
-`python -m tests.long.corpus_faults 10` creates 10 sets.  Requests fail at random, up to four in a
-row, and workers and the command are killed.  A set must have the bytes of one that is created
-without Ray from local files.
+`python -m tests.long.corpus_faults 10` runs each command 10 times.  Requests fail at random, up to
+four in a row, and workers and the command are killed.  The files must have the bytes of those that
+are created without Ray from local files.
 
 With `--testbench http://127.0.0.1:9000`, the bucket is one of Google's storage-testbench, which
 `python testbench_run.py localhost 9000 10` starts in a virtual environment of its own, and it is
@@ -21,7 +21,15 @@ from typing import Any
 import httpx
 
 from tests.long.bucket_faults import MOST_FAILING, PASSING
-from tests.long.corpus_on_ray import LAYOUTS, PART, command, run_round, start, write_large_files
+from tests.long.corpus_on_ray import (
+    COMMANDS,
+    LAYOUTS,
+    PART,
+    command,
+    run_round,
+    start,
+    write_large_files,
+)
 from tests.long.killed_tokenizing import contents, write_text
 from tests.support.fake_gcs import HOSTS, Answer, FakeGcs, gcs_server
 from tests.support.ray_cluster import add_node, ray_cluster
@@ -115,8 +123,16 @@ def run(folder: Path, rounds: int, gcs: FakeGcs, environment: dict[str, str], ki
     faults = Faults(kinds, generator)
     write_text(folder / "in")
     write_large_files(folder / "in", 1 << 20)
-    assert start(command(str(folder), PART, "whole"), folder / "log").wait() == 0
-    expected = {f"/{name}": content for name, content in contents(folder / "whole").items()}
+    expected = {}
+    for kind in COMMANDS:
+        assert start(command(kind, str(folder), PART, kind), folder / "log").wait() == 0
+        files = contents(folder / kind)
+        expected[kind] = {f"/{name}": content for name, content in files.items()}
+
+    def is_equal(name: str) -> bool:
+        gcs.fault = lambda: None
+        return stored(environment, name) == expected[name.partition("_")[0]]
+
     os.environ.update(environment)
     with httpx.Client(base_url=environment["STORAGE_EMULATOR_HOST"], trust_env=False) as http:
         for path in sorted((folder / "in").iterdir()):
@@ -127,18 +143,11 @@ def run(folder: Path, rounds: int, gcs: FakeGcs, environment: dict[str, str], ki
         cpus = LAYOUTS[number % len(LAYOUTS)]
         with ray_cluster(cpus[0]) as cluster:
             others = [add_node(cluster, count) for count in cpus[1:]]
-            gcs.fault = faults
-            run_round(
-                f"gs://{BUCKET}",
-                number,
-                cluster,
-                others,
-                generator,
-                folder / f"{number}.log",
-                lambda name: stored(environment, name) == expected,
-            )
-            gcs.fault = lambda: None
-    print(f"{rounds} sets equal; {gcs.requests} requests, of which failed: {dict(faults.made)}")
+            for kind in COMMANDS:
+                log = folder / f"{kind}_{number}.log"
+                gcs.fault = faults
+                run_round(kind, f"gs://{BUCKET}", number, cluster, others, generator, log, is_equal)
+    print(f"{rounds} rounds equal; {gcs.requests} requests, of which failed: {dict(faults.made)}")
 
 
 def main() -> None:

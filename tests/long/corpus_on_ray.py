@@ -1,9 +1,9 @@
-"""Creates records on Ray clusters of this machine while workers and nodes are killed at random.
+"""Splits text and creates records on Ray clusters of this machine, while processes are killed.
 
-`python -m tests.long.corpus_on_ray 30` runs 30 rounds.  Each round creates a set of records on a
-cluster with 1, 2 or 4 CPUs on one to three nodes.  At random moments, it kills worker
-processes, a whole node that is not the command's, and the command itself, which is then run again.
-The set must have the bytes of one that is created without Ray.
+`python -m tests.long.corpus_on_ray 30` runs 30 rounds.  Each round creates a set of records, and
+splits the text, on a cluster with 1, 2 or 4 CPUs on one to three nodes.  At random moments, it
+kills worker processes, a whole node that is not the command's, and the command itself, which is
+then run again.  The files must have the bytes of those that are created without Ray.
 
 `python -m tests.long.corpus_on_ray --rates 5` measures tokens per second: 5 runs each without Ray,
 and with 1 and 2 CPUs on Ray, in turn.
@@ -29,16 +29,22 @@ from tests.long.killed_tokenizing import WORDS, contents, write_text
 from tests.support.ray_cluster import add_node, ray_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-# The command with parts of other sizes; the arguments are this size and those of the command.
+# The commands with parts of other sizes; the arguments are this size and those of the command.
 COMMAND = """
 import sys
-from mesh_transformer.cli import text_records
-from mesh_transformer.data import text_parts
+from mesh_transformer.cli import main
+from mesh_transformer.data import split, text_parts
 from mesh_transformer.util import run_script
 
-text_parts.PART_BYTES = int(sys.argv.pop(1))
-run_script(lambda: text_records.main(sys.argv[1:]))
+text_parts.PART_BYTES = split.PART_BYTES = int(sys.argv.pop(1))
+split.FRAME_BYTES = text_parts.PART_BYTES // 4
+run_script(main.main)
 """
+# The arguments of each command after its input, besides the output folder, which is last.
+COMMANDS = {
+    "records": ("set", "--seq", "256", "--output-dir"),
+    "split": ("--validation", "0.2"),
+}
 LAYOUTS = ((1,), (2,), (1, 1), (4,), (2, 2), (1, 2, 1))  # CPUs of the nodes
 PART = 1 << 17  # bytes; a large file has some dozens of parts
 WORKERS = 5  # killed per round; new ones take some seconds to start
@@ -58,15 +64,15 @@ def write_large_files(folder: Path, size: int) -> None:
     (folder / "large.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def command(folder: str, part: int, name: str, *options: str) -> list[str]:
-    arguments = [f"{folder}/in", "set", "--output-dir", f"{folder}/{name}", "--seq", "256"]
+def command(kind: str, folder: str, part: int, name: str, *options: str) -> list[str]:
+    arguments = [kind, f"{folder}/in", *COMMANDS[kind], f"{folder}/{name}"]
     return [sys.executable, "-c", COMMAND, str(part), *arguments, *options]
 
 
 def start(arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with open(log, "ab") as file:
-        # A set in a bucket keeps its progress in the current folder.
+        # Records in a bucket keep their progress in the current folder.
         return subprocess.Popen(
             arguments, cwd=log.parent, stderr=file, stdout=file, env=environment
         )
@@ -113,6 +119,7 @@ def kill_at_random(
 
 
 def run_round(
+    kind: str,
     folder: str,
     number: int,
     cluster: Any,
@@ -121,24 +128,25 @@ def run_round(
     log: Path,
     is_equal: Callable[[str], bool],
 ) -> list[str]:
-    """Create a set under kills, compare it, and return what was killed.
+    """Run a command under kills, compare its files, and return what was killed.
 
     Args:
+      kind: the command.
       folder: a local folder or one in a bucket; the text is in its folder `in`.
       log: the file for the output of the command.
-      is_equal: whether the set in a folder with this name is right.
+      is_equal: whether the files in a folder with this name are right.
     """
-    name, killed = f"set_{number}", []
+    name, killed = f"{kind}_{number}", []
     deadline, status = time.monotonic() + SECONDS, None
     while status != 0:
-        process = start(command(folder, PART, name, "--ray", cluster.address), log)
+        process = start(command(kind, folder, PART, name, "--ray", cluster.address), log)
         kill_at_random(cluster, others, process, killed, generator)
         status = process.wait()
         assert status in (0, -signal.SIGKILL), log.read_text(errors="replace")
         assert time.monotonic() < deadline, log.read_text(errors="replace")
     assert is_equal(name), name
     counts = ", ".join(f"{killed.count(kind)} {kind}s" for kind in sorted(set(killed)))
-    print(f"round {number}: killed {counts or 'nothing'}: equal bytes", flush=True)
+    print(f"round {number}, {kind}: killed {counts or 'nothing'}: equal bytes", flush=True)
     return killed
 
 
@@ -148,12 +156,13 @@ def kills(folder: Path, rounds: int) -> None:
     generator = random.Random(seed)
     write_text(folder / "in")
     write_large_files(folder / "in", 3 << 20)
-    assert start(command(str(folder), PART, "whole"), folder / "log").wait() == 0
+    for kind in COMMANDS:
+        assert start(command(kind, str(folder), PART, kind), folder / "log").wait() == 0
     killed = []
 
     def is_equal(name: str) -> bool:
-        is_partial = (folder / name / "set.partial").exists()
-        return contents(folder / name) == contents(folder / "whole") and not is_partial
+        left = [*(folder / name).glob("*.partial")]
+        return contents(folder / name) == contents(folder / name.partition("_")[0]) and not left
 
     for place, cpus in enumerate(LAYOUTS):
         with ray_cluster(cpus[0]) as cluster:
@@ -161,10 +170,12 @@ def kills(folder: Path, rounds: int) -> None:
             others: list[Any] = []
             for number in range(place, rounds, len(LAYOUTS)):
                 others += [add_node(cluster, count) for count in cpus[1 + len(others) :]]
-                log = folder / f"{number}.log"
-                killed += run_round(str(folder), number, cluster, others, generator, log, is_equal)
+                for kind in COMMANDS:
+                    log = folder / f"{kind}_{number}.log"
+                    arguments = (kind, str(folder), number, cluster, others, generator, log)
+                    killed += run_round(*arguments, is_equal)
     totals = {kind: killed.count(kind) for kind in sorted(set(killed))}
-    print(f"{rounds} sets equal to that of one process; killed: {totals}", flush=True)
+    print(f"{rounds} rounds equal to one process; killed: {totals}", flush=True)
 
 
 def measured(folder: Path, *options: str) -> tuple[float, float]:
@@ -172,7 +183,7 @@ def measured(folder: Path, *options: str) -> tuple[float, float]:
     log = folder / "log"
     log.unlink(missing_ok=True)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    arguments = command(str(folder), 1 << 22, "set", "--new", *options)
+    arguments = command("records", str(folder), 1 << 22, "set", "--new", *options)
     assert start(arguments, log).wait() == 0, log.read_text()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # The last state of the bar has the time that this phase took.

@@ -301,6 +301,8 @@ def test_a_full_queue_and_a_failing_network_are_asked_again(
         ([line(1)], ["--task", "scores"], "--task: lines of OpenAI's batch format have"),
         ([{"prompt": "a"}], [], "absent"),
         ("no JSON", [], "line 1 is not JSON"),
+        ([line(1)], ["--replicas", "2", "--local-hosts", "2"], "does not support --local-hosts"),
+        ([line(1)], ["--replica-hosts", "2"], "--replica-hosts requires --replicas"),
     ],
 )
 def test_unusable_input_is_named_before_the_model_is_loaded(
@@ -316,10 +318,14 @@ def test_unusable_input_is_named_before_the_model_is_loaded(
 
 
 @pytest.mark.slow
-def test_a_killed_command_writes_the_same_bytes(tmp_path: Path) -> None:
+def test_a_killed_command_and_one_on_two_hosts_write_the_same_bytes(tmp_path: Path) -> None:
     batch_kills.write_inputs(tmp_path, width=32, layers=1, count=150)
     options = ["--fixed-shapes", "--rows", "4", "--logprobs"]
     assert batch_kills.kill(tmp_path, 150, 6, options, kills=2)
+    hosts = ["--local-hosts", "2", "--set", "tpu_size=2", "--set", "cores_per_replica=1"]
+    words = batch_kills.words_of(tmp_path, "hosts.jsonl", 6, [*options, *hosts])
+    batch_kills.run(tmp_path, "hosts.jsonl", words, None)
+    assert (tmp_path / "hosts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     words = batch_kills.words_of(tmp_path, "whole.jsonl", 6, options)
     command = [sys.executable, "-m", "mesh_transformer", "batch", *words]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

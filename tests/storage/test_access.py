@@ -139,3 +139,33 @@ def test_commands_report_an_unreachable_bucket_in_one_line(where, closed_port, t
     [line] = process.stderr.splitlines()
     assert re.fullmatch(f"error: {UNREACHABLE}", line)
     assert (process.returncode, process.stdout) == (2, "")
+
+
+class _Stubborn:
+    """A folder in a bucket of which some deletions fail."""
+
+    def __init__(self, failures: int, *, leaves_nothing: bool = False):
+        self.failures, self.leaves_nothing, self.calls = failures, leaves_nothing, 0
+
+    def __fspath__(self) -> str:
+        return "gs://bucket/folder"
+
+    def exists(self) -> bool:
+        return not self.leaves_nothing
+
+    def rmtree(self) -> None:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise RuntimeError("could not fully delete dir")
+
+
+@pytest.mark.parametrize(
+    ("folder", "calls"),
+    [(_Stubborn(0), 1), (_Stubborn(2), 3), (_Stubborn(2, leaves_nothing=True), 2)],
+)
+def test_a_folder_in_a_bucket_is_deleted_again_if_something_is_left(monkeypatch, folder, calls):
+    monkeypatch.setattr(access, "BUCKET_PAUSES", (0.0, 0.0))
+    access.delete_tree(folder)
+    assert folder.calls == calls
+    with pytest.raises(RuntimeError, match="could not fully delete"):
+        access.delete_tree(_Stubborn(3))

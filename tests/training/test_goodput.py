@@ -89,7 +89,8 @@ def test_the_seconds_of_a_run_add_up_to_its_duration(tmp_path, capsys):
     assert all("seconds/steps" in row for row in rows)
     complete = [row["step"] for row in rows if "seconds/start" in row]
     assert complete == [4, 8, 10]
-    for kind in ("start", "restore", "compile", "steps", "save", "data"):
+    assert ledger.seconds["restore"] == 0  # a new run
+    for kind in ("start", "init", "compile", "steps", "save", "data"):
         assert ledger.seconds[kind] > 0, kind
     assert ledger.seconds["lost"] == 0
     assert re.search(r"^time 0:0\d:\d\d: steps \d.*%, compile \d.*%", capsys.readouterr().out, re.M)
@@ -97,6 +98,8 @@ def test_the_seconds_of_a_run_add_up_to_its_duration(tmp_path, capsys):
     resumed = Ledger()
     network = CausalTransformer(config, init=False)
     loop.train(network, str(tmp_path / "model"), max_steps=12, ledger=resumed)
+    assert resumed.seconds["restore"] > 0
+    assert resumed.seconds["init"] == pytest.approx(ledger.seconds["init"], abs=1e-3)  # is rounded
     assert resumed.seconds["compile"] > ledger.seconds["compile"]
     assert resumed.seconds["lost"] == 0
 

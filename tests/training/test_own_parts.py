@@ -5,6 +5,7 @@ The functions are those of docs/own-parts.md.
 
 import importlib
 import json
+import re
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from mesh_transformer.checkpoint.conversion import convert
 from mesh_transformer.config import Config
 from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.mesh.declaration import map_declared
+from mesh_transformer.training import loop, update_rules
 from mesh_transformer.training.schedule import learning_rate
 from mesh_transformer.util import InputError
 from tests.support.pages import write_files
@@ -254,6 +256,59 @@ def test_wrong_losses_are_refused(network_of, files, code, line):
         network.train(sample_of(network))
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"token_loss": "focal:fcal"}, r"token_loss is 'focal:fcal', which cannot be loaded"),
+        ({"token_loss": "math:pi"}, r"token_loss: math:pi is 3\.14.*, expected a function"),
+        ({"metrics": ["layer_norms:no"]}, r"metrics is 'layer_norms:no', which cannot be loaded"),
+        ({"schedule": "no_such:thing"}, r"schedule is 'no_such:thing', which cannot be loaded"),
+    ],
+)
+def test_functions_of_steps_are_loaded_before_weights_are_made(small, tmp_path, changes, line):
+    network = mesh_transformer.CausalTransformer(
+        small(train_set="counting:Counting", total_steps=1, **changes), init=False
+    )
+    with pytest.raises(InputError, match=line):
+        loop.train(network, tmp_path / "run")
+    assert network.state is None
+    network.close()
+
+
+def test_a_failing_hook_is_named_and_its_step_is_saved(network_of, tmp_path):
+    network = network_of(total_steps=3)
+    data = np.arange(500) % network.config.n_vocab
+
+    def fails(row):
+        if row["step"] == 2:
+            raise KeyError("its own error")
+
+    with pytest.raises(KeyError, match="its own error") as caught:
+        mesh_transformer.fit(network, data, tmp_path / "run", hooks=[fails])
+    note = r"error: the hook .*:.*fails failed at step 2; see the traceback above"
+    assert re.fullmatch(note, *caught.value.__notes__)
+    assert json.loads((tmp_path / "run/status.json").read_text())["step"] == 3
+    assert (tmp_path / "run/step_3").is_dir()
+    network.close()
+
+
+def test_a_model_is_used_without_the_module_of_its_optimizer(network_of, tmp_path, monkeypatch):
+    network = network_of(optimizer="belief:adabelief", schedule="half_cosine:schedule")
+    network.save(tmp_path / "model")
+    prompts, lengths = np.zeros((network.batch_size, 4), np.uint32), [4] * network.batch_size
+    expected = network.generate(prompts, lengths, 4, {"temp": 0})
+    network.close()
+
+    def refuse(name, key):
+        raise AssertionError(f"{key} {name} is loaded")
+
+    monkeypatch.setattr(update_rules, "load_named", refuse)
+    loaded = mesh_transformer.load(tmp_path / "model")
+    np.testing.assert_array_equal(loaded.generate(prompts, lengths, 4, {"temp": 0}), expected)
+    with pytest.raises(AssertionError, match="optimizer belief:adabelief is loaded"):
+        loaded.train(sample_of(loaded))
+
+
 def test_hooks_add_numbers(network_of, tmp_path):
     network = network_of(total_steps=2)
     data = np.arange(500) % network.config.n_vocab
@@ -285,6 +340,20 @@ def test_a_norm_is_the_function_of_its_parameters(network_of):
     expected = (normed @ head["w"] + head["b"])[..., : config.n_vocab]
     logits = mesh_transformer.logits_from(params, stream, config.layers)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)  # sums in another order
+
+
+@pytest.mark.parametrize("mesh", [{}, ON_A_MESH, {"tpu_size": 4, "context_parallel": 2}])
+def test_a_position_embedding_does_what_rotary_does(network_of, mesh):
+    """Also in generation, position by position."""
+    keys = {"rotary_pairs": "halves", "pe_rotary_dims": 8}
+    own, usual = network_of(pe="turned:rotate", **mesh), network_of(**keys, **mesh)
+    usual.replace(params=own.params)
+    sample = {name: rows[0] for name, rows in sample_of(own).items()}
+    losses = [x.eval(sample)["loss"] for x in (own, usual)]
+    np.testing.assert_allclose(*losses, rtol=0, atol=1e-5)  # angles round differently
+    prompts, lengths = sample["obs"][:, :8], [5] * len(sample["obs"])
+    one, other = (x.generate(prompts, lengths, 6, {"temp": 0.0}) for x in (own, usual))
+    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("mesh", [{}, ON_A_MESH])
@@ -377,7 +446,10 @@ def test_what_cannot_be_used_is_refused_in_one_line(network_of, changes, line):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", [{"activation": "jax.nn:hard_swish"}, {"norm": "dyt:dyt"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"activation": "jax.nn:hard_swish"}, {"norm": "dyt:dyt"}, {"pe": "turned:rotate"}],
+)
 @pytest.mark.parametrize("kind", ["hf", "original"])
 def test_other_formats_refuse_functions_in_one_line(network_of, tmp_path, changes, kind):
     network = network_of(**changes)

@@ -27,6 +27,7 @@ def test_samples_are_shown_and_change_nothing(tmp_path, capsys):
         loop.train(network, str(tmp_path / name))
         params[name] = jax.device_get(network.params)
         printed = capsys.readouterr().out
+        assert (", samples " in printed.splitlines()[-2]) == bool(prompts)  # where the time went
         parts = re.findall(r"^step (\d), sample:\n((?:    .*\n)+)", printed, re.MULTILINE)
         assert [int(step) for step, _ in parts] == [n for n in (2, 4, 5) for _ in prompts]
         texts = [text.replace("\n    ", "\n")[4:-1] for _, text in parts]
