@@ -129,6 +129,11 @@ def test_a_set_s_writer_writes_the_table(tmp_path):
     (tmp_path / "a.offsets").unlink()
     RecordSet(index, SEQ, None, shuffle="all")
     assert (tmp_path / "a.offsets").read_bytes() == written
+    # Nor is the table a record file of the folder, with the index or without.
+    for _ in range(2):
+        records = RecordSet(str(tmp_path), SEQ, None)
+        assert [Path(path).name for path in records.paths] == ["a_200.tfrecords"]
+        Path(index).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("seq", [3, 40_000])  # lengths of 2 and of 4 bytes

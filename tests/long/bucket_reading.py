@@ -6,7 +6,8 @@ With `--shuffled` N, N records of each set are read in the order of `shuffle_buf
 request each, by a loader that parses them.
 
 `--many` N opens a set of N files of one record in such a bucket, whose folder is listed, alone and
-in a mixture of two, and resumes at a random step.  It prints the seconds and the memory of each.
+in a mixture of two, and resumes at a random step.  It prints the seconds of each, and the CPU
+time and memory of the process so far.
 """
 
 import argparse
@@ -97,9 +98,9 @@ def open_many(count: int) -> None:
     from mesh_transformer.data.record_set import Position, RecordSet
 
     def report(what: str, began: float) -> None:
-        seconds = time.perf_counter() - began
+        seconds, used = time.perf_counter() - began, time.process_time()
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"{what}: {seconds:.2f} s, peak memory {memory:,.0f} MiB", flush=True)
+        print(f"{what}: {seconds:.2f} s; {used:.1f} s of CPU, peak memory {memory:,.0f} MiB so far")
 
     index = "gs://bucket/many.index"
     report("start", time.perf_counter())
