@@ -23,7 +23,7 @@ from mesh_transformer.util import InputError, is_named, load_named
 BATCHES_AHEAD = 4
 
 
-class _Drawn(NamedTuple):
+class _DrawnBatch(NamedTuple):
     """The records of a batch that is not read yet, the batch's shape, and the position after it."""
 
     records: list[Drawn]
@@ -157,7 +157,7 @@ class TFRecordNewInputs:
 
     def _batches_from(self, first: int) -> Iterator[tuple[Row, MixturePosition]]:
         """Yield (batch, position of the record after it), after `first` earlier batches."""
-        ahead, requested = deque[_Drawn](), 0
+        ahead, requested = deque[_DrawnBatch](), 0
         for drawn in self._drawn_from(first):
             for record in drawn.records:
                 record.record.request()
@@ -169,7 +169,7 @@ class TFRecordNewInputs:
                 yield ahead.popleft().batch()
         yield from (drawn.batch() for drawn in ahead)
 
-    def _drawn_from(self, first: int) -> Iterator["_Drawn"]:
+    def _drawn_from(self, first: int) -> Iterator[_DrawnBatch]:
         """Yield the records of each batch, after `first` earlier batches."""
         number = first
         records = self._mixture.records(self._place, lambda: number, repeat=self._repeat)
@@ -181,7 +181,7 @@ class TFRecordNewInputs:
                 return
             selected = self._selected[:rows] if len(chunk) == size else np.arange(len(chunk))
             wanted = [chunk[at][0] for at in selected.flat]
-            yield _Drawn(wanted, selected.shape, chunk[-1][1])
+            yield _DrawnBatch(wanted, selected.shape, chunk[-1][1])
 
     def sample_once(self) -> "TFRecordNewInputs":
         """Return a new iterator over one unshuffled epoch of the same records, for validation."""
