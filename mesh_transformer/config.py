@@ -161,7 +161,8 @@ class Config(Model):
     # Batches are cut to the smallest of these numbers of positions that holds all targets that
     # count (docs/long-context.md).
     length_buckets: list[int] = field(default_factory=list, hash=False)
-    shuffle_buffer: int = 0  # records shuffled together; 0: the index's order
+    # Records shuffled together.  0: the index's order; all: those of a set, over all files
+    shuffle_buffer: int | Literal["all"] = 0
     hosts_read: bool = False  # each host reads its own batch rows, so it needs access to train_set
     # Validation sets, each {name: path, as in train_set}: {"wiki": "data/wiki.val.index"}.
     val_set: dict[str, str] = field(default_factory=dict, hash=False)

@@ -82,7 +82,8 @@ def check(c: Any) -> None:
             raise InputError(f"{key} is {value}, expected less than 2**{limit}")
     for expected, holds, keys in RANGES:
         for key in keys.split():
-            if (value := getattr(c, key)) is not None and not holds(value):
+            value = getattr(c, key)
+            if value is not None and not isinstance(value, str) and not holds(value):
                 raise InputError(f"{key} is {value}, expected {expected}")
     paths = "train_set bucket model_dir tokenizer tune_model_path reference teacher"
     for key in paths.split(" "):

@@ -62,6 +62,11 @@ def error_line(changes: dict[str, Any]) -> str:
         ({"reference": ""}, ["reference is an empty string"]),
         ({"teacher": ""}, ["teacher is an empty string"]),
         ({"distill_weight": 1.5}, ["distill_weight is 1.5, expected at most 1"]),
+        ({"shuffle_buffer": -1}, ["shuffle_buffer is -1, expected at least 0"]),
+        (
+            {"shuffle_buffer": "some"},
+            ["shuffle_buffer is str 'some', expected int or one of 'all'"],
+        ),
         ({"distill_temperature": 0.0}, ["distill_temperature is 0.0, expected above 0"]),
         ({"undesirable_weight": 0.0}, ["undesirable_weight is 0.0, expected above 0"]),
         ({"val_set": ["a"]}, ["val_set is list", "expected dict of str, str"]),

@@ -48,6 +48,7 @@ from mesh_transformer.data.completions import pack_texts
 from mesh_transformer.data.file_types import TABLE_TYPES
 from mesh_transformer.data.inputs import BadInputHandler, find_files, format_counts
 from mesh_transformer.data.preferences import pack_groups
+from mesh_transformer.data.record_offsets import write_offsets
 from mesh_transformer.data.rows import Names, RowWork, groups_of_parts, no_pairs_error
 from mesh_transformer.data.same_tokenizer import encoding
 from mesh_transformer.data.tfrecords import write_set
@@ -135,7 +136,10 @@ def main(arguments: list[str] | None = None) -> None:
         if first is None:
             raise no_pairs_error(options.input_path, bad, kind)
         replaced = files.is_file(f"{os.path.join(options.output_dir, options.name)}.index")
-        written, index, count = write_set(options.output_dir, options.name, chain([first], records))
+        all_records = chain([first], records)
+        written, index, count = write_set(
+            options.output_dir, options.name, all_records, write_offsets
+        )
         if workers is not None:
             files.delete(folder)
     made = {"name": options.tokenizer or "gpt2", "encoding": encoding(tokenizer)}

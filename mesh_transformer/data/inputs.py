@@ -281,7 +281,7 @@ def _reason_of_folder(path: str) -> str:
 def _reason_of_file(path: str) -> str:
     """Say why a file of a folder is left out; return "" if it is not."""
     name = os.path.basename(path)
-    if name.endswith(".manifest.json") or name in OWN_FILES:
+    if name.endswith((".manifest.json", ".offsets")) or name in OWN_FILES:
         return "of records or a run"
     if ABOUT.fullmatch(name):
         return "README or LICENSE"

@@ -4,15 +4,16 @@ import functools
 import hashlib
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mesh_transformer.config import Config, Weight
 from mesh_transformer.data.in_memory import InMemoryTrainSet
-from mesh_transformer.data.mixture import Mixture, MixturePosition
+from mesh_transformer.data.mixture import Drawn, Mixture, MixturePosition
 from mesh_transformer.data.prefetch import Prefetch
 from mesh_transformer.data.record_set import RecordSet, Row, check_preferences, check_tokenizer
 from mesh_transformer.data.tokenizer import load_tokenizer
@@ -20,6 +21,22 @@ from mesh_transformer.storage.access import AnyPath
 from mesh_transformer.util import InputError, is_named, load_named
 
 BATCHES_AHEAD = 4
+
+
+class _DrawnBatch(NamedTuple):
+    """The records of a batch that is not read yet, the batch's shape, and the position after it."""
+
+    records: list[Drawn]
+    shape: tuple[int, ...]
+    place: MixturePosition
+
+    def batch(self) -> tuple[Row, MixturePosition]:
+        """Read and parse the records; return the batch and the position after it."""
+        rows = [record.row() for record in self.records]
+        batch = {
+            key: np.stack([row[key] for row in rows]).reshape(*self.shape, -1) for key in rows[0]
+        }
+        return batch, self.place
 
 
 class TFRecordNewInputs:
@@ -49,8 +66,9 @@ class TFRecordNewInputs:
         batch.  For use with `repeat` False; requires an integer `batch_size`.
       columns: the batch rows to return, as indices into the last dimension of `batch_size`; None
         for all rows.  For hosts that each feed only part of a batch.  The records of other rows are
-        read from disk but not parsed.
-      shuffle_buffer: the number of records that are shuffled together; 0 for the index's order.
+        not parsed, nor read if `shuffle_buffer` is "all".
+      shuffle_buffer: the number of records that are shuffled together; 0 for the index's order,
+        "all" for all records of a set.
       seed: the random seed for mixing and shuffling.
       restore_state: the position to resume from, as returned by `state`.
       first_size: a function from the number of earlier batches to the first dimension of the next
@@ -76,7 +94,7 @@ class TFRecordNewInputs:
         repeat: bool = True,
         partial: bool = False,
         columns: Sequence[int] | np.ndarray | None = None,
-        shuffle_buffer: int = 0,
+        shuffle_buffer: int | Literal["all"] = 0,
         seed: int = 0,
         restore_state: dict | None = None,
         first_size: Callable[[int], int] | None = None,
@@ -139,6 +157,20 @@ class TFRecordNewInputs:
 
     def _batches_from(self, first: int) -> Iterator[tuple[Row, MixturePosition]]:
         """Yield (batch, position of the record after it), after `first` earlier batches."""
+        ahead, requested = deque[_DrawnBatch](), 0
+        for drawn in self._drawn_from(first):
+            for record in drawn.records:
+                record.record.request()
+            ahead.append(drawn)
+            requested += len(drawn.records)
+            # Whole batches are requested until those before the last one have enough records.
+            while ahead and requested - len(ahead[-1].records) >= self._mixture.most_ahead:
+                requested -= len(ahead[0].records)
+                yield ahead.popleft().batch()
+        yield from (drawn.batch() for drawn in ahead)
+
+    def _drawn_from(self, first: int) -> Iterator[_DrawnBatch]:
+        """Yield the records of each batch, after `first` earlier batches."""
         number = first
         records = self._mixture.records(self._place, lambda: number, repeat=self._repeat)
         for number in count(first):
@@ -148,12 +180,8 @@ class TFRecordNewInputs:
             if len(chunk) < size and not (chunk and self._partial):
                 return
             selected = self._selected[:rows] if len(chunk) == size else np.arange(len(chunk))
-            rows = [chunk[at][0]() for at in selected.flat]
-            batch = {
-                key: np.stack([row[key] for row in rows]).reshape(*selected.shape, -1)
-                for key in rows[0]
-            }
-            yield batch, chunk[-1][1]
+            wanted = [chunk[at][0] for at in selected.flat]
+            yield _DrawnBatch(wanted, selected.shape, chunk[-1][1])
 
     def sample_once(self) -> "TFRecordNewInputs":
         """Return a new iterator over one unshuffled epoch of the same records, for validation."""
@@ -322,6 +350,8 @@ def epochs(train_set: str | Mapping[str, Weight] | None, after: dict[str, Any]) 
 
 def _describe(state: dict[str, Any]) -> str:
     """Describe a position in a record set, saved by `RecordSet.state`, for error messages."""
+    if state.get("shuffle_buffer") == "all":
+        return f"epoch {state['epoch']}, record {state['taken']} of its shuffled order"
     block = f" (after {state['taken']} records of the shuffled block that starts there)"
     taken = block if state["taken"] else ""
     return f"epoch {state['epoch']}, file {state['file']}, record {state['record']}{taken}"

@@ -1,6 +1,5 @@
 """Mixtures of record sets, with weights that may change during training."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mesh_transformer.config import Weight
-from mesh_transformer.data.record_set import Position, RecordSet, Row, random
+from mesh_transformer.data.record_set import Position, Record, RecordSet, Row, random
 from mesh_transformer.util import InputError, brief
 
 # Each random generator chooses the record sets of this many consecutive records.
@@ -40,6 +39,22 @@ class MixturePosition(NamedTuple):
     positions: tuple[Position, ...]
 
 
+class Drawn(NamedTuple):
+    """A record that was drawn from a mixture.
+
+    Attributes:
+      extras: the keys that its row must have; see `RecordSet.row`.
+    """
+
+    record_set: RecordSet
+    record: Record
+    extras: frozenset[str]
+
+    def row(self) -> Row:
+        """Parse the record; see `RecordSet.row`."""
+        return self.record_set.row(self.record, self.extras)
+
+
 class Mixture:
     """The records of one or several record sets, interleaved at random.
 
@@ -48,6 +63,7 @@ class Mixture:
 
     Attributes:
       changes: whether the weights change.
+      most_ahead: see `RecordSet`.
 
     Raises:
       InputError: at construction, if a weight is negative, or all weights are 0 at some time.
@@ -56,6 +72,7 @@ class Mixture:
     def __init__(self, sets: Sequence[RecordSet], weights: Sequence[Weight], seed: int):
         self.sets, self.seed = sets, seed
         self.extras = frozenset[str]().union(*(record_set.extras for record_set in sets))
+        self.most_ahead = min((record_set.most_ahead for record_set in sets), default=0)
         self._weights = [_points(weight) for weight in weights]
         times = sorted({time for own, _ in self._weights for time in own})
         for time in times or [0.0]:
@@ -84,11 +101,8 @@ class Mixture:
 
     def records(
         self, place: MixturePosition, update: Callable[[], int], *, repeat: bool
-    ) -> Iterator[tuple[Callable[[], Row], MixturePosition]]:
-        """Yield (function, next position) for each record, starting at the position `place`.
-
-        The function takes no arguments.  It parses the record and returns a dict of arrays (see
-        `RecordSet.row`).
+    ) -> Iterator[tuple[Drawn, MixturePosition]]:
+        """Yield (record, next position) for each record, starting at the position `place`.
 
         Args:
           update: returns the number of updates before that of the next record.
@@ -104,8 +118,8 @@ class Mixture:
                 return
             record, positions[chosen] = drawn_record
             drawn += 1
-            row = functools.partial(self.sets[chosen].row, record, self.extras)
-            yield row, MixturePosition(drawn, tuple(positions))
+            result = Drawn(self.sets[chosen], record, self.extras)
+            yield result, MixturePosition(drawn, tuple(positions))
 
     def _choices(self, drawn: int, update: Callable[[], int]) -> Iterator[int]:
         """Yield the index in `sets` of each record's set, endlessly, after `drawn` records."""

@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mesh_transformer.data.corpus import Corpus
+from mesh_transformer.data.record_offsets import write_offsets
 from mesh_transformer.data.tfrecords import write_records
 from mesh_transformer.storage import files
 
@@ -174,7 +175,7 @@ def _read(part: Iterator[tuple[Packing, int]], bar: tqdm) -> Iterator[Any]:
 
 
 def publish(base: Path, parts: list[tuple[Path, int]], manifest: dict[str, Any]) -> Path:
-    """Move the record files to their final names, then write the manifest and the index.
+    """Move the record files to their final names, then write manifest, offsets and index.
 
     Args:
       base: the path of the record set, to which each file's ending is appended.
@@ -199,5 +200,6 @@ def publish(base: Path, parts: list[tuple[Path, int]], manifest: dict[str, Any])
     contents = json.dumps({"sequences": total, **manifest, "files": entries}, indent=1) + "\n"
     files.write_text(str(base.with_name(f"{base.name}.manifest.json")), contents)
     index = base.with_name(f"{base.name}.index")
+    write_offsets(str(index), [entry["name"] for entry in entries])
     files.write_text(str(index), "".join(f"{entry['name']}\n" for entry in entries))
     return index

@@ -63,6 +63,8 @@ def _end_thread(thread: threading.Thread, ahead: queue.Queue, stop: threading.Ev
     thread is not interrupted.
     """
     stop.set()
+    if thread is threading.current_thread():  # it has dropped the last reference, and ends
+        return
     waited = 0.0
     while thread.is_alive() and waited < SECONDS_TO_END:
         try:

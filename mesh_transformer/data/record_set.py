@@ -5,19 +5,22 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mesh_transformer.config import Config
 from mesh_transformer.data import references
+from mesh_transformer.data.record_offsets import RecordOffsets
 from mesh_transformer.data.same_tokenizer import check_encoding
 from mesh_transformer.data.teacher import TEACHER_KEYS
 from mesh_transformer.data.tfrecords import (
+    Frame,
     RecordFiles,
     features,
     find_index,
@@ -27,14 +30,21 @@ from mesh_transformer.data.tfrecords import (
 )
 from mesh_transformer.storage import files
 from mesh_transformer.storage.access import GCS
+from mesh_transformer.storage.remote_file import IN_FLIGHT
 from mesh_transformer.util import InputError
 
 DTYPES = {"loss_mask": np.uint8, "segment_ids": np.int32}
 # Threads that query the sizes of files, and files per task; the files of a bucket's folder that are
 # as many are listed instead.
 THREADS, FILES = 32, 64
+# The keys of a saved position that determine a shuffled order.
+ORDER = ("shuffle_buffer", "seed", "records")
 # The purposes for which random numbers are drawn; each has its own random stream.
-STREAMS = ("files", "records", "sets", "prompts", "answers")
+STREAMS = ("files", "records", "sets", "prompts", "answers", "permutation")
+ROUNDS = 8  # of the Feistel network in `permuted`; the numbers of an epoch are permuted together
+PERMUTED = 1024
+# With shuffle "all", the records and bytes that are requested before they are needed.
+RECORDS_AHEAD, BYTES_AHEAD = 1024, IN_FLIGHT
 # One sequence.  obs and target: uint32 [T].  Optional: loss_mask, uint8 [T], 1 where a token bears
 # loss; segment_ids, int32 [T], the number of the record's text that each token belongs to;
 # reference, f32 [T], see `TFRecordNewInputs`; teacher_ids, uint32 [T x K], and teacher_logprobs,
@@ -48,7 +58,8 @@ class Position:
 
     Without shuffling, `file`, `record` and `offset` locate the next record to read.  With
     shuffling, records are read and shuffled in blocks.  The fields `file`, `record` and `offset`
-    then locate the first record of the current block.
+    then locate the first record of the current block.  If all records are shuffled together, the
+    block is the epoch.
 
     Attributes:
       epoch: the number of completed epochs.
@@ -159,13 +170,23 @@ class Record(NamedTuple):
     """An unparsed record.
 
     Attributes:
+      content: its payload, or where it is read when it is needed.
       where: names its file and number, for error messages.
       place: the index of its file, and its number in the file.
     """
 
-    payload: bytes
+    content: bytes | Frame
     where: str
     place: tuple[int, int]
+
+    def request(self) -> None:
+        """Begin to read a record that will be needed."""
+        if isinstance(self.content, Frame):
+            self.content.request()
+
+    def payload(self) -> bytes:
+        """Return the payload; for the errors, see `Frame.payload`."""
+        return self.content.payload() if isinstance(self.content, Frame) else self.content
 
 
 class RecordSet:
@@ -185,7 +206,8 @@ class RecordSet:
       n_vocab: the size of the vocabulary; token ids outside of it raise InputError.
       shuffle: 0 to read the records in the index's order.  Otherwise each epoch has its own order
         of files, and the records are shuffled in blocks of `shuffle` records.  One block is held in
-        memory, and a resumed run reads its current block again.
+        memory, and a resumed run reads its current block again.  With "all", each epoch is a
+        permutation of all records, none of which is held in memory.
       seed: the random seed for shuffling.
       reference: whether rows have `reference`; see `TFRecordNewInputs`.
       teacher: whether rows have `teacher_ids` and `teacher_logprobs`.
@@ -198,6 +220,8 @@ class RecordSet:
         record.
       is_text: whether that record is of plain text.
       alternatives: K of the teacher's tokens; 0 without `teacher`.
+      most_ahead: how many records should be requested before they are needed; 0 if all records are
+        read in order.
     """
 
     def __init__(
@@ -206,22 +230,29 @@ class RecordSet:
         seq: int,
         n_vocab: int | None,
         *,
-        shuffle: int = 0,
+        shuffle: int | Literal["all"] = 0,
         seed: int = 0,
         reference: bool = False,
         teacher: bool = False,
         document_end: int | None = None,
     ):
-        self.source, entries, self.paths = RecordFiles.of(index_path)
+        record_files = RecordFiles.of(index_path)
+        self.source, entries, self.paths = record_files
         # Hash the entries as written, not as resolved, so that a data folder can be moved.
         self.fingerprint = hashlib.sha256("\n".join(entries).encode()).hexdigest()
         self.sizes = self._sizes()
         self.seq, self.n_vocab = seq, n_vocab
-        self.shuffle, self.seed = shuffle, seed
+        self.shuffle: int | Literal["all"] = shuffle
+        self.seed = seed
         self.reference, self.teacher, self.document_end = reference, teacher, document_end
         self._index_path = index_path
         first, _ = next(frames(self.paths[0], 0))
         arrays = features(first, _where(self.paths[0], 0))
+        self._offsets, self.most_ahead = None, 0
+        if shuffle == "all":
+            self._offsets = RecordOffsets.of(record_files, index_path, self.sizes)
+            by_bytes = int(BYTES_AHEAD / self._offsets.record_bytes)
+            self.most_ahead = min(RECORDS_AHEAD, max(1, by_bytes))
         self.extras = frozenset[str]() if document_end is None else frozenset({"segment_ids"})
         self.is_text = "input_ids" not in arrays or "text" in arrays
         if not self.is_text:
@@ -252,8 +283,11 @@ class RecordSet:
 
     def require(self, count: int) -> None:
         """Raise InputError if the set has fewer than `count` records."""
-        all_frames = (frame for path in self.paths for frame in frames(path, 0))
-        available = sum(1 for _ in islice(all_frames, count))
+        if self._offsets is not None:
+            available = len(self._offsets)
+        else:
+            all_frames = (frame for path in self.paths for frame in frames(path, 0))
+            available = sum(1 for _ in islice(all_frames, count))
         if available < count:
             raise InputError(
                 f"{self.source}: found {available} records in total, but one batch needs "
@@ -264,9 +298,10 @@ class RecordSet:
         """Return a position as a JSON-serialisable dict, which `checked_position` reads."""
         return {"index": self.fingerprint, **self._order(), **dataclasses.asdict(position)}
 
-    def _order(self) -> dict[str, int]:
-        """Return the settings that determine the shuffled order; empty if nothing is shuffled."""
-        return {"shuffle_buffer": self.shuffle, "seed": self.seed} if self.shuffle else {}
+    def _order(self) -> dict[str, int | str]:
+        """Return what determines the shuffled order; empty if nothing is shuffled."""
+        count = {} if self._offsets is None else {"records": len(self._offsets)}
+        return {"shuffle_buffer": self.shuffle, "seed": self.seed, **count} if self.shuffle else {}
 
     def checked_position(self, state: dict[str, Any]) -> Position:
         """Return the position stored in a saved state.
@@ -280,7 +315,7 @@ class RecordSet:
                 f"{self.source} lists other files than when the checkpoint was saved; restore its "
                 "earlier list or start over in another model folder"
             )
-        saved = {key: state[key] for key in ("shuffle_buffer", "seed") if key in state}
+        saved = {key: state[key] for key in ORDER if key in state}
         if saved != self._order():
             raise InputError(
                 f"{self.source}: the checkpoint was saved with {_format_order(saved)}, "
@@ -290,7 +325,8 @@ class RecordSet:
         names = [field.name for field in dataclasses.fields(Position)]
         counts: dict[str, Any] = {"taken": 0} | {n: state[n] for n in names if n in state}
         valid = all(isinstance(counts.get(name), int) and counts[name] >= 0 for name in names)
-        if not valid or counts["file"] >= len(self.paths):
+        within = self._offsets is None or counts["taken"] <= len(self._offsets)
+        if not valid or counts["file"] >= len(self.paths) or not within:
             raise InputError(
                 f"the checkpoint's data position {state} is damaged, expected a count for each "
                 f"of {', '.join(names)}; start over in another model folder"
@@ -311,11 +347,11 @@ class RecordSet:
         Args:
           repeat: whether to begin a new epoch whenever one ends, endlessly.
         """
-        return (
-            self._shuffled(position, repeat)
-            if self.shuffle
-            else self._in_index_order(position, repeat)
-        )
+        if self._offsets is not None:
+            return self._permuted(self._offsets, position, repeat)
+        if isinstance(self.shuffle, int) and self.shuffle:
+            return self._shuffled(self.shuffle, position, repeat)
+        return self._in_index_order(position, repeat)
 
     def row(self, record: Record, extras: Collection[str] = ()) -> Row:
         """Parse a record into a dict of arrays, [T] each: `obs`, `target` and possibly more.
@@ -325,7 +361,7 @@ class RecordSet:
             the record lacks such a key, the array is filled with ones: all targets then count in
             the loss, and all tokens belong to the same text.
         """
-        row = self._row(features(record.payload, record.where), record.where)
+        row = self._row(features(record.payload(), record.where), record.where)
         if self.reference:
             row["reference"] = self._references.row(*record.place, self.seq)
         for key in set(extras) - row.keys():
@@ -373,28 +409,49 @@ class RecordSet:
                 return
             position = Position(position.epoch + 1)
 
-    def _shuffled(self, position: Position, repeat: bool) -> Iterator[tuple[Record, Position]]:
+    def _shuffled(
+        self, buffer: int, position: Position, repeat: bool
+    ) -> Iterator[tuple[Record, Position]]:
         """Yield (record, next position) for each record of `_in_index_order`, shuffled in blocks.
 
-        A block does not extend into the next epoch, so the last block of an epoch may be shorter.
+        A block has `buffer` records, the last one of an epoch possibly fewer.
         """
         records, epoch = iter(()), None
         while True:
             start = dataclasses.replace(position, taken=0)
             if start.epoch != epoch:
                 records, epoch = self._in_index_order(start, repeat=False), start.epoch
-            block = list(islice(records, self.shuffle))
+            block = list(islice(records, buffer))
             key = (start.epoch, start.file, start.record)
             order = random(self.seed, "records", *key).permutation(len(block))
             for taken in range(position.taken, len(block)):
                 record, _ = block[order[taken]]
                 yield record, dataclasses.replace(start, taken=taken + 1)
-            if len(block) == self.shuffle:
+            if len(block) == buffer:
                 position = block[-1][1]
             elif repeat:
                 position = Position(start.epoch + 1)
             else:
                 return
+
+    def _permuted(
+        self, offsets: RecordOffsets, position: Position, repeat: bool
+    ) -> Iterator[tuple[Record, Position]]:
+        """Yield (record, next position) for each record of the epochs' permutations."""
+        while True:
+            epoch, count = position.epoch, len(offsets)
+            keys = random(self.seed, "permutation", epoch).integers(2**64, size=ROUNDS, dtype="u8")
+            for begin in range(position.taken, count, PERMUTED):
+                numbers = np.arange(begin, min(begin + PERMUTED, count))
+                places = offsets.places(permuted(numbers, count, keys))
+                for taken, (file, number, offset, length) in enumerate(places, begin + 1):
+                    path = self.paths[file]
+                    frame = Frame(path, offset, length, offsets.path)
+                    record = Record(frame, _where(path, number), (file, number))
+                    yield record, Position(epoch, taken=taken)
+            if not repeat:
+                return
+            position = Position(epoch + 1)
 
     def _row(self, arrays: dict[str, np.ndarray | None], where: str) -> Row:
         """Convert the features of a record to the dict that `row` returns."""
@@ -483,9 +540,43 @@ def random(seed: int, stream: str, *place: int) -> np.random.Generator:
     return np.random.default_rng((seed % 2**64, STREAMS.index(stream), *place))
 
 
+def permuted(numbers: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
+    """Return the places of numbers in a permutation of range(count), which keys determine.
+
+    No table is needed.  A number is written as two digits of base ceil(sqrt(count)), which a
+    Feistel network permutes; a result outside of the range is permuted again, until it is inside
+    ("generalized Feistel" and "cycle-walking" of Black and Rogaway, Ciphers with Arbitrary Finite
+    Domains, 2002).  The round function is the finalizer of SplitMix64 (Steele, Lea and Flood, Fast
+    Splittable Pseudorandom Number Generators, 2014).
+
+    Args:
+      numbers: int64 [n], each below `count`.
+      keys: uint64, one per round.
+
+    Returns:
+      int64 [n].
+    """
+    base = np.uint64(math.isqrt(count - 1) + 1)
+    result, walking = numbers.astype(np.uint64), np.arange(len(numbers))
+    while len(walking):
+        left, right = np.divmod(result[walking], base)
+        for key in keys:
+            left, right = right, (left + _mixed(right ^ key) % base) % base
+        result[walking] = left * base + right
+        walking = walking[result[walking] >= count]
+    return result.astype(np.int64)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Return the finalizer of SplitMix64, uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def _where(path: str, record: int) -> str:
     return f"{path}: record {record} (the first is 0)"
 
 
-def _format_order(order: dict[str, int]) -> str:
+def _format_order(order: dict[str, int | str]) -> str:
     return ", ".join(f"{key} {value}" for key, value in order.items()) or "shuffle_buffer 0"

@@ -28,6 +28,7 @@ from mesh_transformer.storage.access import (
     replace_errors,
     tensorflow,
 )
+from mesh_transformer.storage.remote_file import Range
 from mesh_transformer.util import InputError
 
 HEADER_BYTES = 12  # the payload's length (uint64) and the checksum of the length
@@ -255,6 +256,51 @@ def frames(
             yield payload, offset
 
 
+class Frame:
+    """A record that is read when its payload is asked for.
+
+    Args:
+      path: the record file, which is not compressed.
+      offset, length: the first byte of the record's framing, and its bytes.
+      table: the path of the file that names this place, for error messages.
+    """
+
+    def __init__(self, path: str, offset: int, length: int, table: str):
+        self._path, self._offset, self._length, self._table = path, offset, length, table
+        self._range: Range | None = None
+
+    def request(self) -> None:
+        """Begin to read a record that is in a bucket."""
+        if is_uri(self._path) and self._range is None:
+            check_bucket(self._path)
+            self._range = Range(self._path, self._offset, self._offset + self._length)
+
+    def payload(self) -> bytes:
+        """Return the payload when it has arrived.
+
+        Raises:
+          InputError: if it cannot be read, or there is no such record.
+        """
+        self.request()
+        if self._range is not None:
+            framed = self._range.content()
+        else:
+            with (
+                _convert_errors(lambda error: f"{self._path}: {reason(error)}"),
+                open(self._path, "rb", buffering=0) as file,
+            ):
+                framed = os.pread(file.fileno(), self._length, self._offset)
+        count = self._length - HEADER_BYTES - FOOTER_BYTES
+        header = struct.pack("<Q", count)
+        if framed[:HEADER_BYTES] != header + struct.pack("<I", _masked_checksum(header)):
+            raise InputError(
+                f"{self._path}: no record of {count} bytes at byte {self._offset}, as the table "
+                f"{self._table} says; delete the table or, if a new one is no better, recreate the "
+                "records"
+            )
+        return _unframe(framed[HEADER_BYTES:], count, self._path, self._offset)
+
+
 def is_compressed(path: str) -> bool:
     """Return whether a TFRecord file is compressed, judging by its content, not by its name."""
     with files.open_file(path) as file:
@@ -451,7 +497,10 @@ def write_records(path: str, records: Iterable[np.ndarray | Mapping[str, np.ndar
 
 
 def write_set(
-    folder: AnyPath, name: str, records: Iterable[np.ndarray | Mapping[str, np.ndarray]]
+    folder: AnyPath,
+    name: str,
+    records: Iterable[np.ndarray | Mapping[str, np.ndarray]],
+    write_table: Callable[[str, list[str]], None] | None = None,
 ) -> tuple[str, str, int]:
     """Write a record set: NAME_<number of records>.tfrecords, and NAME.index, which lists it.
 
@@ -460,6 +509,8 @@ def write_set(
     Args:
       name: NAME, which may begin with a subfolder.
       records: see `write_records`.
+      write_table: writes a file that belongs to the set, from the local path of the index, which is
+        not written yet, and the names that it will list; such as `record_offsets.write_offsets`.
 
     Returns:
       The path of the record file, the path of the index (for the config key `train_set` or
@@ -477,6 +528,8 @@ def write_set(
             count = write_records(str(draft), records)
             written = f"{name}_{count}.tfrecords"
             os.replace(draft, local / written)
+            if write_table is not None:
+                write_table(str(local / index), [os.path.basename(written)])
             files.write_text(str(local / index), f"{os.path.basename(written)}\n")
     except OSError as error:
         raise InputError(

@@ -20,6 +20,7 @@ READ_AHEAD = (1 << 16, 1 << 23)
 # read in order.  With answers that begin after 50 ms, this limits the speed to 640 MB/s.
 IN_FLIGHT = 1 << 25
 PART = 1 << 24  # longer reads are split into parts of this size, requested at the same time
+REQUESTS = 256  # the maximum number of requests that a bucket answers at the same time
 
 
 class RemoteFile(io.RawIOBase):
@@ -37,7 +38,7 @@ class RemoteFile(io.RawIOBase):
         self._position = 0
         self._buffer, self._start = b"", 0  # bytes read ahead, and the position of the first
         # The requested ranges that follow each other and are not in the buffer yet.
-        self._requested: deque[_Range] = deque()
+        self._requested: deque[Range] = deque()
         # The bytes of a request, and those that have been read in order after a first request.
         self._ahead, self._in_order = READ_AHEAD[0], 0
         # Formats such as .npz have their table of contents at the end, which is read at each open.
@@ -69,7 +70,7 @@ class RemoteFile(io.RawIOBase):
             if not held:
                 left = len(target) - done
                 if left >= self._ahead and not self._is_requested():
-                    _Range(self._path, self._position, self._position + left).read(target[done:])
+                    Range(self._path, self._position, self._position + left).read(target[done:])
                     self._position += left
                     return len(target)
                 self._read_ahead()
@@ -112,7 +113,7 @@ class RemoteFile(io.RawIOBase):
         most = min(self._in_order, IN_FLIGHT)
         while start < self._tail and (len(self._requested) < least or flying + self._ahead <= most):
             end = min(start + self._ahead, self._tail)
-            self._requested.append(_Range(self._path, start, end))
+            self._requested.append(Range(self._path, start, end))
             flying += end - start
             start = end
 
@@ -124,10 +125,10 @@ def _read_tail(path: str, start: int, end: int, version: Any) -> bytes:
     Args:
       version: a value that changes when the file changes, so that a changed file is read again.
     """
-    return _Range(path, start, end).content()
+    return Range(path, start, end).content()
 
 
-class _Range:
+class Range:
     """Bytes of a file in a bucket, which are requested at construction.
 
     Args:
@@ -171,4 +172,12 @@ class _Range:
 def _store(folder: str) -> "tensorstore.KvStore":
     import tensorstore
 
-    return tensorstore.KvStore.open(f"{folder}/").result()
+    return tensorstore.KvStore.open(f"{folder}/", context=_context()).result()
+
+
+@functools.cache
+def _context() -> "tensorstore.Context":
+    """Return what all folders share; TensorStore itself sends 32 requests at the same time."""
+    import tensorstore
+
+    return tensorstore.Context({"gcs_request_concurrency": {"limit": REQUESTS}})

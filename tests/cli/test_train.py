@@ -94,7 +94,7 @@ def hosts_in_rows(folder: Path) -> list[int]:
 def uninterrupted(tmp_path_factory) -> tuple[str, Path]:
     """Return a config, and the folder of an uninterrupted run over two hosts."""
     folder = tmp_path_factory.mktemp("whole")
-    config = write_config(folder / "config.json", mixed_values(folder))
+    config = write_config(folder / "config.json", mixed_values(folder, shuffle_buffer="all"))
     run_to_end(folder / "model", *command(config, folder / "model"))
     return config, folder / "model"
 

@@ -136,6 +136,7 @@ def test_same_seed_gives_the_same_file_and_another_seed_a_different_one(tmp_path
     assert sorted(entry.name for entry in (tmp_path / "out").iterdir()) == [
         "set.index",
         "set.manifest.json",
+        "set.offsets",
         f"set_{len(first)}.tfrecords",
     ]
 

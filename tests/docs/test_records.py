@@ -15,5 +15,6 @@ def test_the_page_runs(tmp_path, monkeypatch):
         Path("my_text/one.txt").write_text(" ".join(words))
         person.follow("docs/records.md")
         assert Path("records/mine.manifest.json").is_file()
+        assert Path("records/mine.offsets").is_file()
         batch = TFRecordNewInputs("records/mine.index", 2, 64).get_samples()
     assert batch["obs"].shape == (2, 64)

@@ -27,12 +27,12 @@ def requests(monkeypatch):
     """The ranges (first, last + 1) that were requested; small ones, so that sizes here suffice."""
     requests = []
 
-    class Recorded(remote_file._Range):
+    class Recorded(remote_file.Range):
         def __init__(self, path, start, end):
             requests.append((start, end))
             super().__init__(path, start, end)
 
-    monkeypatch.setattr(remote_file, "_Range", Recorded)
+    monkeypatch.setattr(remote_file, "Range", Recorded)
     monkeypatch.setattr(remote_file, "READ_AHEAD", (1 << 12, 1 << 16))
     monkeypatch.setattr(remote_file, "IN_FLIGHT", 1 << 18)
     monkeypatch.setattr(remote_file, "PART", 1 << 17)

@@ -5,9 +5,11 @@ tensorstore and gcsfs take an endpoint from the environment.  TensorFlow does no
 certificate.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import http.server
+import itertools
 import json
 import re
 import ssl
@@ -107,6 +109,9 @@ class FakeGcs:
 
     def __init__(self) -> None:
         self.objects: dict[Key, Stored] = {}
+        self._listed: list[Key] = []  # the names at the last listing, and those sorted
+        self._sorted: list[Key] = []
+        self._listing_lock = threading.Lock()
         self.missing: set[str] = set()
         self.fault: Callable[[], int | str | None] = lambda: None
         self.lock = threading.RLock()
@@ -215,24 +220,29 @@ class FakeGcs:
     def _listing(self, bucket: str, query: dict) -> dict[str, Any]:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
         after, limit = query.get("pageToken", ""), int(query.get("maxResults", 1000))
-        entries: dict[str, dict | None] = {}  # None: a prefix
-        for key in sorted(self.objects):
+        with self._listing_lock:
+            if (keys := list(self.objects)) != self._listed:  # sorting again is slow
+                self._listed, self._sorted = keys, sorted(keys)
+            in_order = self._sorted
+        start = max(prefix, after, query.get("startOffset", ""))
+        first = bisect.bisect_left(in_order, (bucket, start))
+        end = query.get("endOffset", "\U0010ffff")
+        entries: dict[str, Key | None] = {}  # None: a prefix; in the order of names
+        for key in itertools.islice(in_order, first, None):
             name = key[1]
-            if key[0] != bucket or not name.startswith(prefix):
-                continue
-            if name < query.get("startOffset", "") or name >= query.get("endOffset", "\U0010ffff"):
-                continue
+            within = key[0] == bucket and name.startswith(prefix) and name < end
+            if not within or len(entries) > limit:
+                break
             head, cut, _ = name[len(prefix) :].partition(delimiter) if delimiter else (name, "", "")
-            if cut:
-                entries.setdefault(prefix + head + cut)
-            else:
-                entries[name] = self.objects[key].resource(key)
-        names = sorted(name for name in entries if name > after)
+            entry = prefix + head + cut if cut else name
+            if entry > after:
+                entries[entry] = None if cut else key
+        names = list(entries)
         listing: dict[str, Any] = {"kind": "storage#objects"}
         page = {name: entries[name] for name in names[:limit]}
-        if items := [entry for entry in page.values() if entry is not None]:
-            listing["items"] = items
-        if prefixes := [name for name, entry in page.items() if entry is None]:
+        if keys := [key for key in page.values() if key is not None]:
+            listing["items"] = [self.objects[key].resource(key) for key in keys]
+        if prefixes := [name for name, key in page.items() if key is None]:
             listing["prefixes"] = prefixes
         if len(names) > limit:
             listing["nextPageToken"] = names[limit - 1]
