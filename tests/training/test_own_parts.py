@@ -361,7 +361,7 @@ def test_a_position_embedding_does_what_rotary_does(network_of, mesh):
     ("code", "line"),
     [
         ("return x[:1]", r"pe: placed:place returned shape \(1, 16, 8, 8\), expected an array"),
-        ("return x[..., :4]", r"returned shape \(\d+, 16, 8, 4\)"),
+        ("return x[..., :4]", r"returned shape \(1, 1, 8, 4\)"),
         ("pass", "returned NoneType"),
     ],
 )
@@ -369,8 +369,8 @@ def test_position_embeddings_that_cannot_be_used_are_refused(network_of, files, 
     (files / "placed.py").write_text(f"def place(x, positions):\n    {code}\n")
     importlib.invalidate_caches()
     sys.modules.pop("placed", None)
-    network = network_of(pe="placed:place")
-    with pytest.raises(InputError, match=line):
+    with pytest.raises(InputError, match=line):  # some when weights are created
+        network = network_of(pe="placed:place", per_replica_batch=4)
         network.train(sample_of(network))
 
 
