@@ -12,6 +12,7 @@ import collections
 import functools
 import itertools
 import logging
+import math
 import sys
 import threading
 import time
@@ -50,6 +51,9 @@ STOPPING = "the server is stopping"
 CHUNK_SHARE = 0.75
 STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as stalled
 READ_TOKENS = 8192  # up to so many, programs that score or embed a text are compiled in advance
+# Time after a request in which no program is compiled in advance: the next message of a conversation
+# should not wait for it.
+QUIET_SECONDS = 30.0
 COMPILING = 10  # how many times as long a turn may take while some programs are not compiled
 
 log = logging.getLogger(__name__)
@@ -192,6 +196,7 @@ class Engine:
         self._step_seconds = 0.0  # the time of a decode step, in the most recent call
         self._finished: collections.deque[float] = collections.deque(maxlen=32)  # recent times
         self._turn_began: float | None = None  # None between turns
+        self._last_turn = -math.inf  # when the last one ended
         self._warm_up = WarmUp()
         self._closing = False
         # Guards `_waiting`, `failure` and `_closing`.  The worker alone changes the requests that
@@ -245,9 +250,9 @@ class Engine:
 
         Args:
           wait: whether to compile all programs now.  If not, only those that every request needs
-            are compiled now, and the worker thread compiles the others one by one while it has no
-            requests, those for short prompts first.  A request whose program is missing compiles
-            it itself.
+            are compiled now, and the worker thread compiles the others one by one while it has had
+            no requests for `QUIET_SECONDS`: first those that can be used for all prompts, then
+            those for short ones.
         """
         now, later = self._decode_programs(), self._other_programs()
         if wait:
@@ -351,8 +356,8 @@ class Engine:
     def _run(self) -> None:
         while self.failure is None:
             with self._wake:
-                while not (self._waiting or self.active or self._closing or self._warm_up.left):
-                    self._wake.wait()
+                while not (self._waiting or self.active or self._closing or self._rest() == 0):
+                    self._wake.wait(self._rest())
                 is_idle = not (self._waiting or self.active)
                 if self._closing and is_idle:
                     break
@@ -364,6 +369,7 @@ class Engine:
                     self._warm_up.compile_next()
                 else:
                     self._turn()
+                    self._last_turn = time.monotonic()
             except Exception as error:  # any error must be reported to the waiting clients
                 log.exception("the network failed; ending the requests that were being served")
                 self._turn_began = None  # compiling again takes long, but is not a stall
@@ -374,6 +380,12 @@ class Engine:
                     self._start_over()
             self._turn_began = None
         self._warm_up.end()
+
+    def _rest(self) -> float | None:
+        """Return the seconds until a program is compiled in advance; None if all are."""
+        if not self._warm_up.left:
+            return None
+        return max(self._last_turn + QUIET_SECONDS - time.monotonic(), 0.0)
 
     def _end_running(self, error: Exception) -> None:
         """End all requests of the current turn, with `error` as their last update."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from mesh_transformer.generation.sampling import SamplingOptions
+from mesh_transformer.serving import engine as engine_module
 from mesh_transformer.serving.engine import (
     Engine,
     Progress,
@@ -61,6 +62,12 @@ class Client:
 @pytest.fixture
 def network():
     return FakeNetwork(np.random.default_rng(0).integers(0, 50257, 1000).tolist())
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    """Programs are compiled in advance as soon as there are no requests."""
+    monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -401,6 +408,25 @@ def test_prompts_use_compiled_programs_while_others_are_compiled(network, start,
     monkeypatch.setattr(engine, "start", lambda: None)
     assert answer() == expected
     assert calls == [(2, 16), (1, 64)]
+
+
+def test_programs_are_compiled_only_some_time_after_a_request(network, start, monkeypatch):
+    monkeypatch.setattr(engine_module, "QUIET_SECONDS", 3600.0)
+    engine = start(network, run=False)
+    engine.warm_up(wait=False)
+    first, second = Client([1, 2], 3), Client([1, 2, 3], 3)
+    engine.submit([first.request])
+    engine.start()
+    assert first.numbers() == network.answer([1, 2], 0, 3)
+    left = engine._warm_up.left
+    assert left > 2
+    engine.submit([second.request])
+    assert second.numbers() == network.answer([1, 2, 3], 0, 3)
+    assert engine._warm_up.left == left
+    monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.0)
+    with engine._wake:
+        engine._wake.notify_all()
+    wait_for(lambda: not engine._warm_up.left)
 
 
 def test_programs_are_compiled_while_no_request_is_there(network, start):
