@@ -1,9 +1,9 @@
 """What a command prints as lines of a log: progress bars as whole lines, and JSON if asked for.
 
 `run_script` starts this for each command.  Progress bars, which rewrite their line, become whole
-lines unless stderr is a terminal: the first after `FIRST` seconds, later ones after twice the time, at
-most `MOST` seconds, for all open bars together.  The last state of a bar is always printed, except
-for bars with `leave=False`.  The newest state is also printed before other text on stderr.
+lines unless stderr is a terminal: the first after `FIRST` seconds, later ones after twice the time,
+at most `MOST` seconds, for all open bars together.  The last state of a bar is always printed,
+except for bars with `leave=False`.  The newest state is also printed before other text on stderr.
 
 With `--log json`, or if the environment variable `MESH_TRANSFORMER_LOG` is `json`, commands that
 train print each message of the process's Python code as a line with one JSON object, on the stream

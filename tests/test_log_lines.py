@@ -168,57 +168,49 @@ def test_answers_that_begin_like_a_bar_are_printed(capsys):
     assert capsys.readouterr().out == "\ra\rb\n"
 
 
-@pytest.fixture
-def shown(monkeypatch):
-    """Return what is printed on a stderr that is no terminal."""
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    return stream
-
-
 def bar(**options):
     """Return a bar that shows each update."""
     return tqdm(**{"total": 3, "mininterval": 0, "miniters": 1, "file": sys.stderr} | options)
 
 
 @pytest.mark.parametrize(
-    "text", ["\rWARNING: full\n", "\r\nImportant\n", "\rcounting 1\rcounting 2 done\n"]
+    "parts",
+    [["\rWARNING: full\n"], ["\r\nImportant\n"], ["\rcounting 1", "\rcounting 2", " done\n"]],
 )
-def test_text_that_begins_like_a_bar_is_printed(shown, text):
+def test_text_that_begins_like_a_bar_is_printed(capsys, parts):
     with log_lines.formatted():
-        print("before", file=sys.stderr)
-        for part in re.split(r"(?<!^)(?=\r| done)", text):
+        for part in ("before\n", *parts):
             sys.stderr.write(part)
         with bar(leave=False):
             sys.stderr.write("\rwithin\n")
-    assert shown.getvalue().startswith(f"before\n{text}")
-    assert "\rwithin\n" in shown.getvalue()
+    err = capsys.readouterr().err
+    assert err.startswith("".join(("before\n", *parts)))
+    assert err.endswith("\rwithin\n")
 
 
-def test_the_state_of_an_open_bar_comes_before_other_text_and_at_the_end(shown):
+def test_the_state_of_an_open_bar_comes_before_other_text_and_at_the_end(capsys):
     with log_lines.formatted():
         steps = bar()
         steps.update()
         print("a message", file=sys.stderr)
         steps.update()
-    lines = [line.split("|")[0].strip() for line in shown.getvalue().splitlines()]
+    lines = [line.split("|")[0].strip() for line in capsys.readouterr().err.splitlines()]
     assert lines == ["33%", "a message", "67%"]
-    with tqdm.external_write_mode(file=io.StringIO()):
-        steps.close()
+    steps.close()
 
 
-def test_each_bar_that_stays_ends_in_a_line(shown):
+def test_each_bar_that_stays_ends_in_a_line(capsys):
     with log_lines.formatted():
         for _ in bar(iterable=range(2), total=2, desc="outer"):
             for _ in bar(iterable=range(3), desc="inner"):
                 pass
             for _ in bar(iterable=range(3), desc="erased", leave=False):
                 pass
-    lines = [line.split("|")[0] for line in shown.getvalue().splitlines()]
+    lines = [line.split("|")[0] for line in capsys.readouterr().err.splitlines()]
     assert lines == ["inner: 100%", "inner: 100%", "outer: 100%"]
 
 
-def test_the_first_line_of_a_later_bar_does_not_wait_longer(shown, monkeypatch):
+def test_the_first_line_of_a_later_bar_does_not_wait_longer(capsys, monkeypatch):
     now = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr(log_lines, "time", clock)
@@ -228,18 +220,18 @@ def test_the_first_line_of_a_later_bar_does_not_wait_longer(shown, monkeypatch):
                 for _ in range(30):
                     now[0] += 1
                     steps.update()
-    lines = re.findall(r"(\w+): .* (\d+)/30", shown.getvalue())
+    lines = re.findall(r"(\w+): .* (\d+)/30", capsys.readouterr().err)
     expected = [(name, step) for name in ("first", "second") for step in ("3", "9", "21")]
     assert lines == expected
 
 
-def test_a_bar_begins_a_line(shown, monkeypatch):
+def test_a_bar_begins_a_line(capsys, monkeypatch):
     monkeypatch.setattr(log_lines, "FIRST", 0.0)
     with log_lines.formatted():
         sys.stderr.write("loading: ")
         bar().close()
         sys.stderr.write("done\n")
-    lines = [line.split("|")[0].strip() for line in shown.getvalue().splitlines()]
+    lines = [line.split("|")[0].strip() for line in capsys.readouterr().err.splitlines()]
     assert lines == ["loading:", "0%", "0%", "done"]
 
 
