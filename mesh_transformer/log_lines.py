@@ -108,9 +108,9 @@ def _report_thread(
         report(failed)
         return
     name = failed.thread.name if failed.thread else threading.get_ident()
-    error = failed.exc_value or failed.exc_type()
-    text = "".join(traceback.format_exception(failed.exc_type, error, failed.exc_traceback))
-    print(f"Exception in thread {name}:\n{text}", end="", file=sys.stderr, flush=True)
+    lines = traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
+    text = f"Exception in thread {name}:\n{''.join(lines)}"
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def replace_write(stream: TextIO, write: Callable[[str], int]) -> Callable[[], None]:
@@ -186,8 +186,8 @@ class _Lines:
         self._write(f"{json.dumps(line)}\n")
 
     def _shows_bar(self, text: str) -> bool:
-        """Return whether the text is a state of a bar of tqdm, or erases it."""
-        # A bar that closes shows its last state when it is no longer counted.
+        """Return whether the text shows or erases a bar of tqdm."""
+        # A bar that closes shows its last state after tqdm has removed it from the open bars.
         return text.startswith("\r") and "\n" not in text and (_open_bars() or self._open) > 0
 
     def _moves_bars(self, text: str) -> bool:
