@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import types
 
 import pytest
@@ -165,6 +166,94 @@ def test_answers_that_begin_like_a_bar_are_printed(capsys):
     with log_lines.formatted():
         print("\ra\rb")
     assert capsys.readouterr().out == "\ra\rb\n"
+
+
+def bar(**options):
+    """Return a bar that shows each update."""
+    return tqdm(**{"total": 3, "mininterval": 0, "miniters": 1, "file": sys.stderr} | options)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [["\rWARNING: full\n"], ["\r\nImportant\n"], ["\rcounting 1", "\rcounting 2", " done\n"]],
+)
+def test_text_that_begins_like_a_bar_is_printed(capsys, parts):
+    with log_lines.formatted():
+        for part in ("before\n", *parts):
+            sys.stderr.write(part)
+        with bar(leave=False):
+            sys.stderr.write("\rwithin\n")
+    err = capsys.readouterr().err
+    assert err.startswith("".join(("before\n", *parts)))
+    assert err.endswith("\rwithin\n")
+
+
+def test_the_state_of_an_open_bar_comes_before_other_text_and_at_the_end(capsys):
+    with log_lines.formatted():
+        steps = bar()
+        steps.update()
+        print("a message", file=sys.stderr)
+        steps.update()
+    lines = [line.split("|")[0].strip() for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["33%", "a message", "67%"]
+    steps.close()
+
+
+def test_each_bar_that_stays_ends_in_a_line(capsys):
+    with log_lines.formatted():
+        for _ in bar(iterable=range(2), total=2, desc="outer"):
+            for _ in bar(iterable=range(3), desc="inner"):
+                pass
+            for _ in bar(iterable=range(3), desc="erased", leave=False):
+                pass
+    lines = [line.split("|")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["inner: 100%", "inner: 100%", "outer: 100%"]
+
+
+def test_the_first_line_of_a_later_bar_does_not_wait_longer(capsys, monkeypatch):
+    now = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(log_lines, "time", clock)
+    with log_lines.formatted():
+        for name in ("first", "second"):
+            with bar(total=30, desc=name, leave=False) as steps:
+                for _ in range(30):
+                    now[0] += 1
+                    steps.update()
+    lines = re.findall(r"(\w+): .* (\d+)/30", capsys.readouterr().err)
+    expected = [(name, step) for name in ("first", "second") for step in ("3", "9", "21")]
+    assert lines == expected
+
+
+def test_a_bar_begins_a_line(capsys, monkeypatch):
+    monkeypatch.setattr(log_lines, "FIRST", 0.0)
+    with log_lines.formatted():
+        sys.stderr.write("loading: ")
+        bar().close()
+        sys.stderr.write("done\n")
+    lines = [line.split("|")[0].strip() for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["loading:", "0%", "0%", "done"]
+
+
+def test_json_of_threads(capsys):
+    log_lines.use("json")
+    before = threading.excepthook
+    with log_lines.formatted():
+        print("error: an answer of ", end="")
+        print("a warning of ", end="", file=sys.stderr)
+        for work in (lambda: print("another thread"), lambda: 1 / 0):
+            thread = threading.Thread(target=work, name="worker")
+            thread.start()
+            thread.join()
+        print("this thread")
+    assert threading.excepthook is before
+    out, err = (list(map(json.loads, text.splitlines())) for text in capsys.readouterr())
+    messages = ["another thread", "error: an answer of this thread"]
+    assert [(line["level"], line["message"]) for line in out] == [("info", own) for own in messages]
+    failed, part = err
+    assert (failed["level"], part["level"]) == ("error", "warning")
+    assert re.match(r"Exception in thread worker:\nTraceback (?s:.*)Zero.*$", failed["message"])
+    assert part["message"] == "a warning of "
 
 
 @pytest.mark.parametrize("words", [["keys"], ["--help"]])

@@ -195,8 +195,9 @@ def run_parser(description: str | None) -> argparse.ArgumentParser:
         "--log",
         action=_Log,
         choices=log_lines.FORMATS,
-        help="format of all that the command prints, text or a JSON object per line (default: "
-        f"${log_lines.VARIABLE}, or text)",
+        help="format of what the command's Python code prints, text or a JSON object per line; "
+        "other processes and C++ libraries print text "
+        f"(default: ${log_lines.VARIABLE}, or text)",
     )
     add_config_arguments(parser)
     parser.add_argument(

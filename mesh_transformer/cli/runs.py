@@ -175,8 +175,8 @@ def _remarks(folder: str, status: dict[str, Any], rows: list[dict[str, Any]]) ->
             yield f"ended without notice on {status['host']}; start it again to resume"
         case "stopped":
             reason = status.get("reason", run_status.SIGNAL)
-            advice = "start it again" if reason == run_status.SIGNAL else "raise it"
-            yield f"stopped at step {status['step']} by {reason}; {advice} to train on"
+            advice = "start it again" if reason == run_status.SIGNAL else "raise --max-steps"
+            yield f"stopped at step {status['step']} by {reason}; {advice} to resume"
     damaged = [name for name in files.names(folder) if re.match(r"step_\d+\.damaged", name)]
     if damaged:
         yield f"damaged checkpoints: {', '.join(sorted(damaged))}"

@@ -39,7 +39,9 @@ def call_hook(hook: Hook, row: dict[str, Any]) -> None:
     try:
         hook(row)
     except Exception as error:
-        if not getattr(error, "__notes__", None):  # else it calls others, and one of them failed
+        notes = getattr(error, "__notes__", ())  # JAX adds its own, too
+        # A hook that calls others is not to blame if one of them failed.
+        if not any(note.startswith("error: the hook") for note in notes):
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
             where = (
                 f"the hook {getattr(hook, '__module__', '')}:{name} failed at step {row['step']}"

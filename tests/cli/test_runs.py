@@ -305,11 +305,12 @@ def test_the_state_of_runs(train, tmp_path):
     complete, empty, halted, killed, mistake, nan, stopped, unknown = lines
     assert complete == "complete: damaged checkpoints: step_10.damaged"
     assert empty == "empty: failed with status 1: ValueError: no first row"
-    assert halted == "halted: stopped at step 4 by --max-steps, of 10 steps; raise it to train on"
+    limit = "--max-steps, of 10 steps; raise --max-steps to resume"
+    assert halted == f"halted: stopped at step 4 by {limit}"
     assert killed == "killed: ended without notice on far; start it again to resume"
     assert mistake == "mistake: failed with status 1: ValueError: a mistake"
     assert nan.startswith("nan: failed with status 3: step 5: loss is nan")
-    assert stopped == "stopped: stopped at step 3 by a signal; start it again to train on"
+    assert stopped == "stopped: stopped at step 3 by a signal; start it again to resume"
     steps = {name: run_status.read(str(folder / name)).get("step") for name in ("nan", "mistake")}
     assert steps == {"nan": 4, "mistake": 5}  # not those that were only started
     assert unknown == "unknown: last alert: step 4: loss 9.25"

@@ -21,6 +21,7 @@ from mesh_transformer.config import Config
 from mesh_transformer.data.loader import open_train_set
 from mesh_transformer.mesh.declaration import map_declared
 from mesh_transformer.training import loop, update_rules
+from mesh_transformer.training.hooks import call_hook
 from mesh_transformer.training.schedule import learning_rate
 from mesh_transformer.util import InputError
 from tests.support.pages import write_files
@@ -291,6 +292,20 @@ def test_a_failing_hook_is_named_and_its_step_is_saved(network_of, tmp_path):
     assert json.loads((tmp_path / "run/status.json").read_text())["step"] == 3
     assert (tmp_path / "run/step_3").is_dir()
     network.close()
+
+
+def test_a_hook_that_fails_in_jax_is_named_once():
+    def fails(row):
+        jax.jit(lambda a: a @ jnp.ones(3))(jnp.ones(4))
+
+    def calls(row):
+        call_hook(fails, row)
+
+    with pytest.raises(TypeError) as caught:
+        call_hook(calls, {"step": 2})
+    jax_note, own = caught.value.__notes__  # JAX says that it has removed its frames
+    assert "JAX" in jax_note
+    assert re.fullmatch("error: the hook .*fails failed at step 2; see the traceback above", own)
 
 
 def test_a_model_is_used_without_the_module_of_its_optimizer(network_of, tmp_path, monkeypatch):
