@@ -51,8 +51,8 @@ STOPPING = "the server is stopping"
 CHUNK_SHARE = 0.75
 STALL_SECONDS = 60.0  # default time after which a turn of the engine counts as stalled
 READ_TOKENS = 8192  # up to so many, programs that score or embed a text are compiled in advance
-# Time after a request in which no program is compiled in advance: the next message of a conversation
-# should not wait for it.
+# Time after a request in which no program is compiled in advance, as the next message of a
+# conversation should not wait for it.
 QUIET_SECONDS = 30.0
 COMPILING = 10  # how many times as long a turn may take while some programs are not compiled
 
