@@ -247,7 +247,7 @@ def main() -> None:
             (lambda: newest_in_bucket(gcs)) if in_bucket else (lambda: newest_in(disk / "model")),
         )
         log_lines = (place / "log.txt").read_text().replace("\r", "\n").splitlines()
-        lines = [line for line in log_lines if line.strip() and "step/s" not in line]
+        lines = [line for line in log_lines if line.strip() and "%|" not in line]
         lines = [line for line in lines if "validation loss" not in line and "s/step" not in line]
         print(*lines, sep="\n")
         assert process.returncode == 0, process.returncode
