@@ -13,14 +13,12 @@ import functools
 import itertools
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from mesh_transformer.generation.finite import NO_TOKEN
 from mesh_transformer.network import Network
@@ -43,6 +41,7 @@ from mesh_transformer.serving.progress import (
     tokens_of,
 )
 from mesh_transformer.serving.speculation import Speculation
+from mesh_transformer.serving.warm_up import WarmUp
 from mesh_transformer.util import InputError, NonFiniteError, bucket, start_thread
 
 STOPPING = "the server is stopping"
@@ -73,47 +72,6 @@ class QueueFullError(Exception):
 
 class StoppedEngineError(Exception):
     """The engine accepts no more requests: it is closing, or its network has failed permanently."""
-
-
-class WarmUp:
-    """The programs that are compiled before requests need them, and their progress bar."""
-
-    def __init__(self):
-        self._left: collections.deque[Callable[[], Any]] = collections.deque()
-        self._bar = tqdm(disable=True)
-
-    @property
-    def left(self) -> int:
-        """Number of programs that are not compiled yet."""
-        return len(self._left)
-
-    def begin(self, now: Sequence[Callable[[], Any]], later: Sequence[Callable[[], Any]]) -> None:
-        """Call the functions `now`, which each compile a program, and keep `later` for later."""
-        self.end()
-        total = len(now) + len(later)
-        self._left.extend((*now, *later))
-        self._bar = tqdm(
-            total=total, desc="compiling", unit="program", file=sys.stderr, leave=False
-        )
-        try:
-            for _ in now:
-                self.compile_next()
-        except BaseException:
-            self.end()
-            raise
-
-    def compile_next(self) -> None:
-        """Compile the next program."""
-        self._left[0]()
-        self._left.popleft()  # only now, as `left` counts the one that is being compiled
-        self._bar.update()
-        if not self._left:
-            self.end()
-
-    def end(self) -> None:
-        """Compile nothing more in advance, and remove the progress bar."""
-        self._left.clear()
-        self._bar.close()
 
 
 class Engine:
