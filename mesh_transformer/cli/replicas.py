@@ -166,7 +166,7 @@ def running_replicas(
     They are on the Ray cluster at the address --ray, or on one that is started here.
 
     Args:
-      number: tells these replicas from others of this machine.
+      number: distinguishes these replicas from others on this machine.
       drain_seconds, spare: see `Replicas`.
     """
     from mesh_transformer.pod.ray_head import RayHead, connected

@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
     @property
     def span(self) -> Span | None:
-        """The range of bytes, of which nothing is read yet; None for all of the file."""
+        """A new span of the range of bytes; None for all of the file."""
         return None if self.end is None else Span(self.start, self.end)
 
     @property

@@ -207,7 +207,7 @@ class RecordSet:
       shuffle: 0 to read the records in the index's order.  Otherwise each epoch has its own order
         of files, and the records are shuffled in blocks of `shuffle` records.  One block is held in
         memory, and a resumed run reads its current block again.  With "all", each epoch is a
-        permutation of all records, none of which is held in memory.
+        permutation of all records, which are read one by one.
       seed: the random seed for shuffling.
       reference: whether rows have `reference`; see `TFRecordNewInputs`.
       teacher: whether rows have `teacher_ids` and `teacher_logprobs`.

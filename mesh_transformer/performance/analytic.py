@@ -334,13 +334,12 @@ def saved_activation_bytes(config: Config, attention: str) -> int:
         return kept + ((columns + heads) * width + _scores(config, attention)) // mp
     if attention == "blocks":
         return kept + ((columns + heads) * width + F32 * config.n_heads) // mp
-    # The output of a fused matmul is saved as a whole, in addition to q, k and v.
-    own = columns + (2 + 3 * block.fused) * heads
     keys = config.shards * key_heads(config, config.shards) * config.d_head
-    own += 2 * (heads - keys) + (heads + keys) * (config.qk_norm != "none")
+    of_heads = 5 * heads + (heads + keys) * (config.qk_norm != "none")
+    # The output of a fused matmul is saved as a whole, in addition to q, k and v.
+    own = columns + of_heads - (0 if block.fused else heads + 2 * keys)
     if attention == "splash":  # a TPU stores the entries of a head in whole lanes
-        padding = -config.d_head % LANES / config.d_head
-        own += int(padding * (5 * heads + (heads + keys) * (config.qk_norm != "none")))
+        own += of_heads // config.d_head * (-config.d_head % LANES)
     return kept + (own * width + F32 * config.n_heads) // mp
 
 

@@ -68,13 +68,13 @@ def cluster_hosts() -> list[Host]:
 
     The processes on them reserve all accelerators.
     """
-    found = [
+    hosts = [
         Host(node["NodeID"], node["NodeManagerAddress"], None, _accelerators(node["Resources"]))
         for node in ray.nodes()
         if node["Alive"]
     ]
-    found.sort(key=lambda host: (host.address, host.node))
-    return [host for host in found if host.accelerators] or found
+    hosts.sort(key=lambda host: (host.address, host.node))
+    return [host for host in hosts if host.accelerators] or hosts
 
 
 def group_hosts() -> list[Host]:

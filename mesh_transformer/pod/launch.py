@@ -174,7 +174,7 @@ class ClusterHosts:
         devices, rest = divmod(self._config.tpu_size, len(hosts))
         if rest:
             raise InputError(
-                f"{len(hosts)} machines of Ray without accelerators cannot share the config's "
+                f"--ray: {len(hosts)} machines without accelerators cannot share the config's "
                 f"tpu_size, {self._config.tpu_size} devices, equally; change tpu_size"
             )
         return [dataclasses.replace(host, devices=devices) for host in hosts]

@@ -236,7 +236,7 @@ class Prefiller:
 
     def cost(self, tokens: int) -> int:
         """Return how many positions a call computes for this many tokens, with the padding."""
-        return self._longest if self._fixed else bucket(tokens, self._narrowest, self._window)
+        return self._width(1, tokens)
 
     def chunk(self, seconds: float | None, begin: int = 0) -> int:
         """Return how many tokens the next chunks may have together.

@@ -141,8 +141,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a table of runs says about one.
 
     The training loss is the mean, and tokens per second and MFU are the medians, of the last
-    `RECENT` steps.
-    The best validation loss is the lowest mean over the validation sets.
+    `RECENT` steps.  The best validation loss is the lowest mean over the validation sets.
     """
 
     def recent(name: str) -> list[float]:

@@ -147,7 +147,7 @@ def run(folder: Path, rounds: int, gcs: FakeGcs, environment: dict[str, str], ki
                 log = folder / f"{kind}_{number}.log"
                 gcs.fault = faults
                 run_round(kind, f"gs://{BUCKET}", number, cluster, others, generator, log, is_equal)
-    print(f"{rounds} rounds equal; {gcs.requests} requests, of which failed: {dict(faults.made)}")
+    print(f"{rounds} rounds equal; {gcs.requests} requests, faults: {dict(faults.made)}")
 
 
 def main() -> None:

@@ -142,7 +142,7 @@ def test_commands_report_an_unreachable_bucket_in_one_line(where, closed_port, t
 
 
 class _Stubborn:
-    """A folder in a bucket of which some deletions fail."""
+    """A folder in a bucket whose first deletions fail."""
 
     def __init__(self, failures: int, *, leaves_nothing: bool = False):
         self.failures, self.leaves_nothing, self.calls = failures, leaves_nothing, 0
